@@ -18,6 +18,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from .held_out import before_and_after
 from .metrics_csv import MetricsCSV
 from .rollout_loop import RolloutLoop
+from .rollout_rows import own_parts
 
 _LABELS = {
     "val/share_correct_greedy": "right answers, greedy",
@@ -121,8 +122,9 @@ class Report(Callback):
         has_answers = "ground_truth" in after[0]  # the data's column may have another name
         if has_answers:
             table.add_column("right answer", overflow="fold")
-        for first, last in pairs[: self.num_samples]:
-            texts = [last["prompt"], first["response"], last["response"]]
+        prompts = own_parts([last["prompt"] for _, last in pairs])
+        for prompt, (first, last) in list(zip(prompts, pairs, strict=True))[: self.num_samples]:
+            texts = [prompt, first["response"], last["response"]]
             texts += [last["ground_truth"]] if has_answers else []
             table.add_row(*(str(text).strip()[-300:].encode(errors="backslashreplace").decode() for text in texts))
         return table

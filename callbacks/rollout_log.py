@@ -21,7 +21,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 
 from .checks import check_at_least, check_module
 from .rollout_loop import RolloutLoop
-from .rollout_rows import correct_answers, end_of, segments_of, token_values, value_counts
+from .rollout_rows import correct_answers, end_of, own_parts, segments_of, token_values, value_counts
 
 
 class RolloutLog(Callback):
@@ -147,7 +147,11 @@ class RolloutLog(Callback):
                     **end_of(truncated, conversations.get(position)),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": position // group_size,
-                    **({"tokens": token_values(tokenizer, experience, i, valued[i])} if valued[i] else {}),
+                    **(
+                        {"tokens": token_values(tokenizer, experience, i, valued[i], module.has_ref)}
+                        if valued[i]
+                        else {}
+                    ),
                 }
             )
         return rows
@@ -171,8 +175,8 @@ class RolloutLog(Callback):
             ]
             for row in shown
         ]
-        for row in cells:
-            table.add_row(*(_short(cell) if isinstance(cell, str) else f"{cell:.2f}" for cell in row))
+        for prompt, (_, *row) in zip(own_parts([row["prompt"] for row in shown]), cells, strict=True):
+            table.add_row(*(_short(cell) if isinstance(cell, str) else f"{cell:.2f}" for cell in (prompt, *row)))
         RichConsole(highlight=False, markup=False).print(table)
         for logger in loggers:
             log_table(logger, "rollouts", columns, cells, step)

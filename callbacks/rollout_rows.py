@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.conversation_record import ConversationRecord
+from lightning_rlhf.data.chat import common_prefix
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
 _FEWEST_TOKENS = 16  # first tokens of a response with values
@@ -85,7 +86,7 @@ def _common_limit(lengths: Sequence[int], most: int) -> int:
 
 
 def token_values(
-    tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int, count: int
+    tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int, count: int, has_ref: bool = True
 ) -> dict[str, list[Any]]:
     """Return values of the first tokens of a response, by name.
 
@@ -94,19 +95,20 @@ def token_values(
         experience: experience of the step, on the CPU.
         row: number of the response.
         count: number of tokens.
+        has_ref: whether the run has a reference.
 
     Returns:
         ``ids``, ``texts``, log-probabilities in nats of the actor before the update (``logprob``), of the engine
-        (``rollout_logprob``) and of the reference (``ref_logprob``), ``entropy`` of the actor's distribution in nats if
-        it was evaluated, ``advantage``, importance ``weight`` in the loss, policy ``version``, and whether a token is
-        ``sampled`` and ``in_loss``.
+        (``rollout_logprob``) and, if there is one, of the reference (``ref_logprob``), ``entropy`` of the actor's
+        distribution in nats if it was evaluated, ``advantage``, importance ``weight`` in the loss, policy ``version``,
+        and whether a token is ``sampled`` and ``in_loss``.
     """
     rollout = experience.rollout
     ids = rollout.response_ids[row, :count].tolist()
     numbers = {
         "logprob": experience.old_logprobs,
         "rollout_logprob": rollout.rollout_logprobs,
-        "ref_logprob": experience.ref_logprobs,
+        **({"ref_logprob": experience.ref_logprobs} if has_ref else {}),
         **({} if experience.entropies is None else {"entropy": experience.entropies}),
         "advantage": experience.advantages,
         "weight": experience.weights,
@@ -119,6 +121,17 @@ def token_values(
         "sampled": rollout.response_mask[row, :count].tolist(),
         "in_loss": experience.mask[row, :count].tolist(),
     }
+
+
+def own_parts(prompts: Sequence[str]) -> list[str]:
+    """Return prompts without the lines at the start that all of them have in common, such as worked examples.
+
+    Args:
+        prompts: texts; if they are equal, they are returned as they are.
+    """
+    common = min(common_prefix(prompts[0], own) for own in prompts)
+    start = prompts[0].rfind("\n", 0, common) + 1 if len(set(prompts)) > 1 else 0
+    return [f"... {text[start:]}" if start else text for text in prompts]
 
 
 def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:

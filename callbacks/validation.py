@@ -174,6 +174,7 @@ class Validation:
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        prompts = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         size = 1 + self._val_samples
         self._unscored = []
         for i, row in enumerate(rows):
@@ -181,7 +182,7 @@ class Validation:
             if self._answer is not None:
                 self._answers.append(self._answers_of(texts[first + 1 : first + size]))
             if len(self.samples) < _MAX_STORED_SAMPLES:
-                texts_of = {"prompt": batch.texts[i], "response": texts[first]}
+                texts_of = {"prompt": prompts[i], "response": texts[first]}
                 rewards = {name: values[first].item() for name, values in rollout.rewards.items()}
                 self.samples.append({**row, **texts_of, **rewards})  # these names replace columns
                 conversation = greedy[i].conversation if greedy else None

@@ -76,8 +76,8 @@ def holds_messages(value: Any) -> bool:
     return isinstance(value, list | Mapping)
 
 
-def common_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Count the messages that two conversations share from the beginning."""
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the items, such as messages or characters, that two sequences share from the beginning."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

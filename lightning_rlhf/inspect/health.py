@@ -11,8 +11,8 @@ from statistics import fmean, median
 FIRST_STEPS = 3
 VALIDATION_MARK = "validation"  # column of metrics.csv, 1 for a validation without metrics that begin with val/
 _RECENT_STEPS = 40
-# Nats per response token. The quickstart, whose policy changes much, stays below 0.08; LoRA on short responses can exceed
-# 0.1 while it learns well.
+# Nats per response token. The quickstart, whose policy changes much, stays below 0.08; LoRA on short responses can
+# exceed 0.1 while it learns well.
 MAX_KL_PER_TOKEN = 0.1
 MAX_KL_PER_TOKEN_OF_LEARNER = 0.3  # while the reward has risen
 Row = Mapping[str, float]

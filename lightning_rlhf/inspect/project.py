@@ -14,13 +14,17 @@ from typing import Any
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.definitions import definitions
 from lightning_rlhf.inspect.page import html_page, setting_texts, split_rows
-from lightning_rlhf.inspect.run_directory import RunDirectory
+from lightning_rlhf.inspect.run_directory import RUN_END, RunDirectory, end_state
 from lightning_rlhf.inspect.values import rounded
 
 _DEEPEST = 5  # levels of directories below the folder
 _MOST_RUNS = 500
 _SEED = "seed_everything"
 _DIRECTORY = "trainer.default_root_dir"
+_EMPTY: dict[str, Any] = {
+    "modified": 0.0, "steps": 0, "limit": None, "seed": None, "failed_checks": 0, "config": {}, "first": {}, "last": {},
+    "link": "",
+}  # row of a run without metrics  # fmt: skip
 
 
 def is_folder_of_runs(path: Path) -> bool:
@@ -36,13 +40,27 @@ def find_runs(folder: Path) -> list[RunDirectory]:
     return [RunDirectory(path) for path in islice(_run_paths(folder), _MOST_RUNS)]
 
 
-def _run_paths(folder: Path) -> Iterator[Path]:
+def _run_paths(folder: Path, name: str = "metrics.csv") -> Iterator[Path]:
+    """Yield the directories below a folder that have a file with this name; they do not contain other runs."""
     for path, folders, files in os.walk(folder):
         depth = len(Path(path).relative_to(folder).parts)
-        is_run = "metrics.csv" in files and (Path(path) / "metrics.csv").is_file()
-        if is_run and not (Path(path) / "metrics.csv").is_symlink():
+        if name in files and (Path(path) / name).is_file() and not (Path(path) / name).is_symlink():
             yield Path(path)
+        is_run = "metrics.csv" in files and (Path(path) / "metrics.csv").is_file()
         folders[:] = [] if is_run or depth == _DEEPEST else sorted(folders)
+
+
+def _without_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return rows for the runs below a folder that ended before their first metrics."""
+    ended = islice((path for path in _run_paths(folder, RUN_END) if not (path / "metrics.csv").exists()), _MOST_RUNS)
+    rows = []
+    for path in ended:
+        try:
+            state = end_state(path)
+        except UsageError as error:
+            state = {"state": "damaged", "error": str(error)}
+        rows.append({**_EMPTY, **state, "name": path.relative_to(folder).as_posix(), "group": str(path)})
+    return rows
 
 
 def project_page(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str], live: bool = False) -> str:
@@ -61,7 +79,7 @@ def project_data(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str
     """Return the data of the table of runs, as plain values.
 
     Runs whose settings are equal, except for seed and directory, have the same ``group``. A run that cannot be read has
-    the state ``damaged``.
+    the state ``damaged``. Runs that ended before their first metrics are the last ones.
 
     Args:
         folder: folder of the runs.
@@ -77,6 +95,7 @@ def project_data(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str
         group = groups.setdefault(settings if is_known else str(run.path), len(groups))
         rows.append({"name": run.path.relative_to(folder).as_posix(), **row, "link": link, "group": group})
     names = sorted({name for row in rows for name in row["last"]})
+    rows += _without_metrics(folder)
     return {"project": {"path": str(folder), "runs": rows}, "definitions": definitions(names)}
 
 
@@ -85,8 +104,7 @@ def _row(run: RunDirectory) -> dict[str, Any]:
     try:
         return {**run.state(), **_summary(run, run.signature(responses=False))}
     except (UsageError, OSError) as error:
-        numbers = {"modified": 0.0, "steps": 0, "limit": None, "seed": None, "failed_checks": 0}
-        return {"state": "damaged", "error": str(error), **numbers, "config": {}, "first": {}, "last": {}}
+        return {**_EMPTY, "state": "damaged", "error": str(error)}
 
 
 @lru_cache(maxsize=2 * _MOST_RUNS)

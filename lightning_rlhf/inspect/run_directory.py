@@ -47,6 +47,18 @@ def precedes(row: Mapping[str, str], step: int) -> bool:
     return int(row["step"]) <= step if is_training or step == 0 else int(row["step"]) < step
 
 
+def end_state(directory: Path) -> dict[str, str]:
+    """Return the state of a run by the file that ReportPage writes at its end, and the error that ended it.
+
+    Args:
+        directory: directory of the run.
+    """
+    end = _object_in(directory / RUN_END)
+    error = str(end.get("error") or "")
+    stopped = "interrupted" if error.startswith(("Interrupted", "KeyboardInterrupt")) else "failed"
+    return {"state": "running" if not end else stopped if error else "ended", "error": error}
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The directory of a run, which may continue while it is read.
@@ -80,8 +92,7 @@ class RunDirectory:
             )
 
     def _has(self, path: Path) -> bool:
-        """Return whether a path is a regular file, and not a link out of the directory."""
-        return path.is_file() and path.resolve().is_relative_to(self.path.resolve())
+        return _is_inside(self.path, path)
 
     def signature(self, responses: bool = True) -> tuple[Any, ...]:
         """Return names, times and sizes of the files that are read: equal as long as they do not change.
@@ -124,11 +135,7 @@ class RunDirectory:
             that ReportPage writes at the end, which a killed run lacks too; ``error`` is that of a failed or
             interrupted run; ``modified`` is the time of the last metrics.
         """
-        end = self._json(RUN_END)
-        error = str(end.get("error") or "")
-        stopped = "interrupted" if error.startswith(("Interrupted", "KeyboardInterrupt")) else "failed"
-        state = "running" if not end else stopped if error else "ended"
-        return {"state": state, "error": error, "modified": (self.path / "metrics.csv").stat().st_mtime}
+        return {**end_state(self.path), "modified": (self.path / "metrics.csv").stat().st_mtime}
 
     def findings(self, rows: Sequence[tuple[int, dict[str, float]]] | None = None) -> list[Finding]:
         """Return the health checks that fail for the metrics.
@@ -165,11 +172,7 @@ class RunDirectory:
 
     def _json(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file; empty without the file."""
-        path = self.path / name
-        if not self._has(path):
-            return {}
-        with _damaged(path):
-            return _mapping(parsed(path.read_text(encoding="utf-8")))
+        return _object_in(self.path / name)
 
     def _rollout_entries(self) -> list[os.DirEntry[str]]:
         """Return the files of RolloutLog; other files, pipes and links out of the directory are left out."""
@@ -243,6 +246,19 @@ def _logged_rewards(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
     """
     names = {name for _, row in rows[:8] for name in row if name.startswith("reward/") and name.endswith("_std")}
     return sorted(name[len("reward/") : -len("_std")] for name in names - {"reward/environment_std", "reward/std"})
+
+
+def _is_inside(directory: Path, path: Path) -> bool:
+    """Return whether a path is a regular file, and not a link out of the directory."""
+    return path.is_file() and path.resolve().is_relative_to(directory.resolve())
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a run's directory; empty without the file."""
+    if not _is_inside(path.parent, path):
+        return {}
+    with _damaged(path):
+        return _mapping(parsed(path.read_text(encoding="utf-8")))
 
 
 @contextmanager

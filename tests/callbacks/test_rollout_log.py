@@ -9,7 +9,7 @@ import pytest
 
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
 from lightning_rlhf.callbacks.rollout_log import _short
-from lightning_rlhf.callbacks.rollout_rows import value_counts
+from lightning_rlhf.callbacks.rollout_rows import own_parts, value_counts
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -122,12 +122,12 @@ def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
     for name, expected in (
         ("logprob", experience.old_logprobs),
         ("rollout_logprob", experience.rollout.rollout_logprobs),
-        ("ref_logprob", experience.ref_logprobs),
         ("entropy", experience.entropies),
         ("advantage", experience.advantages),
         ("weight", experience.weights),
     ):
         assert values[name] == pytest.approx(expected[1, :3].tolist(), abs=1e-4)
+    assert "ref_logprob" not in values  # the run has no reference
     assert values["ids"] == experience.rollout.response_ids[1, :3].tolist()
     assert min(values["entropy"]) > 0
     assert values["version"] == [1, 1, 1]
@@ -267,4 +267,23 @@ def test_the_command_validate_writes_no_file(run, tmp_path):
 def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
     own = run(model={"kl_loss": KLTerm(coef, "k3"), "kl_reward": KLTerm(0.0, "k1")}, callbacks=[RolloutLog()]).fit()
     assert own.module.has_ref == bool(coef)
-    assert {row["kl"] is None for row in rows_of(tmp_path, 1)} == {not coef}
+    rows = rows_of(tmp_path, own.trainer.global_step)
+    assert {row["kl"] is None for row in rows} == {not coef}
+    assert {"ref_logprob" in row["tokens"] for row in rows} == {bool(coef)}
+    if coef:
+        expected = own.module.experience.ref_logprobs[0, : rows[0]["response_tokens"]].tolist()
+        assert rows[0]["tokens"]["ref_logprob"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "own"),
+    [
+        (["Example: 1\n2+3", "Example: 1\n2+4"], ["... 2+3", "... 2+4"]),
+        (["Example: 1\n2+3"] * 2, ["Example: 1\n2+3"] * 2),
+        (["Example: 1\n2+3", "Test: 1\n2+3"], ["Example: 1\n2+3", "Test: 1\n2+3"]),
+        (["2+3", "2+4"], ["2+3", "2+4"]),
+        (["one"], ["one"]),
+    ],
+)
+def test_the_common_start_of_prompts_is_left_out(prompts, own):
+    assert own_parts(prompts) == own

@@ -38,7 +38,8 @@ class Browser:
         with urlopen(f"http://127.0.0.1:{port}/json/list") as pages:
             address = next(page for page in json.load(pages) if page["type"] == "page")["webSocketDebuggerUrl"]
         self._open = ExitStack()
-        self._socket = self._open.enter_context(connect(address, max_size=None, proxy=None))
+        # Pings come from a thread that uses `random`, which Hypothesis reports in whatever test runs then.
+        self._socket = self._open.enter_context(connect(address, max_size=None, proxy=None, ping_interval=None))
         self._numbers = itertools.count(1)
         self.problems = []
         self.allowed = ("file:", "data:", "about:")  # beginnings of addresses that a page may request

@@ -216,6 +216,31 @@ def test_one_step_is_drawn_as_points(show):
     assert all(browser.evaluate(f"{series}.map((own) => own.points.show())"))
 
 
+@pytest.mark.parametrize(("value", "least", "largest"), [(0, -0.1, 1), (0.5, 0, 1), (-3, -6, 0)])
+def test_a_constant_has_an_axis_from_0(show, value, least, largest):
+    browser = show(page(run(training=table(step=[1, 2], reward__mean=[value] * 2))))
+    scale = "(({ min, max }) => [min, max])(document.querySelector('.chart').plot.scales.y)"
+    assert browser.evaluate(scale) == [least, largest]
+
+
+def test_the_figures_have_the_held_out_rewards_whose_values_differ_from_correctness(show):
+    values = {"val/share_correct_greedy": [0, 0.5], "val/exact_greedy": [0, 0.5], "val/close_greedy": [0.25, 0.75]}
+    names = "[...document.querySelectorAll('.figure')].map((own) => own.innerText.split('\\n'))"
+    browser = show(page(run(validation={"step": [0, 4], **values})))
+    shown = {name: value for value, name in browser.evaluate(names)}
+    assert shown["val/share_correct_greedy"] == "0 → 0.5"
+    assert shown["val/close_greedy"] == "0.25 → 0.75"
+    assert "val/exact_greedy" not in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"), [("passed", "No check failed."), ("too early", "No check has run yet.")]
+)
+def test_a_run_without_finished_checks_is_not_called_healthy(show, state, sentence):
+    browser = show(page(run(checks=[{"name": "clipping", "state": state, "note": ""}])))
+    assert browser.evaluate("document.querySelector('.healthy').textContent") == sentence
+
+
 def test_empty_sections_say_why(show):
     browser = show(page(run(training={"step": []})))
     text = browser.evaluate("document.body.innerText")

@@ -224,7 +224,7 @@ def test_the_page_shows_whether_the_run_has_ended(page, run_directory, end, stat
         (folder / "end.json").write_text(json.dumps(end))
     browser = page(folder)
     text = browser.evaluate("document.body.innerText")
-    assert f"{state}\nstate" in text
+    assert f"{state}{' or killed' if state == 'running' else ''}\nstate" in text
     assert ("ago\nlast metrics" in text) == (state == "running")
     assert ("RunError: <b>lost" in text) == (state == "failed")
     assert ("No check failed" in text) == (state != "failed")

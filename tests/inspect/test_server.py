@@ -278,6 +278,19 @@ def test_the_runs_of_a_folder(runs, monkeypatch):
     assert len(find_runs(runs)) == 3
 
 
+def test_runs_that_ended_before_their_metrics_are_rows_too(runs):
+    for name, end in (("other", '{"error": "RunError: no engine"}'), ("cut", '{"err'), ("b/inner", "{}")):
+        (runs / name).mkdir(exist_ok=True)
+        (runs / name / "end.json").write_text(end)
+    found = find_runs(runs)
+    rows = project_data(runs, found, [""] * len(found))["project"]["runs"]
+    assert [row["name"] for row in rows] == [*NAMES, "cut", "other"]
+    assert [row["state"] for row in rows[-2:]] == ["damaged", "failed"]
+    assert rows[-1]["error"] == "RunError: no engine"
+    assert rows[-1].keys() == rows[0].keys()
+    assert not is_folder_of_runs(runs / "other")
+
+
 def test_a_row_has_state_settings_metrics_and_group(runs):
     found = find_runs(runs)
     data = project_data(runs, found, [""] * len(found))

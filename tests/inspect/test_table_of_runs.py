@@ -55,6 +55,11 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
     assert not browser.problems
 
 
+def test_a_run_that_ended_before_its_metrics_has_its_error(table):
+    empty = {"name": "d", "last": {}, "state": "failed", "error": "no engine", "modified": 0.0, "steps": 0}
+    assert table(*RUNS, empty).evaluate(CELLS)[-1][:4] == ["dno engine", "failed", "0", "0 of 10"]
+
+
 def test_columns_sort_with_missing_values_last(table):
     browser = table()
     for column, names in (("reward/mean", "bac"), ("lr", "bac"), ("name", "abc"), ("failed checks", "abc")):
@@ -127,6 +132,8 @@ def test_a_folder_without_runs_says_so(show):
 def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
     for i in range(10):
         folder = run_directory(f"sweep/{i}", ROWS, config={"lr": i // 2, "seed_everything": i}).parent
+    (folder / "x").mkdir()
+    (folder / "x/end.json").write_text('{"error": "no engine"}')  # it has no metrics, and cannot be selected
     server = InspectServer(find_runs(folder), folder=folder)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     before, browser.allowed = browser.allowed, (*browser.allowed, server.url)
@@ -135,6 +142,7 @@ def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
         link = "document.querySelector('#comparison a')?.getAttribute('href')"
         boxes = "[...document.querySelectorAll('tbody input')]"
         assert browser.evaluate(f"{boxes}.length") == 5
+        assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 6
         browser.evaluate(f"{boxes}[1].click()")
         browser.evaluate(f"{boxes}[2].click()")
         assert browser.evaluate(link) == "compare/2,3,4,5/"

@@ -89,12 +89,13 @@
   // -- drawing --------------------------------------------------------------------------------------------------------
   let intervals = new Set();  // metrics whose bounds have the same name with _low and _high
 
-  /** Limits of a linear axis: a single value is in its middle. */
-  const limits = (pad) => (_, low, high) => low === null ? [0, 1]
-    : low < high ? uPlot.rangeNum(low, high, pad, pad > 0) : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
+  /** Limits of a linear axis: a constant is in the middle between 0 and its double; 0 is near the lower end. */
+  const limits = (_, low, high) => low === null ? [0, 1]
+    : low < high ? uPlot.rangeNum(low, high, 0.1, true) : low === 0 ? [-0.1, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
   const limitsOfSteps = (plot, low, high) => {
     const [steps] = plot.data;
-    return low < high && steps.length > 1 ? [low, high] : limits(0)(plot, steps[0] ?? null, steps[0]);
+    const only = steps[0] ?? 1, around = only / 2 || 1;
+    return low < high && steps.length > 1 ? [low, high] : [only - around, only + around];
   };
   const limitsOfLog = (_, low, high) => low === null ? [0.1, 1] : low < high ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
 
@@ -127,7 +128,7 @@
     };
     const plot = new uPlot({
       width, height: 190, hooks, series,
-      scales: { x: { time: false, range: limitsOfSteps }, y: isLog ? { distr: 3, range: limitsOfLog } : { range: limits(0.1) } },
+      scales: { x: { time: false, range: limitsOfSteps }, y: isLog ? { distr: 3, range: limitsOfLog } : { range: limits } },
       axes: [{ stroke, grid, ticks: grid, values, size: 34, incrs: WHOLE }, vertical],
       cursor: { sync: { key: "page" }, hover: { skip: [null, undefined], prox: 30 } },
       ...more,

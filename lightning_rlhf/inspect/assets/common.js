@@ -57,6 +57,9 @@ window.report = (() => {
   }
 
   /** The seconds since a Unix time. */
+  const live = document.body.dataset.live === "yes";  // a page of the inspector, which has a server
+  /** A file does not change when a run is killed. */
+  const stateOf = (run) => run.state === "running" && !live ? "running or killed" : run.state;
   const age = (time) => Math.max(0, Date.now() / 1000 - time);
 
   /** Order of two values, numbers or texts; missing ones are last in both directions. */
@@ -122,8 +125,8 @@ window.report = (() => {
 
   return {
     data, page, runs: data.runs ?? [], labelled: (data.runs ?? []).length > 1,
-    live: document.body.dataset.live === "yes",  // a page of the inspector, which has a server
-    element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, age, compare, colour, key,
+    live,
+    element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, age, stateOf, compare, colour, key,
     meaningOf, state, remember, kept, ready,
   };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 /** The table of the runs below a folder: states, settings that differ, and values of metrics. */
 (() => {
-  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, age,
+  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, age, stateOf,
     compare, meaningOf, kept, ready } = window.report;
   let { runs } = data.project;
   const FEATURED = ["val/share_correct_greedy", "val/share_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
@@ -16,7 +16,7 @@
   page.append(element("h1", { text: `Runs below ${data.project.path}` }));
   const place = section("runs", "Runs");
   const words = element("input", { type: "search", id: "words", placeholder: "e.g. ppo lr=0.001", "aria-label": "filter the runs" });
-  const states = choices("state", [["", "all"], ...[...new Set(runs.map((run) => run.state))].map((state) => [state, state])]);
+  const states = choices("state", [["", "all"], ...[...new Set(runs.map(stateOf))].map((state) => [state, state])]);
   const checks = choices("checks", [["", "all"], ["failed", "failed"], ["passed", "none failed"]]);
   const names = element("input", { type: "search", id: "names", placeholder: "main ones", "aria-label": "names of metrics and settings" });
   const single = element("input", { type: "checkbox", id: "single" });
@@ -44,7 +44,7 @@
       : FEATURED.filter((name) => namesOfMetrics.includes(name));
     return [
       { name: "name", value: (run) => run.name },
-      { name: "state", value: (run) => run.state },
+      { name: "state", value: stateOf },
       { name: "failed checks", value: (run) => run.failed_checks, isNumber: true },
       { name: "steps", value: (run) => run.steps, isNumber: true },
       ...(settings.length > FEW_SETTINGS ? [] : settings),
@@ -59,8 +59,8 @@
   const settingValue = (text) => text === undefined || text === "" ? null : Number.isNaN(Number(text)) ? text : Number(text);
 
   function isShown(run) {
-    const text = [run.name, run.state, ...Object.entries(run.config).map(([name, value]) => `${name}=${value}`)].join("\n").toLowerCase();
-    return words.value.toLowerCase().split(/\s+/).every((word) => text.includes(word)) && (!states.value || run.state === states.value)
+    const text = [run.name, stateOf(run), ...Object.entries(run.config).map(([name, value]) => `${name}=${value}`)].join("\n").toLowerCase();
+    return words.value.toLowerCase().split(/\s+/).every((word) => text.includes(word)) && (!states.value || stateOf(run) === states.value)
       && (!checks.value || (run.failed_checks > 0) === (checks.value === "failed"));
   }
 
@@ -97,12 +97,13 @@
       }, { class: "sort", "aria-expanded": String(isOpen), "data-group": row.group })];
     }
     const name = run.link && address(run) ? element("a", { href: address(run), text: run.name }) : run.name;
-    const reason = run.state === "damaged" ? [element("div", { class: "reason muted", text: run.error ?? "" })] : [];
+    const isEmpty = run.state === "damaged" || (!run.modified && run.error);
+    const reason = isEmpty ? [element("div", { class: "reason muted", text: run.error ?? "" })] : [];
     return isMember ? [element("span", { class: "member" }, name)] : [name, ...reason];
   }
 
   function stateCell(row) {
-    return [...Map.groupBy(row.runs, (run) => run.state)].sort().flatMap(([state, same], i) => {
+    return [...Map.groupBy(row.runs, stateOf)].sort().flatMap(([state, same], i) => {
       const text = row.runs.length > 1 ? `${same.length} ${state}` : state;
       return [i ? ", " : "", element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text, title: same[0].error ?? "" })];
     });
@@ -148,7 +149,7 @@
       made.classList.toggle("failed", column.name === "failed checks" && valueOf(row, column) > 0);
       return made;
     });
-    return element("tr", { class: isMember ? "of-group" : "" }, ...(live ? [element("td", {}, boxOf(row))] : []), ...cells);
+    return element("tr", { class: isMember ? "of-group" : "" }, ...(live ? [element("td", {}, ...(row.runs.every((run) => run.link) ? [boxOf(row)] : []))] : []), ...cells);
   }
 
   function headingOf(column) {

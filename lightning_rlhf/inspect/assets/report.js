@@ -1,8 +1,9 @@
 "use strict";
 /** The parts of the page of one or more runs, from top to bottom. */
 (() => {
-  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, age, key, colour, marked, box, card,
+  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, age, stateOf, key, colour, marked, box, card,
     expandButton, find, NO_RESPONSES, addCurves, addQuantiles, addPrompts, redraw, ready } = window.report;
+  const MOST_REWARDS = 6;  // metrics of rewards among the figures
   const fills = [];  // functions that fill the sections with the data of the runs
 
   const tail = (text) => text.length > 160 ? `… ${text.slice(text.indexOf(" ", text.length - 160) + 1)}` : text;
@@ -24,10 +25,18 @@
     return limit > steps ? `${steps} of ${limit}` : String(steps);
   }
 
+  /** Names of the held-out metrics that are figures: correct responses, losses, and means of rewards with other values. */
+  function validationsOf({ validation }) {
+    const main = ["val/share_correct_greedy", "val/share_correct_sampled", "val/loss", "val/pair_accuracy"];
+    const isRepeated = (name) => change(validation[name]) === change(own(validation, name.replace(/[^/]+_/, "share_correct_")));
+    const rewards = Object.keys(validation).filter((name) => /^val\/[^/]+_(greedy|sampled)$/.test(name) && !main.includes(name) && !isRepeated(name));
+    return [...main, ...rewards.slice(0, MOST_REWARDS)];
+  }
+
   function summarise() {
-    const values = ["val/share_correct_greedy", "val/share_correct_sampled", "val/loss", "val/pair_accuracy"];
+    const values = [...new Set(runs.flatMap(validationsOf))];
     const figures = runs.map((run) => ({
-      state: run.state,
+      state: stateOf(run),
       "last metrics": run.state === "running" ? `${duration(age(run.modified))} ago` : "",
       steps: stepsOf(run),
       "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
@@ -76,7 +85,8 @@
       if (labelled) health.append(element("h3", {}, key(i), run.name));
       if (run.error) health.append(element("div", { class: `finding ${run.state}` },
         element("b", { text: run.state === "interrupted" ? "The run was interrupted" : "The run failed" }), box(run.error)));
-      if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: "No check failed." }));
+      const ran = (run.checks ?? []).some((check) => check.state === "passed");
+      if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: ran ? "No check failed." : "No check has run yet." }));
       for (const found of run.findings) {
         const now = known(own(run.training, found.metric)).at(-1);
         health.append(element("div", { class: "finding" },

@@ -10,7 +10,7 @@
   const values = {
     advantage: (tokens, i) => tokens.advantage[i],
     logprob: (tokens, i) => tokens.logprob[i],
-    kl: (tokens, i) => tokens.logprob[i] - tokens.ref_logprob[i],
+    kl: (tokens, i) => tokens.ref_logprob ? tokens.logprob[i] - tokens.ref_logprob[i] : null,
     entropy: (tokens, i) => tokens.entropy ? tokens.entropy[i] : null,
     ratio: (tokens, i) => tokens.logprob[i] - tokens.rollout_logprob[i],
     weight: (tokens, i) => Math.log(Math.max(tokens.weight[i], 1e-6)),
@@ -58,7 +58,7 @@
   function describe(tokens, i) {
     const names = ["logprob", "rollout_logprob", "ref_logprob", "entropy", "advantage", "weight"];
     return [`token ${tokens.ids[i]}`, ...names.filter((name) => tokens[name]).map((name) => `${name} ${short(tokens[name][i])}`),
-      `KL ${short(values.kl(tokens, i))}`, `version ${tokens.version[i]}`,
+      ...(tokens.ref_logprob ? [`KL ${short(values.kl(tokens, i))}`] : []), `version ${tokens.version[i]}`,
       tokens.sampled[i] ? (tokens.in_loss[i] ? "in the loss" : "not in the loss") : "written by the environment"];
   }
 

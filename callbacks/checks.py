@@ -66,6 +66,22 @@ def check_reward_functions(
     data: PromptDataModule,
     environment: EnvironmentSettings | None = None,
 ) -> None:
+    """Validate reward functions against the first rows of the data, and call them once; warn about missing columns.
+
+    Arguments and errors are those of :func:`call_reward_functions`.
+    """
+    call_reward_functions(rewards, executor, data, environment)
+    for reward in rewards:
+        for line in missing_columns(reward, data):
+            log.warning("%s", line)
+
+
+def call_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
     """Validate reward functions against the first rows of the data, and call them once.
 
     Args:
@@ -81,9 +97,6 @@ def check_reward_functions(
     batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
     columns = sorted({name for batch in batches for name in batch.columns})
     check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
-    for reward in rewards:
-        for line in missing_columns(reward, data):
-            log.warning("%s", line)
     for batch in batches[:1]:
         Collector(batch, executor, data.tokenizer, size=3 - len(batch), environment=environment).dry_run()
 

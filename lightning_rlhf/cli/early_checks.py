@@ -103,6 +103,25 @@ def early_mistakes(config: dict[str, Any], command: str = "fit") -> Iterator[str
         config: content of the configuration files and options of a run.
         command: command that runs it; only ``fit`` needs a whole batch of training rows.
     """
+    run = _run_of(config, command)
+    yield from _messages(run, [
+        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models,
+        _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
+    ])  # fmt: skip
+
+
+def mistakes_of_settings(config: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a message for each mistake in settings of a run that belong together, such as sizes of batches.
+
+    Args:
+        config: content of the configuration files and options of a run; None without a file.
+    """
+    if config is not None:
+        yield from _messages(_run_of(config, "fit"), [_check_loops, _check_val_metric, _check_sizes])
+
+
+def _run_of(config: dict[str, Any], command: str) -> _Run:
+    """Return the parts of a configuration that the checks compare."""
     first: dict[str, UsedClass | None] = {
         section: next(classes_in(config.get(section), section, None), None) for section in ("model", "data")
     }
@@ -112,11 +131,11 @@ def early_mistakes(config: dict[str, Any], command: str = "fit") -> Iterator[str
         next(classes_in([own], "trainer.callbacks", None), None)
         for own in (callbacks if isinstance(callbacks, list) else [])
     ]
-    run = _Run(config, command, first["model"], first["data"], [own for own in used if own is not None])
-    checks: list[Callable[[_Run], None]] = [
-        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models,
-        _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
-    ]  # fmt: skip
+    return _Run(config, command, first["model"], first["data"], [own for own in used if own is not None])
+
+
+def _messages(run: _Run, checks: Iterable[Callable[[_Run], None]]) -> Iterator[str]:
+    """Yield the messages of the checks that fail."""
     for check in checks:
         try:
             check(run)

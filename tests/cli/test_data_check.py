@@ -38,9 +38,18 @@ def checked(config, tmp_path, capsys):
     """Runs ``data check`` with a configuration whose data are these rows."""
 
     def checked(
-        *arguments, given=None, rows=None, rewards=None, architecture=NOTHING, loop=NOTHING, module=None, **data
+        *arguments,
+        given=None,
+        rows=None,
+        rewards=None,
+        architecture=NOTHING,
+        loop=NOTHING,
+        module=None,
+        minibatch=2,
+        **data,
     ):
         given = copy.deepcopy(given or config)
+        given["model"]["init_args"]["minibatch_size"] = minibatch
         own = given["data"]["init_args"]
         if rows is not None:
             path = tmp_path / "x.jsonl"
@@ -95,6 +104,23 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
         "",
         "the data can be used",
     ]
+
+
+def of_messages(prompts, completions, **_):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_it_refuses_what_fit_refuses_about_sizes_and_rewards(checked):
+    given = {"rows": PROMPTS, "columns": {"prompt": "question"}}
+    found = checked(**given, minibatch=4)
+    assert found.code == 2
+    sentence = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would"
+    assert found.err == f"lightning-rlhf: {sentence}\n"
+    rewards = [{"function": f"{__file__}:of_messages"}]
+    found = checked(**given, rewards=rewards)
+    assert found.code == 2
+    assert "it seems to expect chat messages: set messages: true" in found.err
+    assert checked(**given, rewards=[{**rewards[0], "messages": True}]).code == 0
 
 
 def needs_an_answer(completions, answer):

@@ -15,8 +15,10 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.callbacks.checks import check_val_metric, missing_columns
+from lightning_rlhf.callbacks.checks import call_reward_functions, check_val_metric, missing_columns
+from lightning_rlhf.cli.config_mistakes import read_settings
 from lightning_rlhf.cli.constructors import constructor_errors
+from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.run_config import (
     ConfigCLI,
@@ -33,7 +35,8 @@ from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
-from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction
 from lightning_rlhf.rollout.collect import ENVIRONMENT
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
@@ -46,7 +49,8 @@ _USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options o
 
 Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
 used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
-know all tokens and have enough positions; the first row as the model reads it, with the trained part in ⟦ ⟧.
+know all tokens and have enough positions; whether the sizes of batches, groups and mini-batches belong together; the
+first row as the model reads it, with the trained part in ⟦ ⟧. Each reward function is called once.
 
   --config x.yaml  the configuration of the run
   --json           print JSON
@@ -81,6 +85,9 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"{unknown}did you mean 'data check'?")
     config = parse_run_config(arguments[1:], DataCheckCLI)
     result = check(config)
+    result["errors"] += [
+        own for own in mistakes_of_settings(read_settings(arguments[1:])) if own not in result["errors"]
+    ]
     print(json.dumps(result, indent=2) if config["json"] else render(result))
     for error in result["errors"]:
         print(f"lightning-rlhf: {error}", file=sys.stderr)
@@ -160,10 +167,10 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
 
 
 def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Add to the result each reward that has its columns in every row, and warnings about rewards and the end token.
+    """Call each reward once; add to the result those with their columns in every row, and warnings about the others.
 
     Raises:
-        ValueError: a reward cannot be created, no row has its columns, or ``val_metric`` is not one of them.
+        ValueError: a reward cannot be created or called, no row has its columns, or ``val_metric`` is not one of them.
     """
     arguments = loop_arguments(config)
     if isinstance(data, PromptDataModule):
@@ -176,12 +183,14 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     parser.add_argument("--rewards", type=list[RewardFunction])
     with constructor_errors(parser):
         rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
-    first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     labels = [reward.label for reward in rewards] + ([ENVIRONMENT] if further else [])
     check_val_metric(arguments.get("val_metric"), labels)
-    check_rewards(rewards, sorted({name for batch in first for name in batch.columns}), further)
+    if not isinstance(data, PromptDataModule):
+        return
+    with RewardExecutor(rewards) as executor:
+        call_reward_functions(rewards, executor, data, make_environment(config))
     for reward in rewards:
-        missing = missing_columns(reward, data) if isinstance(data, PromptDataModule) else []
+        missing = missing_columns(reward, data)
         result["warnings"] += missing
         if not missing:
             result["rewards"].append(reward.label)

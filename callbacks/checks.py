@@ -16,8 +16,8 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
-from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
-from lightning_rlhf.rollout.collect import ENVIRONMENT, Collector
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
+from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 from lightning_rlhf.types import Rollout

@@ -27,7 +27,7 @@ from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, UsageError
 from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.models.directory import expect_model_directory
-from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.run_checks import (
     check_batch_size,
     check_group_size,
@@ -230,7 +230,7 @@ def _check_val_metric(run: _Run) -> None:
         rewards, metric = loop.arguments.get("rewards") or [], loop.arguments.get("val_metric")
         if isinstance(metric, str) and isinstance(rewards, list) and all(isinstance(own, dict) for own in rewards):
             labels = [own.get("name") or str(own.get("function")).replace(":", ".").split(".")[-1] for own in rewards]
-            labels += ["environment"] if loop.arguments.get("environment") else []
+            labels += [ENVIRONMENT] if loop.arguments.get("environment") else []
             if not any("class_path" in own for own in rewards):
                 check_val_metric(metric, labels)
 

@@ -12,7 +12,7 @@ from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered, masked_mean
 from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 
-_Z = 1.959964  # quantile of the normal distribution for intervals of 95 %
+Z = 1.959964  # quantile of the normal distribution for intervals of 95 %
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
@@ -158,7 +158,7 @@ def gradient_power(
     return {f"variance/{name}": value for name, value in means.items()}
 
 
-def wilson_interval(successes: float, trials: float, z: float = _Z) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[float, float]:
     """95 % interval for a probability after ``successes`` of ``trials``; it contains their share.
 
     The bounds stay in [0, 1]:
@@ -193,12 +193,14 @@ def mean_interval(samples: Sequence[Sequence[float]]) -> dict[str, Any]:
     interval narrower than the variance between prompts allows. For values in [0, 1] the interval is Wilson's, with the
     number of trials that would have the observed variance between prompts,
 
-    n = p (1 - p) / (s^2 / m), at least the number m of prompts and at most that of samples,
+    n = p (1 - p) / (s^2 / m), at least the number m of prompts,
 
-    where s^2 is the mean squared distance of the prompts' means from p; for one 0 or 1 per prompt that is Wilson's
-    interval of m trials. For other values it is the normal interval, mean -+ 1.96 s / sqrt(m), with s^2 divided by
-    m - 1. See "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", Franco et al.
-    2019, on effective sample sizes, and "Adding Error Bars to Evals", Miller 2024, on prompts as clusters.
+    where s^2 is the mean squared distance of the prompts' means from p. If all values are 0 or 1, n is at most the
+    number of samples; for one value per prompt that is Wilson's interval of m trials. Otherwise s^2 is the sum of the
+    squared distances divided by m - 1, and n may be larger, because values between 0 and 1 vary less than 0 and 1. For
+    values outside of [0, 1] it is the normal interval, mean -+ 1.96 s / sqrt(m), with the latter s^2. See "Comparative
+    Study of Confidence Intervals for Proportions in Complex Sample Surveys", Franco et al. 2019, on effective sample
+    sizes, and "Adding Error Bars to Evals", Miller 2024, on prompts as clusters.
 
     Args:
         samples: values of each prompt, at least one.
@@ -211,16 +213,18 @@ def mean_interval(samples: Sequence[Sequence[float]]) -> dict[str, Any]:
     mean = math.fsum(means) / prompts
     squares = math.fsum((value - mean) ** 2 for value in means)
     if all(0 <= value <= 1 for values in samples for value in values):
-        variance = squares / prompts**2
         most = sum(len(values) for values in samples)
+        is_binary = all(value in (0, 1) for values in samples for value in values)
         trials: float = prompts if mean in (0, 1) else most
-        if variance > 0:
-            trials = max(prompts, min(mean * (1 - mean) / variance, most))
+        if squares > 0:
+            variance = squares / prompts / (prompts if is_binary else prompts - 1)
+            trials = mean * (1 - mean) / variance
+            trials = max(prompts, min(trials, most) if is_binary else trials)
         low, high = wilson_interval(mean * trials, trials)
         return {"mean": mean, "low": low, "high": high, "interval": "wilson"}
     if prompts < 2:
         return {"mean": mean, "low": None, "high": None, "interval": "none"}
-    reach = _Z * math.sqrt(squares / (prompts - 1) / prompts)
+    reach = Z * math.sqrt(squares / (prompts - 1) / prompts)
     return {"mean": mean, "low": mean - reach, "high": mean + reach, "interval": "normal"}
 
 

@@ -157,7 +157,7 @@ class RewardFailure:
             error.__traceback__ = error.__traceback__.tb_next
         message = f"raised {type(error).__name__}: {error}"
         if isinstance(error, TypeError) and _TEXT_INDEXED_BY_NAME in str(error) and _reads_chat_message(error):
-            message += "; it seems to expect chat messages: set messages: true"
+            message += "; it seems to expect chat messages: set messages: true of the reward (evaluate: --messages)"
         elif "main thread" in str(error):
             message += "; it must run in a main thread: set timeout_s, which runs it in worker processes"
         return cls(message, error, aborts_run=isinstance(error, AbortRun))

@@ -18,10 +18,8 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import FaultKind
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
-from lightning_rlhf.rewards.function import RewardFunction, TrainerState
+from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, TrainerState
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
-
-ENVIRONMENT = "environment"  # name of the environment's reward
 
 
 class Collector:

@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import math
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_rlhf.cli.commands import evaluate as command
-from lightning_rlhf.cli.commands.scores import ScoredResponses, draw_sizes, statistics
+from lightning_rlhf.cli.commands.scores import ScoredResponses, difference, draw_sizes, statistics
 from tests.helpers import assert_close
 
 REWARDS = '''
@@ -53,6 +55,9 @@ def broken_answers(responses):
 
 def too_few(responses):
     return ["1"]
+
+def trl(prompts, completions, **kwargs):
+    return [float(p[0]["content"] == "p" and c[0]["content"] == "1") for p, c in zip(prompts, completions)]
 '''
 ROWS = [
     {"prompt": "p", "answer": "1", "data_source": "a", "responses": ["1", "1", "2", "3"]},
@@ -66,12 +71,12 @@ def evaluate(capsys):
     """Runs the command on rows; its exit code, its report, and what it printed."""
     Path("rewards.py").write_text(REWARDS)
 
-    def evaluate(*arguments, rows=ROWS, file="responses.jsonl"):
+    def evaluate(*arguments, rows=ROWS, file="responses.jsonl", others=()):
         if file.endswith(".jsonl") and rows is not None:
             Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
         capsys.readouterr()
         try:
-            code = command.run([file, "--json", "report.json", *arguments])
+            code = command.run([file, *others, "--json", "report.json", *arguments])
         except SystemExit as end:
             code = end.code
         shown = capsys.readouterr()
@@ -186,6 +191,44 @@ def test_the_report_may_go_into_a_new_folder(evaluate):
     arguments = ["responses.jsonl", "--reward", "rewards.py:length", "--json", "new/folder/report.json"]
     assert command.run(arguments) == 0
     assert json.loads(Path("new/folder/report.json").read_text()) == report
+
+
+def test_functions_of_trl_get_messages(evaluate):
+    _, report, _ = evaluate("--reward", "rewards.py:trl", "--messages", rows=ROWS[:2])
+    assert report["sources"]["a"]["rewards"]["trl"]["mean"] == 0.5
+    code, _, shown = evaluate("--reward", "rewards.py:trl")
+    assert code == 1
+    assert "it seems to expect chat messages: set messages: true of the reward (evaluate: --messages)" in shown
+
+
+def test_files_with_the_same_prompts_are_compared_prompt_by_prompt(evaluate):
+    after = [{**row, "responses": [row["answer"]] * 2} for row in ROWS]
+    Path("after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in after))
+    Path("other.jsonl").write_text(json.dumps({**ROWS[0], "prompt": "another"}) + "\n")
+    _, report, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl", "other.jsonl"])
+    assert [own["file"] for own in report["files"]] == ["responses.jsonl", "after.jsonl", "other.jsonl"]
+    (found,) = report["differences"]
+    assert (found["file"], found["from"]) == ("after.jsonl", "responses.jsonl")
+    # Differences 1/2, 1 and 0: mean 1/2, s^2 = (0 + 1/4 + 1/4) / 2 = 1/4, standard error 1 / (2 sqrt(3)).
+    reach = 1.959964 / (2 * 3**0.5)
+    right = found["rewards"]["right"]
+    assert_close([right["mean"], right["low"], right["high"]], [0.5, 0.5 - reach, 0.5 + reach])
+    assert "after.jsonl less responses.jsonl, 3 prompts, 95 % intervals in brackets:" in shown
+    assert "  right: +0.500 (-0.066 to +1.066)" in shown
+    assert "other.jsonl has other prompts than responses.jsonl, so that their rewards are not compared" in shown
+    code, _, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl"] * 2)
+    assert (code, "after.jsonl was given twice: name each file once" in shown) == (2, True)
+
+
+def test_the_difference_of_rewards_that_do_not_apply_has_no_interval():
+    before = [ScoredResponses("s", {"r": [1.0, math.nan]}), ScoredResponses("s", {"r": [math.nan]})]
+    after = [ScoredResponses("s", {"r": [3.0]}), ScoredResponses("s", {"r": [4.0]})]
+    assert difference(before, after) == {"r": {"mean": 2.0, "low": None, "high": None}}
+
+
+def test_mistakes_are_found_without_torch():
+    code = "import sys, lightning_rlhf.cli.commands.evaluate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_rlhf.functional.diagnostics import mean_interval
+from lightning_rlhf.functional.diagnostics import mean_interval, wilson_interval
 from tests.helpers import assert_close
 
 
@@ -38,6 +38,25 @@ def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
         found = mean_interval([[float(draw.random() < p) for _ in range(8)] for p in prompts])
         held += found["low"] <= sum(kinds) / 2 <= found["high"]
     assert 0.92 <= held / tries <= 0.985
+
+
+def test_values_between_0_and_1_have_as_many_trials_as_explain_their_variance():
+    # p = 1/2, s^2 = (0.1^2 + 0.1^2) / 2 = 0.01 with m - 1 = 2, n = 0.25 / (0.01 / 3) = 75 trials
+    found = mean_interval([[0.4], [0.5], [0.6]])
+    expected = wilson_interval(37.5, 75)
+    assert found["interval"] == "wilson"
+    assert_close([found["low"], found["high"]], list(expected))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("parameters", [(2, 5), (0.5, 0.5), (1, 20)])
+def test_intervals_of_graded_rewards_contain_the_mean_as_often_as_they_should(parameters, samples):
+    draw, contained, tries = random.Random(0), 0, 600
+    a, b = parameters
+    for _ in range(tries):
+        found = mean_interval([[draw.betavariate(a, b) for _ in range(samples)] for _ in range(40)])
+        contained += found["low"] <= a / (a + b) <= found["high"]
+    assert 0.92 <= contained / tries <= 0.985
 
 
 def test_intervals_at_none_and_all_hold_them():

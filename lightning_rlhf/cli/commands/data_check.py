@@ -36,8 +36,7 @@ from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
-from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction
-from lightning_rlhf.rollout.collect import ENVIRONMENT
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 

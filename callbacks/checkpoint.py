@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.inspect.run_directory import read_metrics
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
@@ -48,7 +49,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        every_n_steps: int = 10,
+        every_n_steps: int = 100,
         best: str | None = None,
         mode: Literal["min", "max"] = "max",
         every_n_minutes: float | None = None,
@@ -301,7 +302,15 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
         )
     if manifest.is_empty(last):
         return str(last)  # reading it raises an error; without one, a new run would replace the earlier one
-    log.info(_NO_CHECKPOINT, folder)
+    rows = read_metrics(folder.parent / "metrics.csv")
+    if rows:
+        log.info(
+            "%s has no last.ckpt, although the earlier run has metrics up to step %s: its steps are lost. Training "
+            "starts from the beginning, and the directory of the earlier run gets another name.",
+            *(folder, rows[-1]["step"]),
+        )
+    else:
+        log.info(_NO_CHECKPOINT, folder)
     return None
 
 

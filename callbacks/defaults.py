@@ -26,7 +26,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, Lightning adds one that
-    saves at the end of each epoch; RunCheckpoint, which saves every hundred steps and at the end, replaces it. With
+    saves at the end of each epoch; RunCheckpoint replaces it. With
     RolloutLoop, RolloutLog is a default too.
 
     Args:
@@ -35,7 +35,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
-        callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
+        callbacks = [*rest, RunCheckpoint()]
     defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage]
     if any(isinstance(callback, RolloutLoop) for callback in callbacks):
         defaults.append(RolloutLog)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from lightning_rlhf.expected_errors import UsageError
@@ -36,7 +37,9 @@ def check_val_metric(name: str | None, labels: Sequence[str]) -> None:
         ValueError: it is not the name of a reward.
     """
     if name is not None and name not in labels:
-        raise UsageError(f"val_metric must be the name of a reward, one of {list(labels)}, got {name!r}")
+        near = difflib.get_close_matches(name, labels, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"val_metric must be the name of a reward, one of {list(labels)}, got {name!r}{hint}")
 
 
 def check_batch_size(batch_size: int, rows: int) -> None:

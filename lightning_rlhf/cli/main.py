@@ -46,6 +46,7 @@ from lightning_rlhf.loggers import log_configuration, save_run_ids, with_run_ids
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
+from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 _DIRECTORY = "runs/default"
@@ -168,6 +169,8 @@ class RLHFCLI(LightningCLI):
             nodes = settings.get("num_nodes") or 1
             processes = process_count(settings.get("accelerator"), settings.get("devices"), nodes)
             kwargs["strategy"] = find_strategy(settings["strategy"], processes)
+            if (name := our_name(settings["strategy"], processes)) != settings["strategy"] != "auto":
+                log.info("trainer.strategy %s is %s in this package.", settings["strategy"], name)
         if settings.get("logger") is None:
             kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard", default_hp_metric=False)
         if settings.get("enable_progress_bar") is None:

@@ -4,6 +4,7 @@ import copy
 import json
 import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -196,7 +197,10 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
         (["--to", "."], ". exists already: choose another directory, or remove it"),
         (["--to", "out", "--role", "ref"], "the run does not train 'ref': set --role to one of actor, critic"),
         (["--to", "out", "--adapter"], "--adapter exports only LoRA adapters, but this run exports its actor,"),
-        (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),
+        (
+            ["--to", "out", "--checkpoint", "best"],
+            "no checkpoint at runs/tiny/checkpoints/best.ckpt: the run has --checkpoint last",
+        ),
         (["--to", "out", "--checkpoint", "nowhere"], "no checkpoint at nowhere"),
         (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),
     ],
@@ -207,6 +211,15 @@ def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, argum
     assert code == 2
     assert said.splitlines()[-1].startswith(f"lightning-rlhf: {told}"), said
     assert not Path("out").exists()
+
+
+def test_mistakes_are_found_without_torch():
+    Path("run.yaml").write_text("model: {class_path: lightning_rlhf.PPOModule}\n")
+    code = "import sys, lightning_rlhf.cli.commands.export as own; own.run(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "--config", "run.yaml", "--to", "out"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+    assert found.stderr == "lightning-rlhf: no checkpoint at runs/default/checkpoints/last.ckpt\n"
 
 
 @pytest.mark.slow

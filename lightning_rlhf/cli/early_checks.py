@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.files import Files, is_url
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import as_rows
-from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, UsageError
+from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, MissingPackageError, UsageError
 from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
@@ -41,6 +42,7 @@ _LOOP = "lightning_rlhf.callbacks.rollout_loop.RolloutLoop"
 _MODULE = "lightning_rlhf.modules.rlhf.RLHFModule"
 _PROMPTS = "lightning_rlhf.data.prompts.PromptDataModule"
 _SOURCES = "lightning_rlhf.models.loading"
+_PACKAGES_OF_LOGGERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ def early_mistakes(config: dict[str, Any], command: str = "fit") -> Iterator[str
     """
     run = _run_of(config, command)
     yield from _messages(run, [
-        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models,
-        _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
+        _check_checkpoint, _check_directory, _check_loggers, _check_strategy, _check_accelerator, _check_time,
+        _check_models, _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
     ])  # fmt: skip
 
 
@@ -154,6 +156,18 @@ def _check_directory(run: _Run) -> None:
     directory = run.trainer.get("default_root_dir")
     if isinstance(directory, str) and "://" not in directory:
         check_permission(Path(directory), renames=False)
+
+
+def _check_loggers(run: _Run) -> None:
+    entries = run.trainer.get("logger")
+    for own in entries if isinstance(entries, list) else [entries]:
+        path = own.get("class_path") if isinstance(own, dict) else own
+        module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+        package = _PACKAGES_OF_LOGGERS.get(name)
+        if package and module.startswith(("lightning", "pytorch_lightning")) and find_spec(package) is None:
+            raise MissingPackageError(
+                f"{name} needs the package {package}: run pip install 'lightning-rlhf[{package}]'"
+            )
 
 
 def _check_strategy(run: _Run) -> None:

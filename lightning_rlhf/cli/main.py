@@ -191,7 +191,7 @@ class RLHFCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         trainer = config["trainer"]
         configured = trainer.get("logger")
-        if self.subcommand == "fit" and config.get("ckpt_path") is not None:
+        if config.get("ckpt_path") is not None:
             trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
         try:
             with constructor_errors(self.parser):

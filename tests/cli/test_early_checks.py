@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 
+from lightning_rlhf.cli import early_checks
 from lightning_rlhf.cli.config_mistakes import check_settings, mistakes
 from lightning_rlhf.cli.early_checks import early_mistakes
 from lightning_rlhf.expected_errors import UsageError
@@ -113,6 +114,18 @@ def test_a_mistake_is_found(path, value, message):
 def test_what_may_be_right_is_accepted(path, value, folder):
     (folder / "own_callback.py").write_text(OWN_CALLBACK)
     assert list(early_mistakes(changed(path, value))) == []
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_package_of_a_logger_is_named_with_its_extra(folder, monkeypatch, as_list):
+    monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name == "wandb" else True)
+    entry = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
+    own = {"class_path": "mine.WandbLogger"}
+    csv = "lightning.pytorch.loggers.CSVLogger"
+    assert list(early_mistakes(changed("trainer.logger", [csv, entry] if as_list else entry))) == [
+        "WandbLogger needs the package wandb: run pip install 'lightning-rlhf[wandb]'"
+    ]
+    assert list(early_mistakes(changed("trainer.logger", [csv, own] if as_list else own))) == []
 
 
 def test_a_module_that_is_not_ours_may_need_no_loop(folder):

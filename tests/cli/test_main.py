@@ -12,6 +12,7 @@ import pytest
 import yaml
 from jsonargparse import Namespace
 
+from lightning_rlhf.cli import main
 from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, rename_earlier_run
 from lightning_rlhf.cli.main import SaveRunConfig
 from lightning_rlhf.data.rows import text_of
@@ -534,15 +535,18 @@ def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_co
 
 
 @pytest.mark.slow
-def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_checkpoint(fit, cli, config):
+def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_checkpoint(fit, cli, config, monkeypatch):
     rows = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
     config["data"]["init_args"]["val"] = rows
     assert fit(config).code == 0
     table = Path("runs/tiny/metrics.csv").read_bytes()
     assert len(table.splitlines()) == 1 + 2 + 2  # two steps, and a validation before and after them
+    read = []
+    monkeypatch.setattr(main, "with_run_ids", lambda entries, directory: read.append(directory) or entries)
     for arguments, step in ((["--ckpt_path", "last"], 2), ([], 0)):
         result = cli("validate", "--config", "config.yaml", *arguments)
         assert result.code == 0, result.err
+        assert read == [Path("runs/tiny")]  # the loggers continue the run of the checkpoint, and of no other validation
         assert f"step {step}: val/" in result.out
         assert Path("runs/tiny/metrics.csv").read_bytes() == table
 

@@ -54,7 +54,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
     assert len(assets) == 13
     templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/cli/templates/*/*.[yj]*")}
-    assert len(templates) == 16
+    assert len(templates) == 19
     assets |= {*templates, "lightning_rlhf/inspect/metrics.json"}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
@@ -62,6 +62,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 def test_wheel_has_the_callbacks_folder_in_place_of_its_door(wheel):
     packed = zipfile.ZipFile(wheel).read("lightning_rlhf/callbacks/__init__.py").decode()
     assert packed == (ROOT / "callbacks/__init__.py").read_text()
+
+
+def test_wheel_has_the_configurations_of_the_quickstart(wheel):
+    archive = zipfile.ZipFile(wheel)
+    for name in ("sft.yaml", "reward.yaml", "ppo.yaml"):
+        packed = archive.read(f"lightning_rlhf/cli/templates/quickstart/{name}").decode()
+        assert packed == (ROOT / "configs/quickstart" / name).read_text()
 
 
 def test_wheel_metadata(wheel):

@@ -13,6 +13,7 @@ from lightning_rlhf.cli.commands import data_check, new
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 
+WITH_MODEL = [kind for kind in new.KINDS if kind != "quickstart"]
 ENGINE = "lightning_rlhf.rollout.transformers.TransformersEngine"
 
 
@@ -51,7 +52,7 @@ def test_the_page_for_beginners_names_the_files_of_the_project(project):
     assert all(Path(name).is_file() for name in named)
 
 
-@pytest.mark.parametrize("kind", new.KINDS)
+@pytest.mark.parametrize("kind", WITH_MODEL)
 def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
     printed = project(kind)
     commands = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
@@ -70,7 +71,7 @@ def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", new.KINDS)
+@pytest.mark.parametrize("kind", WITH_MODEL)
 @pytest.mark.parametrize("parameters", [1e6, 1e8], ids=["all weights", "adapters"])
 def test_it_trains(project, kind, parameters, fit, monkeypatch):
     monkeypatch.setattr(new, "_parameters_in", lambda file: parameters)
@@ -79,6 +80,19 @@ def test_it_trains(project, kind, parameters, fit, monkeypatch):
         result = fit(small(name))
         assert result.code == 0, result.err
         assert "step 1: " in result.out
+
+
+def test_the_quickstart_needs_no_model(tmp_path, monkeypatch, capsys):
+    assert new.run([str(tmp_path / "p"), "--kind", "quickstart", "--model", "x"]) == 2
+    assert "the quickstart makes its own model: remove --model" in capsys.readouterr().err
+    assert new.run([str(tmp_path / "p"), "--kind", "quickstart"]) == 0
+    names = ["sft.yaml", "reward.yaml", "ppo.yaml"]
+    commands = [f"lightning-rlhf fit --config {name}" for name in names]
+    assert [line.strip() for line in capsys.readouterr().out.splitlines() if " fit " in line] == commands
+    configs = Path(__file__).resolve().parents[2] / "configs/quickstart"
+    for name in names:
+        assert (tmp_path / "p" / name).read_text() == (configs / name).read_text()
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == sorted([*names, "README.md"])
 
 
 def test_a_directory_with_files_is_not_touched(tmp_path, capsys):

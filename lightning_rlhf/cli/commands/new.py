@@ -25,7 +25,10 @@ KINDS = {
     "sft": "supervised fine-tuning on conversations",
     "dpo": "pairs of a better and a worse answer",
     "environment": "conversations of several turns with an environment",
+    "quickstart": "SFT, a reward model and PPO from random weights, in minutes on a CPU, without any download",
 }
+_ORDER = ("sft.yaml", "reward.yaml", "ppo.yaml", "run.yaml")  # of the runs of a project
+_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _USUAL_PARAMETERS = 0.5e9
 _USUAL_POSITIONS = 4096
 
@@ -85,10 +88,13 @@ cd {directory}
 {commands}
 ```
 
-Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
-
-Change the rows in `data/`{further}, then the configuration: `lightning-rlhf fit --help` lists its options.
+{further}
 """
+_NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
+
+Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
+_NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, with a fault that PPO
+then mends. Next, a task and a model of your own: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,8 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=list(KINDS), default="grpo", help="(default: grpo)")
     parser.add_argument(
         "--model",
-        default="Qwen/Qwen2.5-0.5B-Instruct",
-        help="chat model: a directory, or a model of the hub (default: %(default)s)",
+        help=f"chat model: a directory, or a model of the hub (default: {_MODEL}; the quickstart makes its own)",
     )
     return parser
 
@@ -117,15 +122,20 @@ def run(arguments: list[str]) -> int:
     with write_errors(directory, "choose another directory"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists already and is not empty: choose another directory")
-        size = model_size(options.model)
-        values = settings_for(options.model, size)
-        (directory / "data").mkdir(parents=True, exist_ok=True)
+        values, summary = {}, ""
+        if options.kind != "quickstart":
+            size = model_size(options.model or _MODEL)
+            values = settings_for(options.model or _MODEL, size)
+            summary = f"{size.origin}: {values['summary']}\n"
+        elif options.model:
+            raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
+        directory.mkdir(parents=True, exist_ok=True)
         for path in sorted((_TEMPLATES / options.kind).iterdir()):
             if path.is_file():
                 _write(path, directory, values)
         (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
     print(
-        f"wrote {directory}: {KINDS[options.kind]}\n{size.origin}: {values['summary']}\n\n  cd {directory}\n"
+        f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n"
         + "\n".join(f"  {own}" for own in _commands(directory))
     )
     return 0
@@ -221,23 +231,27 @@ def _write(path: Path, directory: Path, values: dict[str, str]) -> None:
     if path.suffix == ".yaml":
         text = Template(text).substitute(values)
     folder = directory / "data" if path.suffix == ".jsonl" else directory
+    folder.mkdir(exist_ok=True)
     (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def _commands(directory: Path) -> list[str]:
     """Return the commands that check and run a project."""
-    configurations = [name for name in ("reward.yaml", "run.yaml") if (directory / name).is_file()]
+    configurations = [name for name in _ORDER if (directory / name).is_file()]
     tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
-    runs = [f"lightning-rlhf {own} --config {name}" for name in configurations for own in ("data check", "fit")]
-    return [*tests, *runs, "lightning-rlhf inspect runs/*"]
+    commands = ("data check", "fit") if (directory / "data").is_dir() else ("fit",)
+    runs = [f"lightning-rlhf {own} --config {name}" for name in configurations for own in commands]
+    return [*tests, *runs, "lightning-rlhf inspect runs"]
 
 
 def _readme(kind: str, directory: Path) -> str:
     scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
+    files = "".join(f" and `{name}`" for name in scripts)
+    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files)
     return _README.format(
         title=directory.resolve().name,
         description=KINDS[kind][0].upper() + KINDS[kind][1:],
         directory=directory,
         commands="\n".join(_commands(directory)),
-        further="".join(f" and `{name}`" for name in scripts),
+        further=further,
     )

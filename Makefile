@@ -36,7 +36,7 @@ test-gpu: install  ## doctor --try, then, even if it finds faults, the tests tha
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS) || faults=1; \
 	exit $${faults:-0}
 
-docs: install  ## the documentation site in site/; its search needs a server: python -m http.server -b 127.0.0.1 -d site
+docs: install  ## the documentation site in site/, whose pages open from disk
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'the site is in site/: open site/index.html'
 

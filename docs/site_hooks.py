@@ -18,6 +18,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _FILES = "files/"
+_WORKER = "https://unpkg.com/iframe-worker/shim"
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cfg": "ini", ".jsonl": "json", ".json": "json"}
 
 
@@ -62,6 +63,16 @@ def on_page_content(html: str, **_: Any) -> str:
         return _CODE.sub(lambda code: re.sub("([/,])", r"\1<wbr>", code[0]), text)
 
     return _CELL.sub(mended, html)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Load the script that the search from disk needs from the site, where the theme loads it from another machine."""
+    return output.replace(_WORKER, posixpath.relpath("iframe_worker.js", posixpath.dirname(page.file.dest_uri)))
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """Load the script of the page for missing addresses from the site, too."""
+    return output.replace(_WORKER, "iframe_worker.js")
 
 
 def _target(source: str, link: str) -> str | None:

@@ -99,3 +99,16 @@ def tiny():
 def tokenizer():
     """Four special tokens and the letters a to g: as many as the tiny model knows."""
     return CharacterTokenizer("abcdefg").load()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium."""
+    from tests.inspect.browser import CHROMIUM, Browser
+
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+
+    made = Browser()
+    yield made
+    made.close()

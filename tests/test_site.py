@@ -63,6 +63,13 @@ def test_pages_load_nothing_from_other_machines(site):
             assert not re.match(r"(https?:)?//", address), f"{page.name} loads {address}"
 
 
+def test_the_search_works_in_pages_that_are_opened_from_disk(site, browser):
+    browser.open((site / "reference/callbacks.html").as_uri(), ready="document.readyState === 'complete'")
+    browser.evaluate("document.querySelector('#__search').click(), document.querySelector('.md-search__input').focus()")
+    browser.call("Input.insertText", text="RolloutLoop")
+    browser.wait("document.querySelectorAll('.md-search-result__item').length > 3")
+
+
 def test_links_to_files_outside_the_documents_lead_to_pages_with_their_text(site):
     page = (site / "real_model.html").read_text(encoding="utf-8")
     assert 'href="files/examples/smollm2/grpo.yaml.html"' in page

@@ -81,15 +81,17 @@ class Browser:
             assert time.monotonic() < end, f"not true in 30 s: {expression}"
             time.sleep(0.05)
 
-    def open(self, address, width=1280, height=900, dark=False):
-        """Open a URL in a window of a size, and wait until its script has ended."""
+    def open(
+        self, address, width=1280, height=900, dark=False, ready="document.documentElement?.dataset.ready === 'yes'"
+    ):
+        """Open a URL in a window of a size, and wait until it is ready."""
         self.leave()
         self.problems.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._navigate(address)
-        self.wait("document.documentElement?.dataset.ready === 'yes'")
+        self.wait(ready)
 
     def leave(self):
         """Leave the page, so that it makes no further requests."""

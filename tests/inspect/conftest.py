@@ -8,19 +8,6 @@ import yaml
 from lightning_rlhf.inspect.page import _SCRIPTS, html_page
 from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.server import InspectServer
-from tests.inspect.browser import CHROMIUM
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """A headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    from tests.inspect.browser import Browser
-
-    made = Browser()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.inspect.health import HealthMonitor, is_validation
+from lightning_rlhf.inspect.health import HealthMonitor
 from lightning_rlhf.inspect.run_directory import HEALTH_SETTINGS, precedes, read_metrics
+from lightning_rlhf.inspect.run_history import is_validation
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss

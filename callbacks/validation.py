@@ -174,7 +174,6 @@ class Validation:
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        prompts = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         size = 1 + self._val_samples
         self._unscored = []
         for i, row in enumerate(rows):
@@ -182,10 +181,10 @@ class Validation:
             if self._answer is not None:
                 self._answers.append(self._answers_of(texts[first + 1 : first + size]))
             if len(self.samples) < _MAX_STORED_SAMPLES:
-                texts_of = {"prompt": prompts[i], "response": texts[first]}
+                prompt = tokenizer.decode(batch.token_ids[i], skip_special_tokens=True)
+                texts_of = {"prompt": prompt, "response": texts[first]}
                 rewards = {name: values[first].item() for name, values in rollout.rewards.items()}
                 self.samples.append({**row, **texts_of, **rewards})  # these names replace columns
-                conversation = greedy[i].conversation if greedy else None
                 answer = {"ground_truth": row["ground_truth"]} if "ground_truth" in row else {}
                 self.rows.append(
                     {
@@ -196,7 +195,7 @@ class Validation:
                         "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
                         "rewards": rewards,
                         "response_tokens": lengths[first],
-                        **end_of(bool(rollout.truncated[first]), conversation),
+                        **end_of(bool(rollout.truncated[first]), greedy[i].conversation if greedy else None),
                     }
                 )
                 self._unscored.append((i, self.rows[-1]))

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lightning_rlhf.inspect.health import CHECKS, Finding, Row, is_validation
+from lightning_rlhf.inspect.health import CHECKS, Finding
+from lightning_rlhf.inspect.run_history import Row, is_validation
 
 _REASONS = {
     "clipping": "the loss clips ratios of whole responses, which happens far more often",

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
-FIRST_STEPS = 3
-VALIDATION_MARK = "validation"  # column of metrics.csv, 1 for a validation without metrics that begin with val/
-_RECENT_STEPS = 40
+from lightning_rlhf.inspect.run_history import FIRST_STEPS, Row, RunHistory, is_validation, values_of
+
 # Nats per response token. The quickstart, whose policy changes much, stays below 0.08; LoRA on short responses can
 # exceed 0.1 while it learns well.
 MAX_KL_PER_TOKEN = 0.1
 MAX_KL_PER_TOKEN_OF_LEARNER = 0.3  # while the reward has risen
-Row = Mapping[str, float]
-
-
-def is_validation(metric: str) -> bool:
-    """Return whether only validations have a metric."""
-    return metric.startswith("val/") or metric == VALIDATION_MARK
 
 
 @dataclass(frozen=True)
@@ -44,44 +36,6 @@ class Finding:
     bound: float
     message: str
     remedy: str
-
-
-@dataclass
-class RunHistory:
-    """The first and the last metrics of a run, for health checks.
-
-    Args:
-        rewards: names of the reward functions whose weight is not 0.
-        bounds: lowest accuracies of a reward model before PPO uses it, by metric.
-        first: metrics of the first steps.
-        recent: metrics of the last steps.
-        validations: metrics of all validations.
-    """
-
-    rewards: Sequence[str] = ()
-    bounds: Mapping[str, float] = field(default_factory=dict)
-    first: list[Row] = field(default_factory=list)
-    recent: deque[Row] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    validations: list[Row] = field(default_factory=list)
-
-    def last(self, metric: str, count: int) -> list[float]:
-        """Return the values of a metric in the last ``count`` steps; empty if it has fewer values or NaN."""
-        rows = list(self.recent)[-count:]
-        return _values(rows, metric) if len(rows) == count else []
-
-    def mean(self, metric: str, count: int) -> float:
-        """Return the mean of a metric over the last ``count`` steps; NaN if it has fewer values or NaN."""
-        values = self.last(metric, count)
-        return fmean(values) if values else math.nan
-
-    def start(self, metric: str) -> float:
-        """Return the mean of a metric over the first steps; NaN before their end."""
-        values = _values(self.first, metric)
-        return fmean(values) if len(values) == FIRST_STEPS else math.nan
-
-    def has_risen(self, reward: float) -> bool:
-        """Return whether a mean reward exceeds that of the first steps by half its standard deviation there."""
-        return reward > self.start("reward/mean") + self.start("reward/std") / 2
 
 
 @dataclass
@@ -141,7 +95,7 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
     if len(history.first) < FIRST_STEPS or len(history.recent) > FIRST_STEPS:
         return None
     for name in history.rewards:
-        if _values(history.first, f"reward_{name}/not_applicable") == [1.0] * FIRST_STEPS:
+        if values_of(history.first, f"reward_{name}/not_applicable") == [1.0] * FIRST_STEPS:
             return (
                 f"reward_{name}/not_applicable",
                 1.0,
@@ -149,8 +103,8 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
                 f"reward {name} was None for all responses of {FIRST_STEPS} steps: the policy learns nothing from it",
                 "Return a number for each response that the reward judges, and None only where it does not apply",
             )
-        means = _values(history.first, f"reward/{name}")
-        deviations = _values(history.first, f"reward/{name}_std")
+        means = values_of(history.first, f"reward/{name}")
+        deviations = values_of(history.first, f"reward/{name}_std")
         constant = len(deviations) == len(means) == FIRST_STEPS and len({f"{mean:.6g}" for mean in means}) == 1
         if constant and all(own <= 1e-6 * abs(mean) for own, mean in zip(deviations, means, strict=True)):
             return (
@@ -168,7 +122,7 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
 def _lost_reward(history: RunHistory) -> _Failure | None:
     means, deviations = history.last("reward/mean", 4), history.last("reward/std", 4)
     earlier = [row for row in [*history.first, *history.recent] if "reward/mean" in row][:-4]
-    if not means or not deviations or not _values(earlier, "reward/mean"):
+    if not means or not deviations or not values_of(earlier, "reward/mean"):
         return None
     best_row = max(earlier, key=lambda row: row["reward/mean"])
     best, last = best_row["reward/mean"], means[-1]
@@ -325,11 +279,11 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
     name = next((name for name in names if _has(history, name)), None)
     if name is None:
         return None
-    values = _values(history.validations, name)
+    values = values_of(history.validations, name)
     best = max(range(len(values)), key=values.__getitem__)
     later = [float(row["step"]) for row in history.validations[best + 1 :]]
     bound = values[best] - 0.05 * max(abs(values[best]), 0.2)
-    rewards = _values(list(history.recent), "reward/mean")
+    rewards = values_of(list(history.recent), "reward/mean")
     if len(later) < 2 or not max(values[-2:]) < bound or len(rewards) < 10:
         return None
     half = len(rewards) // 2
@@ -442,12 +396,6 @@ _CAUSES = {
 }
 
 
-def _values(rows: Sequence[Row], metric: str) -> list[float]:
-    """Return the values of a metric; an empty list if one is missing or NaN."""
-    values = [row.get(metric, math.nan) for row in rows]
-    return [] if any(math.isnan(value) for value in values) else values
-
-
 def _standard_error(row: Row) -> float:
     """Return the standard error of the mean reward of a step; 0 if the number of its responses is unknown."""
     tokens, mean = (row.get(name, math.nan) for name in ("rollout/response_tokens", "rollout/response_tokens_mean"))
@@ -456,4 +404,4 @@ def _standard_error(row: Row) -> float:
 
 
 def _has(history: RunHistory, metric: str) -> bool:
-    return bool(history.validations) and bool(_values(history.validations, metric))
+    return bool(history.validations) and bool(values_of(history.validations, metric))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_rlhf.inspect.definitions import definitions
-from lightning_rlhf.inspect.health import VALIDATION_MARK, Row, is_validation
 from lightning_rlhf.inspect.run_directory import RunDirectory, read_responses
+from lightning_rlhf.inspect.run_history import VALIDATION_MARK, Row, is_validation
 from lightning_rlhf.inspect.values import as_json, number, rounded
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -19,7 +19,8 @@ import yaml
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.check_states import check_states
-from lightning_rlhf.inspect.health import Finding, HealthMonitor, is_validation
+from lightning_rlhf.inspect.health import Finding, HealthMonitor
+from lightning_rlhf.inspect.run_history import is_validation
 from lightning_rlhf.inspect.values import parsed
 
 log = logging.getLogger(__name__)

@@ -201,10 +201,10 @@ def test_functions_of_trl_get_messages(evaluate):
     assert "it seems to expect chat messages: set messages: true of the reward (evaluate: --messages)" in shown
 
 
-def test_files_with_the_same_prompts_are_compared_prompt_by_prompt(evaluate):
-    after = [{**row, "responses": [row["answer"]] * 2} for row in ROWS]
+def test_files_for_the_same_rows_are_compared_row_by_row(evaluate):
+    after = [{**row, "prompt": "other words", "responses": [row["answer"]] * 2} for row in ROWS]
     Path("after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in after))
-    Path("other.jsonl").write_text(json.dumps({**ROWS[0], "prompt": "another"}) + "\n")
+    Path("other.jsonl").write_text(json.dumps({**ROWS[0], "prompt": "another", "answer": "2"}) + "\n")
     _, report, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl", "other.jsonl"])
     assert [own["file"] for own in report["files"]] == ["responses.jsonl", "after.jsonl", "other.jsonl"]
     (found,) = report["differences"]
@@ -213,9 +213,9 @@ def test_files_with_the_same_prompts_are_compared_prompt_by_prompt(evaluate):
     reach = 1.959964 / (2 * 3**0.5)
     right = found["rewards"]["right"]
     assert_close([right["mean"], right["low"], right["high"]], [0.5, 0.5 - reach, 0.5 + reach])
-    assert "after.jsonl less responses.jsonl, 3 prompts, 95 % intervals in brackets:" in shown
+    assert "after.jsonl less responses.jsonl, 3 rows, 95 % intervals in brackets:" in shown
     assert "  right: +0.500 (-0.066 to +1.066)" in shown
-    assert "other.jsonl has other prompts than responses.jsonl, so that their rewards are not compared" in shown
+    assert "other.jsonl has other rows than responses.jsonl, so that their rewards are not compared" in shown
     code, _, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl"] * 2)
     assert (code, "after.jsonl was given twice: name each file once" in shown) == (2, True)
 

@@ -39,6 +39,14 @@ def test_the_estimator_by_hand(written):
     assert advantages[:, 1].tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0, 0.0, 0.0])
 
 
+def test_the_test_of_the_page_passes(written):
+    (written / "test_own.py").write_text(BLOCKS[3])
+    import test_own
+
+    test_own.test_a_group_with_one_right_answer()
+    sys.modules.pop("test_own")
+
+
 def test_the_loss_by_hand(written):
     from my_algorithms import SquaredRatio
 

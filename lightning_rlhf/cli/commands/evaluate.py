@@ -24,7 +24,7 @@ from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_r
 
 _EPILOG = """A file was written by generate or verl: each row has a list of responses, and the columns of the reward
 functions (ground_truth, reward_model.ground_truth, answer, data_source, ...). Intervals are 95 % intervals. Of several
-files with the same prompts, such as before and after training, the differences from the first are printed, too.
+files for the same rows, such as before and after training, the differences from the first are printed, too.
 
   lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
   lightning-rlhf evaluate before.jsonl after.jsonl --reward my_rewards.py:right
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
         differences = [
             {"file": name, "from": first, "rewards": difference(scored[first], scored[name])}
             for name in others
-            if _prompts(files[name]) == _prompts(files[first])
+            if are_of_the_same_rows(files[first], files[name])
         ]
         # In a log no line is cut; names are printed without markup.
         screen = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
@@ -106,20 +106,25 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _prompts(rows: Sequence[ResponseRow]) -> list[tuple[str, list[Any]]]:
-    return [(row.prompt, row.messages) for row in rows]
+def are_of_the_same_rows(first: Sequence[ResponseRow], second: Sequence[ResponseRow]) -> bool:
+    """Return whether two files have responses to the same rows, with the same prompts or the same other columns."""
+    prompts, columns = (
+        [[own(row) for row in rows] for rows in (first, second)]
+        for own in (lambda row: (row.prompt, row.messages), lambda row: row.columns)
+    )
+    return prompts[0] == prompts[1] or (columns[0] == columns[1] and all(columns[0]))
 
 
-def _lines(first: str, others: Sequence[str], differences: Sequence[dict[str, Any]], prompts: int) -> list[str]:
+def _lines(first: str, others: Sequence[str], differences: Sequence[dict[str, Any]], count: int) -> list[str]:
     """Return lines about the differences of the other files from the first."""
     lines = []
     for name in others:
-        found = next((own for own in differences if own["file"] == name), None)
-        if found is None:
-            lines.append(f"{name} has other prompts than {first}, so that their rewards are not compared")
+        difference = next((own for own in differences if own["file"] == name), None)
+        if difference is None:
+            lines.append(f"{name} has other rows than {first}, so that their rewards are not compared")
             continue
-        lines.append(f"{name} less {first}, {prompts} prompts, 95 % intervals in brackets:")
-        for reward, values in found["rewards"].items():
+        lines.append(f"{name} less {first}, {count} rows, 95 % intervals in brackets:")
+        for reward, values in difference["rewards"].items():
             interval = "" if values["low"] is None else f" ({values['low']:+.3f} to {values['high']:+.3f})"
             lines.append(f"  {reward}: {values['mean']:+.3f}{interval}")
     return lines

@@ -87,9 +87,9 @@ def find_checkpoint(name: str, config_file: Path, root: Path) -> Path:
     """
     folders = [own / "checkpoints" for own in (config_file.parent, root)]
     candidates = [folder / f"{name}.ckpt" for folder in folders] if name in _NAMED_CHECKPOINTS else [Path(name)]
-    found = next((path for path in candidates if path.exists()), None)
-    if found is not None:
-        return found
+    existing = next((path for path in candidates if path.exists()), None)
+    if existing is not None:
+        return existing
     others = [own for own in _NAMED_CHECKPOINTS for folder in folders if (folder / f"{own}.ckpt").exists()]
     hint = f": the run has --checkpoint {others[0]}" if others else ""
     raise MissingFileError(f"no checkpoint at {candidates[-1]}{hint}")

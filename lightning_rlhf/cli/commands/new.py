@@ -94,7 +94,7 @@ _NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps,
 
 Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
 _NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, with a fault that PPO
-then mends. Next, a task and a model of your own: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
+then mends. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -42,6 +42,7 @@ def run(folder, strategy, devices):
     return done.stdout + done.stderr, load_file(left / "export/model.safetensors"), (left / "metrics.csv").read_text()
 
 
+@pytest.mark.slow
 def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_path):
     printed, weights, metrics = run(tmp_path / "two", "ddp", 2)
     assert printed.count("step 1: ") == 1  # one of them speaks

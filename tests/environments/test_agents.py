@@ -132,6 +132,7 @@ def test_tool_calls(converse):
     assert own.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("row", "max_turns", "turns", "stop"),
     [
@@ -181,6 +182,7 @@ def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
     assert own.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))
 def test_requests_that_cannot_be_answered_are_refused_and_the_run_continues(converse, number):
     (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
@@ -198,6 +200,7 @@ def test_parallel_requests_are_answered_one_after_the_other(converse):
     assert own.conversation.metrics == {"branches": 1.0}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],

@@ -152,6 +152,7 @@ def small(count, **options):
     return [replace(own, prompt_ids=[1 + own.prompt_ids[0] % 5]) for own in requests(count, **options)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{"timeout_s": None}, {"concurrency": 1}, {"factory": worlds.SlowEcho}])
 def test_the_host_of_the_environments_does_not_change_a_bit(converse, engine, options):
     expected = converse(engine, small(8), factory=worlds.Echo, concurrency=4)
@@ -349,6 +350,7 @@ def test_a_conversation_that_the_environment_ended_has_no_last_call(converse):
     assert (own.conversation.stop, own.conversation.metrics) == ("done", {})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("on_error", "reward"), [("end", 0.0), ("zero", 0.0), ("skip", 0.0)])
 def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_error, reward):
     settings = {"factory": worlds.Counts, "arguments": {"fault": True}, "max_turns": 2, "max_error_rate": 1.0}

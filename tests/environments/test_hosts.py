@@ -229,6 +229,7 @@ class InterruptsLoop(Interrupts):
         raise KeyboardInterrupt("step")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("at", ["made", "reset", "step"])
 @pytest.mark.parametrize(
     ("factory", "timeout_s"), [(Interrupts, 30.0), (Interrupts, None), (InterruptsLoop, 30.0), (InterruptsLoop, None)]

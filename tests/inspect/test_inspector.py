@@ -185,6 +185,7 @@ def test_a_run_that_continues_is_shown_without_loading_the_page_again(page, run_
     assert not browser.problems
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_and_errors_of_its_files_are_shown(page, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     browser = page(folder)

@@ -37,6 +37,7 @@ def test_columns_are_those_that_the_rows_have(inspect_page, run_directory):
     assert list(browser.evaluate(LINES)[0]) == ["reward", "right", "tokens", "prompt", "response"]
 
 
+@pytest.mark.slow
 def test_the_viewer_waits_for_the_first_responses(inspect_page, run_directory):
     folder = run_directory("a", ROWS)
     browser = inspect_page(folder)
@@ -220,6 +221,7 @@ def test_the_same_prompt_is_read_from_the_server_when_it_is_opened(inspect_page,
     assert not browser.problems
 
 
+@pytest.mark.slow
 def test_unchanged_data_is_not_sent_again_and_ended_runs_are_asked_more_rarely(inspect_page, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     browser = inspect_page(folder)

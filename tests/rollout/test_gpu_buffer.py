@@ -113,6 +113,7 @@ def test_weights_pushed_in_parts_give_the_bits_of_weights_pushed_through_the_hos
     assert buffers.sizes == [4096, 61 * 64 * 4, 64 * 64 * 4, 96 * 64 * 4, 40_000, 1 << 28]  # the first one grows
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize(
     ("kind", "reason"),

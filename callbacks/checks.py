@@ -17,8 +17,8 @@ from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
-from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
+from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 from lightning_rlhf.types import Rollout
 
@@ -98,7 +98,7 @@ def call_reward_functions(
     columns = sorted({name for batch in batches for name in batch.columns})
     check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
     for batch in batches[:1]:
-        Collector(batch, executor, data.tokenizer, size=3 - len(batch), environment=environment).dry_run()
+        Scorer(batch, executor, data.tokenizer, samples=3 - len(batch), environment=environment).dry_run()
 
 
 def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
@@ -151,7 +151,8 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     for warning in filter(None, (data.ignored_tools, data.end_token_warning(loop.stop_token_ids))):
         log.warning(warning)
     if loop.dynamic_sampling is not None:
-        loop.dynamic_sampling.check(data.batch_size, loop.group_size, reward_weights(loop), module)
+        weights, ranks = reward_weights(loop), module.data_ranks.size
+        loop.dynamic_sampling.check(data.batch_size, loop.group_size, weights, module.advantages, ranks)
     check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)
     roles = {f"the {name}": source for name, source in module.sources.items()}
     check_positions(roles, data.longest_text, loop.max_response_tokens, module.has_pairs)
@@ -245,6 +246,22 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
     """
     gaps = (actor_logprobs(module, rollout).cpu() - rollout.rollout_logprobs.cpu()).abs()
     check_gaps(engine, module, gaps[rollout.response_mask.cpu()], max_logprob_diff, module.trainer.global_step)
+
+
+def check_first_rows(
+    engine: RolloutEngine, module: RLHFModule, rows: int, max_logprob_diff: float | None, rollout: Rollout
+) -> None:
+    """Compare log-probs of engine and actor on the first responses of a rollout; see :func:`check_engine`.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rows: number of responses; 0 compares none.
+        max_logprob_diff: argument of :func:`check_gaps`.
+        rollout: responses of the engine.
+    """
+    if rows:
+        check_engine(engine, module, rollout[list(range(min(rows, len(rollout))))], max_logprob_diff)
 
 
 def check_gaps(

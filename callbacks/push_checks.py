@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rollout.collect import collect
 from lightning_rlhf.rollout.engine import Generation
+from lightning_rlhf.rollout.sampler import ResponseSampler
+from lightning_rlhf.rollout.scorer import collect
+from lightning_rlhf.rollout.source import Request
 from lightning_rlhf.types import Completion, SamplingParams
 
 from .checks import actor_logprobs, check_gaps
-from .rollout_requests import RolloutRequest
-from .sampling import ResponseSampler
 
 _TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
 _COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
@@ -73,27 +73,35 @@ class PushChecks:
     With ``max_staleness``, the engine may load pushed weights only after the responses that it is generating, for which
     the trainer does not wait. So the actor evaluates short texts at the push, the engine evaluates them as prompts when
     it has loaded the weights, and the results are compared before responses of these weights are used.
+
+    Args:
+        sampler: sampler of the responses.
+        module: module with the actor.
+        rows: number of prompts whose first response is used; 0 compares none.
+        max_logprob_diff: argument of :func:`~.checks.check_gaps`.
     """
 
+    sampler: ResponseSampler
+    module: RLHFModule
+    rows: int
+    max_logprob_diff: float | None
     _pending: deque[_Comparison] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def begin(
-        self, sampler: ResponseSampler, module: RLHFModule, request: RolloutRequest, rows: int, version: int
-    ) -> None:
+    def begin(self, request: Request, version: int) -> None:
         """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
 
         Args:
-            sampler: source of responses.
-            module: module with the actor, whose weights were pushed.
             request: finished responses to at least one prompt.
-            rows: number of prompts whose first response is used.
             version: version of the policy that was pushed.
         """
-        prompts = request.prompts[:rows]
-        responses = request.completions()[: len(prompts) * request.samples : request.samples]
+        if not self.rows:
+            return
+        sampler = self.sampler
+        prompts = request.prompts[: self.rows]
+        responses = request.completions()[: len(prompts) * request.sampling.samples : request.sampling.samples]
         longest = min(_TEXT_TOKENS, sampler.max_length - 1)  # the engine samples a token after the text
         parts = [
             shortened(prompt, response.token_ids, longest)
@@ -103,20 +111,15 @@ class PushChecks:
         ends = [end for _, end in parts]
         texts = [[*prompt, *end] for prompt, end in parts]
         completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
-        logprobs = actor_logprobs(module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+        logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
         generation = sampler.engine.submit(texts, SamplingParams(1, echo=True), [0] * len(texts))
         unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
 
-    def finish(
-        self, sampler: ResponseSampler, module: RLHFModule, max_logprob_diff: float | None, version: int
-    ) -> None:
+    def finish(self, version: int) -> None:
         """Wait for the comparisons of pushes up to a version. All ranks; the engine has the actor's weights.
 
         Args:
-            sampler: source of responses.
-            module: module with the actor.
-            max_logprob_diff: argument of :func:`~.checks.check_gaps`.
             version: largest version of the policy.
 
         Raises:
@@ -124,7 +127,7 @@ class PushChecks:
         """
         while self._pending and self._pending[0].version <= version:
             comparison = self._pending.popleft()
-            check_gaps(sampler.engine, module, comparison.gaps(), max_logprob_diff, comparison.version)
+            check_gaps(self.sampler.engine, self.module, comparison.gaps(), self.max_logprob_diff, comparison.version)
 
 
 def shortened(prompt: Sequence[int], response: Sequence[int], longest: int) -> tuple[list[int], list[int]]:

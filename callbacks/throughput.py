@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.rollout.clock import max_over_ranks, sum_over_ranks
 
 from .checks import check_module
-from .clock import max_over_ranks, sum_over_ranks
 
 GIB = 2.0**30
 # Dense bfloat16 TFLOP/s in the data sheets, by a part of the device's name; the first match counts.

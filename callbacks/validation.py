@@ -28,10 +28,10 @@ from lightning_rlhf.functional.diagnostics import (
 )
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
-from lightning_rlhf.rollout.collect import conversation_metrics
+from lightning_rlhf.rollout.clock import means_over_ranks
+from lightning_rlhf.rollout.scorer import conversation_metrics
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
-from .clock import means_over_ranks
 from .rollout_rows import end_of, segments_of
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, Rollout
+from lightning_rlhf.types import Experience, StepRollout
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class ResponsePairsModule(RLHFModule):
                     f"each of {self.data_ranks.size} ranks: use a multiple of {size * self.data_ranks.size}"
                 )
 
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Experience:
         """Evaluate a rollout with the same number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
-        sizes = rollout.group.unique(return_counts=True)[1]
+        sizes = received.rollout.group.unique(return_counts=True)[1]
         self.group_size = int(sizes[0])
         if self.group_size < 2 or bool((sizes != self.group_size).any()):
             raise UsageError(
                 f"all prompts must have the same number (>= 2) of responses, got {sizes.unique().tolist()}"
             )
-        return super().evaluate(rollout, greedy)
+        return super().evaluate(received)
 
     def losses_of_pairs(self, rows: ExperiencePairs, logprobs: Tensor, means: MeanAccumulator) -> Tensor:
         """Compute the (B,) loss of each pair and record its metrics.
@@ -195,9 +195,9 @@ class REBELModule(ResponsePairsModule):
         super().__init__(actor, GRPO(normalize_std=False), **kwargs)
         self.loss = loss
 
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Experience:
         """Evaluate a rollout with an even number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
-        experience = super().evaluate(rollout, greedy)
+        experience = super().evaluate(received)
         if self.group_size % 2:
             raise UsageError(f"REBEL pairs the responses to a prompt: group_size must be even, got {self.group_size}")
         return experience

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, PromptBatch, Rollout
+from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout
 
 
 class RLHFModule(RoleModule):
@@ -121,8 +121,7 @@ class RLHFModule(RoleModule):
         self.keep_groups = keep_groups
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
-        self._received: tuple[Rollout, Rollout | None] | None = None
-        self.pending_score: Callable[[Rollout], Rollout] | None = None  # adds the rewards that are still computed
+        self._received: StepRollout | None = None
         self.reward_wait = 0.0  # seconds in which evaluate() waited for these rewards
         check_algorithm(self)
 
@@ -131,9 +130,9 @@ class RLHFModule(RoleModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Update the roles on the rollout of this batch; the batch itself is not used."""
         started = time.perf_counter()
-        rollout, greedy = self.pop_rollout()
-        self.first_forward = FirstForward.of_step(self, rollout, self.order_seed(0))
-        experience = self.experience = self.evaluate(rollout, greedy)
+        received = self.pop_rollout()
+        self.first_forward = FirstForward.of_step(self, received.rollout, self.order_seed(0))
+        experience = self.experience = self.evaluate(received)
         evaluated = time.perf_counter()
         means = MeanAccumulator()
         updates = 0
@@ -281,24 +280,27 @@ class RLHFModule(RoleModule):
 
     # -- from rollout to experience ---------------------------------------------------------------------------
 
-    def receive(
-        self, rollout: Rollout, greedy: Rollout | None = None, score: Callable[[Rollout], Rollout] | None = None
-    ) -> None:
+    def receive(self, received: StepRollout | Rollout) -> None:
         """Set the rollout of this batch; all data to train on enters the module here.
 
         A callback that calls this before each training and validation step has the class attribute
         ``provides_rollouts = True``, as RolloutLoop has; without one, :meth:`setup` raises.
 
         Args:
-            rollout: rows of this rank.
-            greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
-            score: function that adds the rewards to a rollout once they are computed; None if it has them.
+            received: rollout of this rank, alone or with what else belongs to the step.
         """
-        self.pending_score, self.reward_wait = score, 0.0
-        self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
+        self.reward_wait = 0.0
+        received = StepRollout(received) if isinstance(received, Rollout) else received
+        greedy = None if received.greedy is None else received.greedy.to(self.device)
+        self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 
-    def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
-        """Return the rollout of this batch and the greedy one if any, and forget them.
+    @property
+    def waits_for_rewards(self) -> bool:
+        """Whether rewards of the received rollout are still computed."""
+        return self._received is not None and self._received.rewards is not None
+
+    def pop_rollout(self) -> StepRollout:
+        """Return the rollout of this batch and forget it.
 
         Raises:
             RuntimeError: :meth:`receive` was not called for this batch.
@@ -308,13 +310,13 @@ class RLHFModule(RoleModule):
                 f"{type(self).__name__} has no rollout for this batch: a callback must call receive() before each step"
             )
         received, self._received = self._received, None
-        self.last_rollout = received[0]
+        self.last_rollout = received.rollout
         return received
 
     @torch.no_grad()
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Experience:
         """Compute log-probs, values, rewards and advantages of a rollout. All ranks."""
-        ranks = self.data_ranks
+        ranks, rollout, greedy = self.data_ranks, received.rollout, received.greedy
         old = self.old_scores(rollout)
         policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
         weights, mask, mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
@@ -323,10 +325,10 @@ class RLHFModule(RoleModule):
         if self.has_ref:
             ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
         values, final_values = self.values(rollout)
-        if self.pending_score is not None:
+        if received.rewards is not None:
             started = time.perf_counter()
-            rollout, self.pending_score = self.pending_score(rollout), None
-            self.last_rollout, self.reward_wait = rollout, time.perf_counter() - started
+            rollout = self.last_rollout = received.rewards.add_to(rollout)
+            self.reward_wait = time.perf_counter() - started
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
@@ -444,5 +446,5 @@ class RLHFModule(RoleModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
-        rollout, _ = self.pop_rollout()
+        rollout = self.pop_rollout().rollout
         return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}

@@ -397,9 +397,9 @@ def test_the_same_loop_can_run_again_and_syncs_again(run):
 
 def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     class Recorded(ReMaxModule):
-        def receive(self, rollout, greedy=None):
-            self.given = rollout, greedy
-            super().receive(rollout, greedy)
+        def receive(self, given):
+            self.given = given.rollout, given.greedy
+            super().receive(given)
 
     engine = Listening()
     loop = RolloutLoop(

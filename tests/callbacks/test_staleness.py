@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.push_checks import PushChecks, shortened
-from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineDied, Generation
+from lightning_rlhf.rollout.sampler import Sampling
+from lightning_rlhf.rollout.source import Request, Requests
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS
@@ -247,13 +248,13 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     sampler, module = made.loop._sampler, made.module
     prompts = PromptBatch([0], [list(range(3, 10)) * 20], ["a"], {})
     response = Completion([4] * 30, [-1.0] * 30, "length", 0)
-    request = RolloutRequest(0, prompts, 1, 1.0, Generation(lambda: [response]), collector=None)
-    checks = PushChecks()
+    request = Request(0, prompts, Sampling(1, 1.0), Generation(lambda: [response]), scorer=None)
     checked = []
     engine = SimpleNamespace(submit=lambda texts, sampling, seeds: checked.append((texts, sampling)))
     for longest, length in ((200, 64), (30, 29)):
         with patch("lightning_rlhf.callbacks.push_checks.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs):
-            checks.begin(replace(sampler, engine=engine, max_length=longest), module, request, 4, version=1)
+            checks = PushChecks(replace(sampler, engine=engine, max_length=longest), module, 4, None)
+            checks.begin(request, version=1)
         (texts, sampling), checked = checked[0], []
         assert [len(text) for text in texts] == [length]
         assert (texts[0][0], texts[0][-16:]) == (3, [4] * 16)
@@ -331,9 +332,9 @@ def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
     received = []
 
     class Stored(ReMaxModule):
-        def receive(self, rollout, greedy=None):
-            received.append((rollout.policy_version[0, 0].item(), greedy.policy_version[0, 0].item()))
-            super().receive(rollout, greedy)
+        def receive(self, given):
+            received.append(tuple(own.policy_version[0, 0].item() for own in (given.rollout, given.greedy)))
+            super().receive(given)
 
     made = run(loop={"max_staleness": 1, "validate_at_ends": False}, trainer={"max_steps": 3, "max_epochs": -1})
     actor = made.module.sources["actor"]
@@ -408,17 +409,18 @@ def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, t
     assert len({str(own) for own in whole}) == 7
 
 
-def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(caplog):
+def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog):
     class Ended(Generation):
         def completions(self):
             raise EngineDied("it ended")
 
-    loop = RolloutLoop([RewardFunction(lambda completions: [0.0] * len(completions), name="zero")], max_staleness=1)
+    made = run(loop={"max_staleness": 1})
+    made.loop.setup(made.trainer, made.module, "fit")
     prompts = PromptBatch([0], [[3]], ["a"], {})
-    loop._ahead.add([RolloutRequest(1, prompts, 1, 1.0, Ended(list), collector=None)])
-    loop._ahead.take_snapshot()
+    made.loop.parts.ahead._requests[1] = Requests(prompts, (Request(1, prompts, Sampling(1, 1.0), Ended(list), None),))
+    made.loop.parts.ahead.take_snapshot()
     checkpoint = {}
-    loop.complete_snapshot(checkpoint)
+    made.loop.complete_snapshot(checkpoint)
     assert checkpoint == {}
     assert "The checkpoint has no responses for later steps: the engine ended" in caplog.text
 

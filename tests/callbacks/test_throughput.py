@@ -49,7 +49,7 @@ def test_tokens_and_seconds_of_a_step():
 def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
     class Own(PPOModule):
         def training_step(self, batch, batch_idx):
-            rollout, _ = self.pop_rollout()
+            rollout = self.pop_rollout().rollout
             self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
 
     found = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)

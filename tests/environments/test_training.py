@@ -10,7 +10,6 @@ import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
-from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
 from lightning_rlhf.callbacks.rollout_rows import segments_of
 from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
 from lightning_rlhf.conversation_record import ConversationRecord
@@ -21,6 +20,7 @@ from lightning_rlhf.environments.conversation import StopReason
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.ahead import _packed, _unpacked
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion
 from tests.environments import worlds

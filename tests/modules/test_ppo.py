@@ -90,8 +90,8 @@ def test_what_an_environment_wrote_is_not_learnt_from():
     assert any(not all(row.mask) for row in rows)
 
     class Disturbed(PPOModule):
-        def evaluate(self, given, greedy=None):
-            experience = super().evaluate(given, greedy)
+        def evaluate(self, received):
+            experience = super().evaluate(received)
             noise = torch.full_like(experience.values, 3.0).masked_fill(experience.mask, 0)
             names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
             return replace(experience, **{name: getattr(experience, name) + noise for name in names})

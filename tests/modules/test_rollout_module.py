@@ -18,6 +18,7 @@ from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from lightning_rlhf.types import StepRollout
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of
 
@@ -188,8 +189,8 @@ def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_re
     greedy_rows = [Response([1, 2], [3], 0.5), Response([4], [5, 6], -1.0)]
 
     class GivesBoth(ReMaxModule):
-        def receive(self, given, greedy=None):
-            super().receive(given, rollout_of(greedy_rows, dtype=torch.float64))
+        def receive(self, given):
+            super().receive(StepRollout(given, rollout_of(greedy_rows, dtype=torch.float64)))
 
     module = stepped(GivesBoth, rollout=rollout, reward_model=TinyModel(seed=6, dtype="float64"))
     lm = module.reward_model.lm

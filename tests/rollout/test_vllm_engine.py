@@ -27,8 +27,8 @@ from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
+from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
@@ -106,18 +106,18 @@ def test_rewards_are_computed_while_vllm_generates_the_rest(engines):
     sampling = SamplingParams(150, stop_token_ids=(END,))
     reward = RewardFunction(f"{SLOW}:a_tenth_of_a_second", timeout_s=30.0)
     with RewardExecutor([reward]) as executor:
-        Collector(batch, executor, tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
-        collector = Collector(batch, executor, tokenizer)
+        Scorer(batch, executor, tokenizer).score(engines.tied.generate(prompts, sampling, range(32)))
+        scorer = Scorer(batch, executor, tokenizer)
         engines.pause.touch()  # the engine pauses when responses are finished, until a reward is computed
 
         def on_finished(index, completion):
-            collector.add(index, completion)
-            call = collector._started[reward.label, index]
+            scorer.add(index, completion)
+            call = scorer._started[reward.label, index]
             call.add_done_callback(lambda done: engines.pause.unlink(missing_ok=True))
 
         completions = engines.tied.generate(prompts, sampling, range(32), on_finished)
-        rollout, _ = collector.rollout(completions, 1.0)
-    assert rollout.reward.tolist() == [1] * 32
+        scored = scorer.score(completions)
+    assert scored.rewards[reward.label].tolist() == [1] * 32
 
 
 def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_prompts_too(engine_and_changes):

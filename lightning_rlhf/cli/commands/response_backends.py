@@ -30,10 +30,10 @@ from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.collect import last_turn, sampled_tokens
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
 from lightning_rlhf.rollout.engine import CompletionCheck, EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.scorer import last_turn, sampled_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION

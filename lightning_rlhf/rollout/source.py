@@ -1,0 +1,228 @@
+"""Rollouts of the training steps: sync the weights, sample, score, assemble, check.
+
+A feature of the rollouts is a source that wraps another one, in a file of its own; see RolloutLoop for their order.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from lightning_rlhf.conversation_record import ConversationRecord
+from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
+from lightning_rlhf.rewards.function import TrainerState
+from lightning_rlhf.rollout.assemble import assemble
+from lightning_rlhf.rollout.clock import Clock
+from lightning_rlhf.rollout.engine import Generation
+from lightning_rlhf.rollout.sampler import Sampler, Sampling
+from lightning_rlhf.rollout.scorer import Scorer
+from lightning_rlhf.rollout.weights import EngineWeights
+from lightning_rlhf.strategies.roles import RoleStrategy
+from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
+
+
+@dataclass(frozen=True)
+class Request:
+    """Responses to some prompts that were requested from the engine.
+
+    Args:
+        step: number of finished steps before the one that trains on the responses.
+        prompts: N prompts of this rank.
+        sampling: number and kind of the responses to each.
+        generation: completions in the order of the prompts.
+        scorer: their rewards.
+    """
+
+    step: int
+    prompts: PromptBatch
+    sampling: Sampling
+    generation: Generation
+    scorer: Scorer
+
+    def completions(self) -> list[Completion]:
+        """Wait for the completions and return them.
+
+        Raises:
+            RuntimeError: a completion is missing or invalid, or the engine has ended.
+        """
+        return self.generation.completions()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all responses are from the weights that the step starts from; waits for them."""
+        return all(completion.policy_version == self.step for completion in self.completions())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Times of the request and of the last completion, or now if that is missing, seconds of an arbitrary clock."""
+        return self.generation.requested_at, self.generation.finished_at or time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a source has requested for a step.
+
+    Args:
+        prompts: prompts of the step on this rank.
+        requests: requests so far, at least one.
+    """
+
+    prompts: PromptBatch
+    requests: tuple[Request, ...]
+
+    def wait(self) -> None:
+        """Wait for the completions of all requests."""
+        for request in self.requests:
+            request.completions()
+
+
+@dataclass(frozen=True)
+class PendingRewards:
+    """Rewards of a rollout that are still computed.
+
+    Args:
+        scorer: scorer of the responses, which has begun on the group leader.
+        roles: strategy of the run, which knows the leader.
+        clock: clock of the step.
+    """
+
+    scorer: Scorer
+    roles: RoleStrategy
+    clock: Clock
+
+    def wait(self, rollout: Rollout) -> tuple[Rollout, MetricSums]:
+        """Wait for the rewards; return the rollout with them, and their metrics. All ranks with the same data."""
+        with self.clock("time/reward_s"):
+            scored = self.roles.run_on_group_leader(self.scorer.wait)
+        return self.scorer.add_rewards(rollout, scored), scored.metrics
+
+
+@dataclass(frozen=True)
+class SampledRollout(StepRollout):
+    """Rollout of a step with its requests and metrics.
+
+    Args:
+        pending: rewards that are still computed; None if the rollout has them.
+        requests: all requests of the step, those of rows that are not trained on included.
+        reward_sums: metrics of the reward functions.
+        metrics: metrics of a source, over all ranks.
+    """
+
+    pending: PendingRewards | None = None
+    requests: tuple[Request, ...] = ()
+    reward_sums: tuple[MetricSums, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def scored(self) -> SampledRollout:
+        """Wait for pending rewards; return the rollout with them. All ranks with the same data."""
+        if self.pending is None:
+            return self
+        rollout, sums = self.pending.wait(self.rollout)
+        return replace(self, rollout=rollout, pending=None, reward_sums=(*self.reward_sums, sums))
+
+
+class Source(ABC):
+    """Source of rollouts: :meth:`start` and :meth:`finish` are the halves of a step between which others may begin."""
+
+    @abstractmethod
+    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
+        """Request the responses of a step.
+
+        Args:
+            prompts: prompts of this rank.
+            step: number of finished steps before the one that trains on the responses.
+            in_background: whether the engine begins now, while the caller continues.
+        """
+
+    @abstractmethod
+    def finish(self, requests: Requests) -> SampledRollout:
+        """Wait for the responses and begin to score them; return the rollout, whose rewards may be pending."""
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Rollouts of the weights that a step starts from.
+
+    Args:
+        source: source of the responses.
+        weights: weights of the engine.
+    """
+
+    source: Source
+    weights: EngineWeights
+
+    def __call__(self, prompts: PromptBatch, step: int) -> SampledRollout:
+        """Return the rollout of a step. All ranks.
+
+        Args:
+            prompts: prompts of this rank.
+            step: number of finished steps.
+        """
+        self.weights.sync(step)
+        requests = self.source.start(prompts, step)
+        sampled = self.source.finish(requests)
+        self.weights.check(sampled.rollout)
+        return sampled
+
+
+@dataclass(frozen=True)
+class RolloutSource(Source):
+    """Samples a group of responses to each prompt and scores them.
+
+    Args:
+        sampler: sampler of the responses.
+        sampling: number and kind of the responses to each prompt.
+        executor: executor of the reward functions.
+        weights: weights of the engine.
+        roles: strategy of the run.
+        progress: function of a step and its prompts that returns the progress of the run.
+        clock: clock of the step.
+    """
+
+    sampler: Sampler
+    sampling: Sampling
+    executor: RewardExecutor
+    weights: EngineWeights
+    roles: RoleStrategy
+    progress: Callable[[int, PromptBatch], TrainerState]
+    clock: Clock
+
+    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
+        """See :meth:`Source.start`."""
+        sampler = self.sampler
+        state = self.progress(step, prompts)
+        scorer = Scorer(prompts, self.executor, sampler.tokenizer, self.sampling.samples, state, sampler.environment)
+        on_finished = scorer.add if self.roles.is_group_leader else None
+        generation = sampler.start(prompts, self.sampling, step, self.weights.version, on_finished, in_background)
+        return Requests(prompts, (Request(step, prompts, self.sampling, generation, scorer),))
+
+    def finish(self, requests: Requests) -> SampledRollout:
+        """See :meth:`Source.finish`."""
+        (request,) = requests.requests
+        with self.clock("time/generate_s"):
+            completions = request.completions()
+
+        def begin() -> Rollout:
+            request.scorer.begin(completions)
+            return assemble(request.prompts, completions, self.sampling.temperature, self.sampler.environment)
+
+        with self.clock("time/reward_s"):
+            rollout = self.roles.run_on_group_leader(begin)
+        return SampledRollout(
+            rollout, pending=PendingRewards(request.scorer, self.roles, self.clock), requests=(request,)
+        )
+
+
+def conversations_of(requests: Iterable[Request]) -> dict[int, ConversationRecord]:
+    """Return the records of the sampled conversations of a step, by their position among all responses."""
+    records = {}
+    for request in (each for each in requests if each.sampling.temperature > 0):
+        samples = request.sampling.samples
+        prompts = request.prompts.positions or range(len(request.prompts))
+        positions = [prompt * samples + k for prompt in prompts for k in range(samples)]
+        for position, completion in zip(positions, request.completions(), strict=True):
+            if completion.conversation is not None:
+                records[position] = completion.conversation
+    return records

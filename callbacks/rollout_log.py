@@ -49,27 +49,36 @@ class RolloutLog(Callback):
         self.max_token_values = max_token_values
         self.table_every_n_steps = table_every_n_steps
         self.table_rows = table_rows
+        self._has_removed = False
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Validate the module."""
         check_module(self, pl_module, RLHFModule)
+        self._has_removed = False
 
-    def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Remove the files of an earlier run in the same directory."""
-        if trainer.ckpt_path is None:
-            self._remove_after(trainer, -1)
+    def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Remove the files of other steps, before the validation that precedes the first step writes one."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._remove_others(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Remove the files of steps after the checkpoint."""
-        self._remove_after(trainer, trainer.global_step)
+        """Remove the files of other steps, if no validation has preceded."""
+        self._remove_others(trainer)
 
-    def _remove_after(self, trainer: Trainer, step: int) -> None:
-        """Remove the files of later steps, of all ranks; the first rank removes them before any rank ends a step."""
-        if trainer.is_global_zero and not trainer.fast_dev_run:
-            for path in (Path(trainer.default_root_dir) / "rollouts").glob("*.jsonl"):
-                match = re.fullmatch(ROLLOUT_FILE, path.name)
-                if match is not None and int(match["step"]) > step:
-                    path.unlink()
+    def _remove_others(self, trainer: Trainer) -> None:
+        """Remove the files of an earlier run, or those of steps after the checkpoint of this one. Once in a run.
+
+        The first rank removes those of all ranks, before any rank ends a step. Role strategies read the checkpoint
+        after ``on_fit_start``, so the step is not known there.
+        """
+        if self._has_removed or not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        self._has_removed = True
+        last = -1 if trainer.ckpt_path is None else trainer.global_step
+        for path in (Path(trainer.default_root_dir) / "rollouts").glob("*.jsonl"):
+            match = re.fullmatch(ROLLOUT_FILE, path.name)
+            if match is not None and int(match["step"]) > last:
+                path.unlink()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int

@@ -124,14 +124,19 @@ def token_values(
 
 
 def own_parts(prompts: Sequence[str]) -> list[str]:
-    """Return prompts without the lines at the start that all of them have in common, such as worked examples.
+    """Return prompts without the lines that all of them have in common at the start, such as examples, and at the end.
 
     Args:
         prompts: texts; if they are equal, they are returned as they are.
     """
+    if len(set(prompts)) == 1:
+        return list(prompts)
     common = min(common_prefix(prompts[0], own) for own in prompts)
-    start = prompts[0].rfind("\n", 0, common) + 1 if len(set(prompts)) > 1 else 0
-    return [f"... {text[start:]}" if start else text for text in prompts]
+    start = prompts[0].rfind("\n", 0, common) + 1
+    common = min(common_prefix(prompts[0][::-1], own[start:][::-1]) for own in prompts)
+    end = prompts[0].find("\n", len(prompts[0]) - common)
+    after = 0 if end < 0 else len(prompts[0]) - end  # characters of the lines at the end
+    return [f"... {own}" if start else own for own in (text[start : len(text) - after] for text in prompts)]
 
 
 def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -102,9 +103,11 @@ class LoRA:
         if not known:
             raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")
         if unknown := sorted(set(self.target_modules or ()) - known.keys()):
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
             raise UsageError(
                 f"lora: target_modules {', '.join(unknown)} not found among the linear layers of "
-                f"{type(lm).__name__}; available: {', '.join(sorted(known))}"
+                f"{type(lm).__name__}{hint} available: {', '.join(sorted(known))}"
             )
         return {name: known[name] for name in self.target_modules or known}
 

@@ -280,9 +280,11 @@ def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
     [
         (["Example: 1\n2+3", "Example: 1\n2+4"], ["... 2+3", "... 2+4"]),
         (["Example: 1\n2+3"] * 2, ["Example: 1\n2+3"] * 2),
-        (["Example: 1\n2+3", "Test: 1\n2+3"], ["Example: 1\n2+3", "Test: 1\n2+3"]),
+        (["Example: 1\n2+3", "Test: 1\n2+3"], ["Example: 1", "Test: 1"]),
         (["2+3", "2+4"], ["2+3", "2+4"]),
         (["one"], ["one"]),
+        (["user\n2+3\nassistant\n", "user\n20+4\nassistant\n"], ["... 2+3", "... 20+4"]),
+        (["a\nb", "a\nb\nb"], ["... b", "... b\nb"]),
     ],
 )
 def test_the_common_start_of_prompts_is_left_out(prompts, own):

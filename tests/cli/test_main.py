@@ -551,6 +551,21 @@ def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_chec
         assert Path("runs/tiny/metrics.csv").read_bytes() == table
 
 
+def test_a_resumed_run_keeps_the_responses_of_the_steps_before_its_checkpoint(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
+    assert fit(config).code == 0
+    folder = Path("runs/tiny/rollouts")
+    (folder / "step-000009.jsonl").write_text("")  # of steps that the checkpoint does not have
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    assert {"step-000001.jsonl", "step-000002.jsonl", "validation-000000.jsonl"} < before.keys()
+    assert fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3").code == 0
+    after = {path.name: path.read_text() for path in folder.iterdir()}
+    assert after.keys() - before.keys() == {"step-000003.jsonl", "validation-000003.jsonl"}
+    assert before.keys() - after.keys() == {"step-000009.jsonl"}
+    assert all(after[name] == text for name, text in before.items() if name in after)
+
+
 def test_a_run_without_checkpoints_that_is_interrupted_has_nothing_to_go_on_from(fit, config, judged_by):
     judged_by("interrupted")
     config["trainer"]["enable_checkpointing"] = False

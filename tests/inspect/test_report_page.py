@@ -283,3 +283,18 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert "metrics.csv is not a directory: expected the directory of a run" in capsys.readouterr().err
     assert report.run([str(folder), "--to", "x.txt"]) == 2
     assert "--to must end with .html" in capsys.readouterr().err
+
+
+def test_titles_of_prompts_leave_out_what_all_have_in_common(page, run_directory):
+    texts = [f"Examples: 1\nuser\n{question}\nassistant\n" for question in ("two plus three", "four plus one")]
+    rows = [{**RESPONSES[0], "prompt": text, "index": i, "group": i} for i, text in enumerate(texts)]
+    again = [{**row, "reward": row["reward"] - 1} for row in rows]
+    folder = run_directory("a", ROWS, {1: [*rows, *again]})
+    for step in (0, 10):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"rollouts/validation-{step:06d}.jsonl").write_text(lines)
+    browser = page(folder)
+    titles = "[...document.querySelectorAll('#prompts option')].map((own) => own.textContent.split(' (')[0])"
+    assert browser.evaluate(titles) == ["0: two plus three", "1: four plus one"]
+    cells = "[...document.querySelectorAll('#rewards td.text')].map((own) => own.textContent.trim())"
+    assert sorted(browser.evaluate(cells)) == ["four plus one", "two plus three"]

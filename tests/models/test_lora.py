@@ -300,6 +300,11 @@ def test_what_is_no_linear_layer_of_the_blocks_cannot_be_adapted(name):
         source(lora=LoRA(4, 8, ["q_proj", name])).causal()
 
 
+def test_a_misspelt_layer_comes_with_the_similar_one():
+    with pytest.raises(ValueError, match="did you mean 'v_proj'\\? available: "):
+        source(lora=LoRA(4, 8, ["v_porj"])).causal()
+
+
 def test_a_model_without_linear_layers_is_refused():
     lm = replace(source(), lora=None).causal().lm
     lm.model.layers = torch.nn.ModuleList()

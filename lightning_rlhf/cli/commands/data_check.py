@@ -30,7 +30,7 @@ from lightning_rlhf.cli.run_config import (
 )
 from lightning_rlhf.counted import counted
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.prompts import Prompt, PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
@@ -151,8 +151,7 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
     """Describe one part of the data, such as ``train``."""
     report = data.reports[part]
     examples = data.examples[part]
-    lengths = torch.tensor([data.tokens(example) for example in examples], dtype=torch.float64)
-    quantiles = torch.quantile(lengths, torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)).tolist()
+    lengths = [data.tokens(example) for example in examples]
     return {
         "read": report.used + report.dropped.total(),
         "kept": report.used,
@@ -160,9 +159,24 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "cut": dict(report.cut.most_common()),
         "columns": dict(report.column_mappings.most_common()),
         "unknown": report.describe_unknown(),
-        "tokens": dict(zip(_QUANTILES, quantiles, strict=True)) | {"all": int(lengths.sum())},
+        "tokens": _quantiles(lengths) | {"all": sum(lengths)},
+        "answer_tokens": _answer_tokens(data, examples) if isinstance(data, PromptDataModule) else {},
         "sample": describe_batch(data.collate(examples[:1], [0], [0], 0), data.tokenizer),
     }
+
+
+def _answer_tokens(data: PromptDataModule, examples: Sequence[Prompt]) -> dict[str, float]:
+    """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
+    answers = [example.columns.get("ground_truth") for example in examples]
+    lengths = [len(data.ids(str(own))) for own in answers if isinstance(own, str | int | float)]
+    return _quantiles(lengths) if lengths else {}
+
+
+def _quantiles(values: Sequence[int]) -> dict[str, float]:
+    levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
+    return dict(
+        zip(_QUANTILES, torch.quantile(torch.tensor(values, dtype=torch.float64), levels).tolist(), strict=True)
+    )
 
 
 def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
@@ -295,6 +309,9 @@ def render(result: dict[str, Any]) -> str:
         for label in ("columns", "dropped", "cut"):
             lines += [f"  {label}: {counted(count, 'row')}: {reason}" for reason, count in part[label].items()]
         lines.append("  tokens: " + ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items()))
+        if part["answer_tokens"]:
+            answers = ", ".join(f"{key} {part['answer_tokens'][key]:g}" for key in ("median", "most"))
+            lines.append(f"  tokens of the right answers: {answers}")
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
         if "batches" in part:

@@ -105,6 +105,27 @@ window.report = (() => {
     return input;
   }
 
+  /** Number of characters at the beginning of all texts; 0 for a single text. */
+  function commonLength(texts) {
+    let length = texts.length > 1 ? texts[0].length : 0;
+    for (const text of texts) {
+      let same = 0;
+      while (same < length && text[same] === texts[0][same]) same++;
+      length = same;
+    }
+    return length;
+  }
+
+  /** Texts without the words at their beginning and end that all of them share, such as worked examples. */
+  function ownParts(texts) {
+    if (new Set(texts).size < 2) return texts;
+    const reverse = (text) => Array.from(text).reverse().join("");
+    const whole = (text, length) => { while (length > 0 && !/\s/.test(text[length - 1])) length--; return length; };
+    const start = whole(texts[0], commonLength(texts)), reversed = texts.map((text) => reverse(text.slice(start)));
+    const end = whole(reversed[0], commonLength(reversed));
+    return reversed.map((text) => reverse(text.slice(end)));
+  }
+
   const sectionOfState = () => [...state].find(([name, value]) => !value && document.getElementById(name))?.[0];
 
   addEventListener("hashchange", () => {
@@ -127,6 +148,6 @@ window.report = (() => {
     data, page, runs: data.runs ?? [], labelled: (data.runs ?? []).length > 1,
     live,
     element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, age, stateOf, compare, colour, key,
-    meaningOf, state, remember, kept, ready,
+    commonLength, ownParts, meaningOf, state, remember, kept, ready,
   };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 /** "The same prompt": its responses at each validation, for all runs side by side. */
 (() => {
-  const { runs, labelled, live, element, section, choices, button, short, key, card, expandButton } = window.report;
+  const { runs, labelled, live, element, section, choices, button, short, key, ownParts, card, expandButton } = window.report;
   const MOST_VALIDATIONS = 12;  // files that the inspector reads for this section
 
   /** Prompts by position and text: {title, answers: [{run, step, row}]}. */
@@ -15,8 +15,8 @@
     return [...prompts.values()].sort((a, b) => a.row.index - b.row.index);
   }
 
-  function titleOf({ row, answers }) {
-    const text = String(row.prompt ?? "").replace(/\s+/g, " ").trim();
+  function titleOf({ row, answers }, prompt) {
+    const text = prompt.replace(/\s+/g, " ").trim();
     const changes = runs.map((_, run) => {
       const rewards = answers.filter((answer) => answer.run === run).map((answer) => short(answer.row.reward));
       return rewards.length > 1 ? `${rewards[0]} → ${rewards.at(-1)}` : rewards.join("");
@@ -55,7 +55,8 @@
     function show(answers) {
       const before = choice.value;
       prompts = promptsOf(answers);
-      choice.replaceChildren(...prompts.map((prompt, i) => element("option", { value: i, text: titleOf(prompt) })));
+      const texts = ownParts(prompts.map(({ row }) => String(row.prompt ?? "")));
+      choice.replaceChildren(...prompts.map((prompt, i) => element("option", { value: i, text: titleOf(prompt, texts[i]) })));
       if (before && before < prompts.length) choice.value = before;
       draw();
     }

@@ -1,7 +1,7 @@
 "use strict";
 /** The parts of the page of one or more runs, from top to bottom. */
 (() => {
-  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, age, stateOf, key, colour, marked, box, card,
+  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, age, stateOf, key, colour, ownParts, marked, box, card,
     expandButton, find, NO_RESPONSES, addCurves, addQuantiles, addPrompts, redraw, ready } = window.report;
   const MOST_REWARDS = 6;  // metrics of rewards among the figures
   const fills = [];  // functions that fill the sections with the data of the runs
@@ -118,9 +118,10 @@
     const headings = ["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }));
     const table = element("table", {}, element("tr", {}, ...headings));
     const shown = run.groups.length > 8 ? [...run.groups.slice(0, 4), ...run.groups.slice(-4)] : run.groups;
-    for (const group of shown) {
+    const prompts = ownParts(shown.map((group) => group.prompt));
+    for (const [i, group] of shown.entries()) {
       const numbers = [group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) }));
-      table.append(element("tr", {}, ...numbers, element("td", { dir: "auto", class: "text" }, ...marked(tail(group.prompt)))));
+      table.append(element("tr", {}, ...numbers, element("td", { dir: "auto", class: "text" }, ...marked(tail(prompts[i])))));
     }
     return [element("h3", { text: `${labelled ? `${run.name}: ` : ""}prompts of the last step` }),
       element("p", { text: `${equal.length} of ${run.groups.length} logged prompts have the same reward for all responses.` }),

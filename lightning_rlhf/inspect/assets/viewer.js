@@ -1,7 +1,7 @@
 "use strict";
 /** The inspector's viewer: a list of the responses of a step, and those that are selected in it. */
 (() => {
-  const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, labelled, update, summarise, ready,
+  const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, commonLength, labelled, update, summarise, ready,
     marked, card, expand, find, stopOf, KINDS, scaleOf, legendOf, colouredBlocks, NO_RESPONSES, loadPrompts } = window.report;
   const NEW_DATA = 3000, NEW_DATA_OF_ENDED = 10_000, NEW_DATA_OF_HIDDEN = 30_000;  // ms between requests
   const CELL = 300;  // characters of a text in the list
@@ -78,12 +78,6 @@
   function ownPart(prompt) {
     const start = prompt.lastIndexOf(" ", common) + 1;
     return start > 20 ? `… ${prompt.slice(start)}` : prompt;
-  }
-
-  function commonLength(texts) {
-    let length = texts.length > 1 ? texts[0].length : 0;
-    for (const one of texts) while (!one.startsWith(texts[0].slice(0, length))) length = Math.floor(length * 0.9);
-    return length;
   }
 
   function sortBy(name) {

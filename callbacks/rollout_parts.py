@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_rlhf.data.resumable import ResumableLoader
 from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
@@ -21,11 +24,11 @@ from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
 from lightning_rlhf.rollout.weights import EngineWeights
+from lightning_rlhf.types import PromptBatch
 
 from .checks import check_first_rows, tensor_ranks
 from .push_checks import PushChecks
 from .run_engine import RunEngine
-from .upcoming import upcoming_batches
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,28 @@ def make_parts(
             clock=clock,
         )
     return RolloutParts(sampler, weights, checks, rollouts, clock)
+
+
+def upcoming_batches(trainer: Trainer, count: int) -> Iterator[tuple[int, PromptBatch]]:
+    """Yield (step, prompts of this rank) of the next training batches, fewer where the run ends before.
+
+    Args:
+        trainer: trainer at the start of a training batch.
+        count: number of batches after this one.
+
+    Raises:
+        ValueError: the training data loader is not a ResumableLoader, so later batches are unknown.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, ResumableLoader):
+        raise UsageError(
+            f"max_staleness requests the prompts of later steps, which needs the data loader of PromptDataModule, got "
+            f"{type(loader).__name__}: set max_staleness to 0, or do not override train_dataloader"
+        )
+    size = int(trainer.num_training_batches)
+    for ahead in range(1, count + 1):
+        epochs, batch = divmod(trainer.fit_loop.batch_idx + ahead, size)
+        epoch, step = trainer.current_epoch + epochs, trainer.global_step + ahead
+        if 0 <= trainer.max_steps <= step or (trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch):
+            return
+        yield step, loader.batch_at(epoch, batch)

@@ -12,6 +12,9 @@ from lightning_rlhf.types import PromptBatch
 class WithGreedy(Source):
     """Adds the greedy responses of a second source, whose rewards are known when the step begins.
 
+    ReMax subtracts the reward of the greedy response to a prompt from those of the sampled ones ("ReMax", Li et al.
+    2023, equation 4). The greedy responses are not trained on.
+
     Args:
         source: source of the sampled responses.
         greedy: source of one greedy response to each prompt.

@@ -2,14 +2,12 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_rlhf import GRPOModule
 from lightning_rlhf.callbacks import DynamicSampling
-from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
 from lightning_rlhf.types import PromptBatch
@@ -135,7 +133,7 @@ def test_a_prompt_without_any_reward_has_no_contrast():
 def test_settings_that_cannot_work_raise(sampling, batch_size, group_size, rewards, advantages, message):
     weights = dict.fromkeys(rewards, 1.0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        sampling.check(batch_size, group_size, weights, SimpleNamespace(advantages=advantages, data_ranks=ONE_RANK))
+        sampling.check(batch_size, group_size, weights, advantages, ranks=1)
 
 
 def test_at_least_one_prompt():

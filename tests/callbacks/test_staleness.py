@@ -414,8 +414,7 @@ def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog
         def completions(self):
             raise EngineDied("it ended")
 
-    made = run(loop={"max_staleness": 1})
-    made.loop.setup(made.trainer, made.module, "fit")
+    made = run(loop={"max_staleness": 1}, trainer={"max_steps": 1}).fit()
     prompts = PromptBatch([0], [[3]], ["a"], {})
     made.loop.parts.ahead._requests[1] = Requests(prompts, (Request(1, prompts, Sampling(1, 1.0), Ended(list), None),))
     made.loop.parts.ahead.take_snapshot()

@@ -86,7 +86,8 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     shares = f"before training, {judged} is {greedy:.3f} for greedy responses and {sampled:.3f} for sampled ones"
     others = [name for name in names if metrics[f"{name}_sampled"] > sampled]
     if sampled < _FEW and greedy < _NEARLY_ALL - 0.1 and others:
-        return f"{shares}: learning begins with {', '.join(others)}"
+        parts = ", ".join(f"{name} ({metrics[f'{name}_sampled']:.3f} for sampled responses)" for name in others)
+        return f"{shares}, but {parts} has values to learn from"
     if sampled == greedy == 0:
         return (
             f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "

@@ -9,8 +9,8 @@ from statistics import fmean, median
 
 from lightning_rlhf.inspect.run_history import FIRST_STEPS, Row, RunHistory, is_validation, values_of
 
-# Nats per response token. The quickstart, whose policy changes much, stays below 0.08; LoRA on short responses can
-# exceed 0.1 while it learns well.
+# Nats per response token. The quickstart, whose policy changes much, stays below 0.08; answers of few words in another
+# form than the model's own can cost more than one each while it learns well.
 MAX_KL_PER_TOKEN = 0.1
 MAX_KL_PER_TOKEN_OF_LEARNER = 0.3  # while the reward has risen
 
@@ -80,7 +80,7 @@ class HealthMonitor:
             if (failure := check(history)) is not None:
                 finding = Finding(name, step, *failure)
                 cause = next((own for own in _CAUSES.get(name, ()) if own in failed), None)
-                if cause is not None:
+                if cause is not None and not (name == "truncation" and _failed_from_the_start(history, finding)):
                     remedy = f'This is probably a consequence of "{cause}" (step {failed[cause]}): mend that first'
                     finding = replace(finding, remedy=remedy)
                 new.append(finding)
@@ -158,9 +158,10 @@ def _equal_groups(history: RunHistory) -> _Failure | None:
 
 def _kl(history: RunHistory) -> _Failure | None:
     kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
-    learns = history.has_risen(history.mean("reward/mean", 3))
+    learns = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
     bound = MAX_KL_PER_TOKEN_OF_LEARNER if learns else MAX_KL_PER_TOKEN
-    if not kl > bound * tokens:
+    # Of a reward function that rises, over-optimisation is what may be wrong; the score of a reward model proves less.
+    if not kl > bound * tokens or (learns and history.rewards):
         return None
     per_token = kl / tokens
     reward = "" if learns else ", and the reward has not risen"
@@ -200,7 +201,8 @@ def _entropy(history: RunHistory) -> _Failure | None:
 
 def _length(history: RunHistory) -> _Failure | None:
     start, length = history.start("rollout/response_tokens_mean"), history.mean("rollout/response_tokens_mean", 5)
-    if not start > 0 or not (length < start / 3 or length > 3 * start):
+    is_shorter = length < start / 3 and not history.has_risen(history.mean("reward/mean", 5))  # shorter may be right
+    if not start > 0 or not (is_shorter or length > 3 * start):
         return None
     return (
         "rollout/response_tokens_mean",
@@ -386,6 +388,12 @@ CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
     "gradient spike": _gradient,
     "waiting": _waiting,
 }
+
+
+def _failed_from_the_start(history: RunHistory, finding: Finding) -> bool:
+    """Return whether a metric exceeded its bound in the first step, before anything could have caused that."""
+    return history.first[0].get(finding.metric, 0.0) > finding.bound if history.first else False
+
 
 # Checks that often fail as a consequence of others.
 _CAUSES = {

@@ -53,8 +53,13 @@ class RunHistory:
         return fmean(values) if len(values) == FIRST_STEPS else math.nan
 
     def has_risen(self, reward: float) -> bool:
-        """Return whether a mean reward exceeds that of the first steps by half its standard deviation there."""
-        return reward > self.start("reward/mean") + self.start("reward/std") / 2
+        """Return whether a mean reward exceeds that of the first steps by half its standard deviation there.
+
+        Until as many steps have followed them, it is compared with the first step.
+        """
+        first = self.first if len(self.recent) >= 2 * FIRST_STEPS else self.first[:1]
+        means, deviations = (values_of(first, name) for name in ("reward/mean", "reward/std"))
+        return bool(means and deviations) and reward > fmean(means) + fmean(deviations) / 2
 
 
 def values_of(rows: Sequence[Row], metric: str) -> list[float]:

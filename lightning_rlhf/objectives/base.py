@@ -21,7 +21,7 @@ class AdvantageInputs:
         token_rewards: (B, T) reward of each token, reward units: the response's reward at its last policy token, less
             the KL penalty of each.
         mask: (B, T) bool, True on policy tokens; False on padding and on tokens that an environment wrote.
-        group: (B,) int64, equal for responses to the same prompt. A group lies whole on one rank.
+        group: (B,) int64 from 0, equal for responses to the same prompt. A group lies whole on one rank.
         values: (B, T) the critic's before each token, reward units; None without a critic.
         final_values: (B,) the critic's behind the last token of a response that the length limit cut, 0 for others;
             None unless the estimator bootstraps.

@@ -160,10 +160,10 @@ def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, samp
         assert bool(told) == bool(sentence)
     graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
     assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
-        "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones: learning begins "
-        "with val/graded"
+        "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones, but val/graded "
+        "(0.030 for sampled responses) has values to learn from"
     )
-    assert "learning begins with val/graded" in left_to_learn({**graded, "val/share_correct_sampled": 0.02})
+    assert "but val/graded (0.030 for" in left_to_learn({**graded, "val/share_correct_sampled": 0.02})
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
     assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})

@@ -58,7 +58,8 @@ class FarFromReference(Callback):
 
 def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run, caplog):
     callbacks = [FarFromReference(0.09, 0.25, 0.5), HealthChecks()]
-    run(trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
+    loop = {"rewards": [RewardFunction(none_right)]}
+    run(loop=loop, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
     (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
     assert warned.startswith("step 2: kl/ref is ")
     assert "0.25 per token, above 0.1, and the reward has not risen: " in warned

@@ -105,14 +105,31 @@ CASES = {
 
 
 def test_a_policy_that_learns_may_move_further_from_the_reference():
-    def found(per_token, start, rewards):
+    def found(per_token, start, rewards, *names):
         rows = steps(12, kl__ref=lambda i: 30 * per_token * (i >= start), rollout__response_tokens_mean=30.0, **rewards)
-        return [(own.check, own.step, own.bound) for own in findings(rows)]
+        return [(own.check, own.step, own.bound) for own in findings(rows, rewards=names)]
 
     assert found(0.2, 9, LEARNING) == []
     assert found(0.2, 9, FLAT) == [("KL to the reference", 10, 0.1)]
     assert found(0.2, 1, LEARNING) == [("KL to the reference", 2, 0.1)]
     assert found(0.4, 9, LEARNING) == [("KL to the reference", 10, 0.3)]
+    assert found(0.4, 9, LEARNING, "right") == []  # a function judges
+    rising = {"reward__mean": lambda i: 0.01 if i == 0 else 0.2, "reward__std": 0.1}
+    assert found(0.2, 1, rising) == []
+
+
+def test_a_metric_that_was_beyond_its_bound_from_the_start_is_no_consequence():
+    rows = steps(4, kl__ref=9.0, rollout__response_tokens_mean=30.0, rollout__truncated_fraction=0.7, **FLAT)
+    found = {own.check: own.remedy for own in findings(rows)}
+    assert "KL to the reference" in found
+    assert found["truncation"].startswith("Raise max_response_tokens")
+
+
+def test_shorter_responses_with_a_higher_reward_are_no_drift():
+    lengths = {"rollout__response_tokens_mean": lambda i: 10.0 if i < 3 else 2.0}
+    rising = {"reward__mean": lambda i: 0.1 if i < 3 else 0.9, "reward__std": 0.2}
+    assert not findings(steps(9, **lengths, **rising))
+    assert [own.check for own in findings(steps(9, **lengths, **FLAT))] == ["length drift"]
 
 
 def test_a_critic_of_returns_that_barely_vary_is_not_blamed():

@@ -183,7 +183,7 @@ def test_which_checks_ran(show):
     checks = [{"name": f"check {i}", "state": state, "note": f"note {i}"} for i, state in enumerate(states)]
     browser = show(page(run(checks=checks)))
     summary = "document.querySelector('.checks summary').textContent"
-    expected = "3 checks ran and 1 failed, 1 had no data, 2 need more steps, 1 does not apply to this run"
+    expected = "3 checks ran, 1 of them failed, 1 had no data, 2 need more steps, 1 does not apply to this run"
     assert browser.evaluate(summary) == expected
     assert not browser.evaluate("document.querySelector('.checks').open")
     assert browser.evaluate("document.querySelectorAll('.checks tr').length") == 7

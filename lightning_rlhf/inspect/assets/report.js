@@ -69,7 +69,7 @@
     if (without) parts.push(`${without} had no data`);
     if (early) parts.push(`${early} ${early === 1 ? "needs" : "need"} more steps`);
     if (other) parts.push(`${other} ${other === 1 ? "does" : "do"} not apply to this run`);
-    const ran = `${counted(failed + count("passed"), "check")} ran${failed ? ` and ${failed} failed` : ""}`;
+    const ran = `${counted(failed + count("passed"), "check")} ran${failed ? `, ${failed} of them failed` : ""}`;
     const rows = checks.map((check) => element("tr", {}, ...["name", "state", "note"].map((name) =>
       element("td", { text: String(check[name] ?? ""), class: check[name] === "failed" ? "failed" : "" }))));
     return [element("details", { class: "checks" }, element("summary", { text: [ran, ...parts].join(", ") }),
@@ -199,7 +199,9 @@
   }
   const options = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   const settings = options.map((name) => [name, runs.map((run) => own(run.config, name) ?? "")]);
-  const differing = settings.filter(([, values]) => new Set(values).size > 1);
+  // A run from Python has no configuration, whose absence is no difference.
+  const configured = runs.map((run) => Object.keys(run.config).length > 0);
+  const differing = settings.filter(([, values]) => new Set(values.filter((_, i) => configured[i])).size > 1);
   if (labelled) table("differences", differing, true);
   table("all settings", settings, false);
   const facts = runs.map((run) => {

@@ -1,0 +1,33 @@
+"""The program of docs/lightning.md runs as it is, with a small model and few steps."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/lightning.md").read_text()
+SMALLER = {
+    "max_steps=50": "max_steps=2",
+    "val_check_interval=10": "val_check_interval=1",
+    "minibatch_size=64": "minibatch_size=4",
+    "batch_size=8": "batch_size=2",
+    "group_size=8": "group_size=2, engine=TransformersEngine()",
+    "max_response_tokens=64": "max_response_tokens=4",
+    "import LoRA": "import LoRA\nfrom lightning_rlhf.rollout.transformers import TransformersEngine",
+}
+
+
+def test_the_program_of_the_page_runs(tiny_export, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    for text, smaller in SMALLER.items():
+        assert text in program
+        program = program.replace(text, smaller)
+    Path("program.py").write_text(program.replace("models/x", str(tiny_export)))
+    for name in ("train.jsonl", "val.jsonl"):
+        rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runpy.run_path("program.py", run_name="__main__")
+    names = {path.name for path in Path("runs/grpo").iterdir()}
+    assert {"metrics.csv", "report.html", "export", "checkpoints", "rollouts"} <= names
+    assert "config.yaml" not in names

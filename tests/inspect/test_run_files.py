@@ -249,7 +249,8 @@ def test_the_page_defines_the_metrics_of_its_runs(run_directory):
     found = page_data(run_directory("a", [{**row, "mine": 1.0} for row in ROWS]))["definitions"]
     assert found["kl/ref"] == {
         "unit": "nats per response",
-        "meaning": "KL to the reference by k1, before the update",
+        "meaning": "KL to the reference by k1 (log p - log q of the sampled tokens), before the update; per response, "
+        "so that it grows with its length",
     }
     assert found["val/share_correct_greedy"]["unit"] == "share"
     assert "mine" not in found

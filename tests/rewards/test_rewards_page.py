@@ -29,8 +29,17 @@ def blocks(language):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
-    Path("my_rewards.py").write_text(code)
+    Path("my_rewards.py").write_text("\n".join(blocks("python")))
+
+
+def test_the_function_of_the_page_logs_a_metric(folder):
+    reward = RewardFunction("my_rewards.py:close")
+    columns = {"completions": ["42", "it is 42", "7"], "answer": ["42"] * 3, "prompts": [""] * 3}
+    with executor.RewardExecutor([reward]) as running:
+        scored = running.score(columns)
+    assert scored.rewards["close"].tolist() == [1.0, 0.5, 0.0]
+    total, count = scored.metrics["reward_close/exact"]
+    assert total / count == pytest.approx(1 / 3)
 
 
 def rewards_of(text):

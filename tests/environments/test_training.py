@@ -21,6 +21,7 @@ from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion
 from tests.environments import worlds
@@ -222,7 +223,7 @@ def test_conversations_survive_a_checkpoint():
     plain = Completion([5], [-1.0], "length", 3)
 
     class Request:
-        step, samples, temperature, prompts = 7, 2, 1.0, type("P", (), {"indices": [4]})
+        step, sampling, prompts = 7, Sampling(2, 1.0), type("P", (), {"indices": [4]})
 
         def completions(self):
             return [kept, plain]

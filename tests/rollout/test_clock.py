@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rlhf.callbacks import clock
+from lightning_rlhf.rollout import clock
 from lightning_rlhf.rollout.clock import means_over_ranks
 
 

@@ -160,7 +160,7 @@ def _kl(history: RunHistory) -> _Failure | None:
     kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
     learns = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
     bound = MAX_KL_PER_TOKEN_OF_LEARNER if learns else MAX_KL_PER_TOKEN
-    # A rising reward function proves that the policy learns the task; a rising score of a reward model does not.
+    # Reward functions that rise are watched by the check of over-optimisation; the score of a reward model can mislead.
     if not kl > bound * tokens or (learns and history.rewards):
         return None
     per_token = kl / tokens

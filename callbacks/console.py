@@ -223,8 +223,10 @@ def remaining_time(steps: float, seconds: Collection[float]) -> str:
 
 
 def _steps_of(trainer: Trainer) -> float:
-    """Return the number of steps of a run."""
-    return trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
+    """Return the number of steps of a run; infinity for a run that only a time limit ends."""
+    if trainer.max_steps > 0:
+        return trainer.max_steps
+    return math.inf if trainer.max_epochs == -1 else trainer.num_training_batches * (trainer.max_epochs or 1)
 
 
 def _rollout_loop(trainer: Trainer) -> RolloutLoop | None:

@@ -26,8 +26,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, Lightning adds one that
-    saves at the end of each epoch; RunCheckpoint replaces it. With
-    RolloutLoop, RolloutLog is a default too.
+    saves at the end of each epoch; RunCheckpoint replaces it. With RolloutLoop, RolloutLog is a default too.
 
     Args:
         callbacks: callbacks of the Trainer.

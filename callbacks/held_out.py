@@ -77,7 +77,12 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
     """
     names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
-    judged = "val/share_correct" if "val/share_correct" in names else names[0] if len(names) == 1 else ""
+    if "val/share_correct" in names:
+        judged = "val/share_correct"
+    elif len(names) == 1:
+        judged = names[0]
+    else:
+        return ""
     if f"{judged}_greedy" not in metrics:
         return ""
     greedy, sampled = (metrics[f"{judged}_{kind}"] for kind in ("greedy", "sampled"))

@@ -131,12 +131,14 @@ def own_parts(prompts: Sequence[str]) -> list[str]:
     """
     if len(set(prompts)) == 1:
         return list(prompts)
-    common = min(common_prefix(prompts[0], own) for own in prompts)
-    start = prompts[0].rfind("\n", 0, common) + 1
-    common = min(common_prefix(prompts[0][::-1], own[start:][::-1]) for own in prompts)
-    end = prompts[0].find("\n", len(prompts[0]) - common)
-    after = 0 if end < 0 else len(prompts[0]) - end  # characters of the lines at the end
-    return [f"... {own}" if start else own for own in (text[start : len(text) - after] for text in prompts)]
+    first = prompts[0]
+    same_start = min(common_prefix(first, text) for text in prompts)
+    start = first.rfind("\n", 0, same_start) + 1
+    same_end = min(common_prefix(first[::-1], text[start:][::-1]) for text in prompts)
+    line_break = first.find("\n", len(first) - same_end)
+    left_out = 0 if line_break < 0 else len(first) - line_break  # characters at the end
+    mark = "... " if start else ""
+    return [f"{mark}{text[start : len(text) - left_out]}" for text in prompts]
 
 
 def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:

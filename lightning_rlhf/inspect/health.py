@@ -12,7 +12,7 @@ from lightning_rlhf.inspect.run_history import FIRST_STEPS, Row, RunHistory, is_
 # Nats per response token. The quickstart, whose policy changes much, stays below 0.08; answers of few words in another
 # form than the model's own can cost more than one each while it learns well.
 MAX_KL_PER_TOKEN = 0.1
-MAX_KL_PER_TOKEN_OF_LEARNER = 0.3  # while the reward has risen
+_MAX_KL_PER_TOKEN_OF_RISING_SCORE = 0.3  # without reward functions, while the score of a reward model has risen
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,14 @@ def _equal_groups(history: RunHistory) -> _Failure | None:
 
 def _kl(history: RunHistory) -> _Failure | None:
     kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
-    learns = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
-    bound = MAX_KL_PER_TOKEN_OF_LEARNER if learns else MAX_KL_PER_TOKEN
-    # A rising reward function proves that the policy learns the task; a rising score of a reward model does not.
-    if not kl > bound * tokens or (learns and history.rewards):
+    has_risen = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
+    if has_risen and history.rewards:  # whether it is exploited, validations show
+        return None
+    bound = _MAX_KL_PER_TOKEN_OF_RISING_SCORE if has_risen else MAX_KL_PER_TOKEN
+    if not kl > bound * tokens:
         return None
     per_token = kl / tokens
-    reward = "" if learns else ", and the reward has not risen"
+    reward = "" if has_risen else ", and the reward has not risen"
     return (
         "kl/ref",
         per_token,

@@ -20,8 +20,8 @@ from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
-# Further ones with an environment; `conversations` are the messages behind the prompt.
 ENVIRONMENT = "environment"  # name of the environment's reward
+# Further ones with an environment; `conversations` are the messages behind the prompt.
 CONVERSATION_COLUMNS = ("conversations", "turns", "environment_rewards", "stop_reasons")
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
 _ANSWERS = ("ground_truth", "solution", "answer", "answers", "label", "labels", "target")  # common names of one column

@@ -231,6 +231,14 @@ def test_the_remaining_time_is_printed_after_three_steps_and_each_quarter(run, c
     ]
 
 
+def test_a_run_without_a_number_of_steps_has_no_estimate(run, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
+    run(callbacks=[Console()], trainer={"max_steps": -1, "max_epochs": -1, "max_time": "00:00:00:01"}).fit()
+    shown = capsys.readouterr().out
+    assert "; any number of steps" in shown
+    assert "left: about" not in shown
+
+
 @pytest.mark.parametrize(("at_ends", "interval", "printed"), [(False, 2, True), (True, 2, False), (False, 1, False)])
 def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, interval, printed):
     settings = {"max_steps": 1, "val_check_interval": interval}

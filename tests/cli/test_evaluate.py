@@ -224,11 +224,19 @@ def test_the_difference_of_rewards_that_do_not_apply_has_no_interval():
     before = [ScoredResponses("s", {"r": [1.0, math.nan]}), ScoredResponses("s", {"r": [math.nan]})]
     after = [ScoredResponses("s", {"r": [3.0]}), ScoredResponses("s", {"r": [4.0]})]
     assert difference(before, after) == {"r": {"mean": 2.0, "low": None, "high": None}}
+    assert difference(before[1:], after[1:]) == {"r": {"mean": None, "low": None, "high": None}}
 
 
 def test_mistakes_are_found_without_torch():
-    code = "import sys, lightning_rlhf.cli.commands.evaluate; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    Path("rewards.py").write_text("def right(completions, missing):\n    return []\n")
+    Path("responses.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    code = (
+        "import sys, lightning_rlhf.cli.commands.evaluate as own; own.run(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "responses.jsonl", "--reward", "rewards.py:right"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
+    assert "reward function 'right' needs 'missing'" in ended.stderr
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():

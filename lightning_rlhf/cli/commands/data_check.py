@@ -84,9 +84,8 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"{unknown}did you mean 'data check'?")
     config = parse_run_config(arguments[1:], DataCheckCLI)
     result = check(config)
-    result["errors"] += [
-        own for own in mistakes_of_settings(read_settings(arguments[1:])) if own not in result["errors"]
-    ]
+    mistakes = mistakes_of_settings(read_settings(arguments[1:]))
+    result["errors"] += [mistake for mistake in mistakes if mistake not in result["errors"]]
     print(json.dumps(result, indent=2) if config["json"] else render(result))
     for error in result["errors"]:
         print(f"lightning-rlhf: {error}", file=sys.stderr)
@@ -168,7 +167,7 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
 def _answer_tokens(data: PromptDataModule, examples: Sequence[Prompt]) -> dict[str, float]:
     """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
     answers = [example.columns.get("ground_truth") for example in examples]
-    lengths = [len(data.ids(str(own))) for own in answers if isinstance(own, str | int | float)]
+    lengths = [len(data.ids(str(answer))) for answer in answers if isinstance(answer, str | int | float)]
     return _quantiles(lengths) if lengths else {}
 
 
@@ -200,8 +199,12 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     check_val_metric(arguments.get("val_metric"), labels)
     if not isinstance(data, PromptDataModule):
         return
-    with RewardExecutor(rewards) as executor:
-        call_reward_functions(rewards, executor, data, make_environment(config))
+    try:
+        with RewardExecutor(rewards) as executor:
+            call_reward_functions(rewards, executor, data, make_environment(config))
+    finally:
+        for reward in rewards:
+            reward.close()
     for reward in rewards:
         missing = missing_columns(reward, data)
         result["warnings"] += missing

@@ -107,26 +107,28 @@ def run(arguments: list[str]) -> int:
 
 
 def are_of_the_same_rows(first: Sequence[ResponseRow], second: Sequence[ResponseRow]) -> bool:
-    """Return whether two files have responses to the same rows, with the same prompts or the same other columns."""
-    prompts, columns = (
-        [[own(row) for row in rows] for rows in (first, second)]
-        for own in (lambda row: (row.prompt, row.messages), lambda row: row.columns)
-    )
-    return prompts[0] == prompts[1] or (columns[0] == columns[1] and all(columns[0]))
+    """Return whether two files have responses to the same rows: equal prompts, or else equal other columns."""
+    if len(first) != len(second):
+        return False
+    pairs = list(zip(first, second, strict=True))
+    if all(a.prompt == b.prompt and a.messages == b.messages for a, b in pairs):
+        return True
+    return all(a.columns and a.columns == b.columns for a, b in pairs)
 
 
 def _lines(first: str, others: Sequence[str], differences: Sequence[dict[str, Any]], count: int) -> list[str]:
     """Return lines about the differences of the other files from the first."""
     lines = []
     for name in others:
-        difference = next((own for own in differences if own["file"] == name), None)
+        difference = next((each for each in differences if each["file"] == name), None)
         if difference is None:
             lines.append(f"{name} has other rows than {first}, so that their rewards are not compared")
             continue
         lines.append(f"{name} less {first}, {count} rows, 95 % intervals in brackets:")
         for reward, values in difference["rewards"].items():
+            mean = "no response of both files has this reward" if values["mean"] is None else f"{values['mean']:+.3f}"
             interval = "" if values["low"] is None else f" ({values['low']:+.3f} to {values['high']:+.3f})"
-            lines.append(f"  {reward}: {values['mean']:+.3f}{interval}")
+            lines.append(f"  {reward}: {mean}{interval}")
     return lines
 
 

@@ -160,7 +160,8 @@ def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponse
     Returns:
         For each reward the ``mean`` over prompts of the difference of the mean rewards of a prompt's responses, and the
         bounds ``low`` and ``high`` of its 95 % interval, mean -+ 1.96 s / sqrt(m), where s is the standard deviation of
-        the m differences; None if fewer than two prompts have this reward in both.
+        the m differences. Without two prompts that have this reward in both lists, ``low`` and ``high`` become None;
+        without any, ``mean`` too.
     """
     result: dict[str, dict[str, Any]] = {}
     for name in before[0].rewards.keys() & after[0].rewards.keys():
@@ -170,7 +171,7 @@ def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponse
         ]
         changes = [fmean(new) - fmean(old) for old, new in zip(*means, strict=True) if old and new]
         if len(changes) < 2:
-            result[name] = {"mean": changes[0] if changes else math.nan, "low": None, "high": None}
+            result[name] = {"mean": changes[0] if changes else None, "low": None, "high": None}
             continue
         mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
         result[name] = {"mean": mean, "low": mean - reach, "high": mean + reach}

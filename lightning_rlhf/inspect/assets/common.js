@@ -56,10 +56,11 @@ window.report = (() => {
     return `${(seconds / 86_400).toFixed(0)} days`;
   }
 
-  /** The seconds since a Unix time. */
   const live = document.body.dataset.live === "yes";  // a page of the inspector, which has a server
-  /** A file does not change when a run is killed. */
+  /** The state of a run, which a page in a file cannot know of one that has not ended. */
   const stateOf = (run) => run.state === "running" && !live ? "running or killed" : run.state;
+
+  /** The seconds since a Unix time. */
   const age = (time) => Math.max(0, Date.now() / 1000 - time);
 
   /** Order of two values, numbers or texts; missing ones are last in both directions. */

@@ -154,7 +154,9 @@ class RolloutLoop(Callback):
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self._engine = RunEngine(self._engine_choice, trainer, pl_module, sampling, self.max_staleness)
         self._sampler = make_sampler(settings, trainer, pl_module, self._engine)
-        self._parts = make_parts(settings, trainer, pl_module, self._engine, self._sampler, self.reward_executor)
+        self._parts = make_parts(
+            settings, trainer, pl_module, engine=self._engine, sampler=self._sampler, executor=self.reward_executor
+        )
         self._engine.start(trainer)
         if self._engine.uses_gpu:
             self._parts.weights.let_engine_sleep()

@@ -108,9 +108,10 @@ def make_parts(
         sampler: sampler of the responses.
         executor: executor of the reward functions.
     """
-    roles, device, clock = module.role_strategy, trainer.strategy.root_device, Clock()
+    roles, device = module.role_strategy, trainer.strategy.root_device
+    clock = Clock()
     compare = partial(check_first_rows, engine.engine, module, settings.check_rows, settings.max_logprob_diff)
-    weights = EngineWeights(engine.engine, roles, device, engine.matrix_dtype, compare, clock)
+    weights = EngineWeights(engine.engine, roles, device, dtype=engine.matrix_dtype, compare=compare, clock=clock)
     checks = PushChecks(sampler, module, settings.check_rows, settings.max_logprob_diff)
     restored = RestoredCompletions()
     sampled = RolloutSource(

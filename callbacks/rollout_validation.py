@@ -110,7 +110,8 @@ class RolloutValidation(Callback):
         samples, roles = self.settings.samples, module.role_strategy
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
         environment = self._parts.sampler.environment
-        scorer = Scorer(batch, self._executor, self._parts.sampler.tokenizer, 1 + samples, state, environment)
+        tokenizer = self._parts.sampler.tokenizer
+        scorer = Scorer(batch, self._executor, tokenizer, 1 + samples, state=state, environment=environment)
 
         def score(first: int, count: int, number: int, completion: Completion) -> None:
             if roles.is_group_leader:

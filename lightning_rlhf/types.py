@@ -245,7 +245,7 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True)
 class StepRollout:
-    """What a module learns from in one step.
+    """Rollout of one step, with the greedy responses and pending rewards that belong to it.
 
     Args:
         rollout: responses of this rank; their rewards are NaN while ``rewards`` are computed.

@@ -316,7 +316,7 @@ class RLHFModule(RoleModule):
     @torch.no_grad()
     def evaluate(self, received: StepRollout) -> Experience:
         """Compute log-probs, values, rewards and advantages of a rollout. All ranks."""
-        ranks, rollout, greedy = self.data_ranks, received.rollout, received.greedy
+        ranks, rollout = self.data_ranks, received.rollout
         old = self.old_scores(rollout)
         policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
         weights, mask, mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
@@ -338,7 +338,7 @@ class RLHFModule(RoleModule):
             values=values,
             final_values=final_values,
             rewards=rollout.rewards,
-            greedy_reward=None if greedy is None else self.total_reward(greedy)[rollout.group],
+            greedy_reward=None if received.greedy is None else self.total_reward(received.greedy)[rollout.group],
             sum_pi_squared=old.sum_pi_squared,
             logprobs=old.logprobs if self.first_forward is None else None,
             weights=weights,

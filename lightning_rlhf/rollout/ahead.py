@@ -143,7 +143,7 @@ class RestoredCompletions:
         self._by_prompt = {key: completions for part in parts for key, completions in _unpacked(part)}
 
     def pop(self, step: int, prompts: PromptBatch, sampling: Sampling) -> list[Completion] | None:
-        """Return the completions for a request and forget them; None if there are none."""
+        """Return the completions for a request and forget them; None if the checkpoint does not have all of them."""
         self.parts = [part for part in self.parts if part["step"] != step]
         keys = [(step, sampling.samples, sampling.temperature, index) for index in prompts.indices]
         if not all(key in self._by_prompt for key in keys):
@@ -190,7 +190,9 @@ class RestoringSampler:
         completions = self.restored.pop(step, prompts, sampling)
         if completions is not None:
             return RestoredGeneration(lambda: completions)
-        return self.sampler.start(prompts, sampling, step, version, on_finished, in_background)
+        return self.sampler.start(
+            prompts, sampling, step, version, on_finished=on_finished, in_background=in_background
+        )
 
 
 @dataclass
@@ -204,7 +206,7 @@ class IdleTimes:
     def add(self, requests: Iterable[Request]) -> None:
         """Count the time of requests as work of the engine; a request may be added twice."""
         known = {id(generation) for generation in self._generations}
-        self._generations += [own.generation for own in requests if id(own.generation) not in known]
+        self._generations += [request.generation for request in requests if id(request.generation) not in known]
 
     def shares(self, clock: Clock) -> dict[str, float]:
         """Return the shares of the window that ends now, and begin the next one; the first call returns nothing.
@@ -261,8 +263,8 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
     ids = [row.tolist() for row in state["token_ids"].split(state["tokens"])]
     logprobs = [row.tolist() for row in state["logprobs"].split(state["tokens"])]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]
-    sampled = [own and tuple(own) for own in state.get("sampled") or [None] * len(ids)]
-    records = [own and ConversationRecord(**own) for own in state.get("conversations") or [None] * len(ids)]
+    sampled = [marks and tuple(marks) for marks in state.get("sampled") or [None] * len(ids)]
+    records = [values and ConversationRecord(**values) for values in state.get("conversations") or [None] * len(ids)]
     completions = [
         Completion(
             token_ids=ids[i],

@@ -29,7 +29,7 @@ def assemble(
         environment: settings of the environment whose conversations the completions are; None without one.
 
     Raises:
-        ValueError: the number of completions is no multiple of the number of prompts, or 0.
+        ValueError: the number of completions is 0, or not a multiple of the number of prompts.
     """
     if not completions or len(completions) % len(prompts):
         raise UsageError(

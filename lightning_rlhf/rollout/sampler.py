@@ -126,7 +126,7 @@ class ResponseSampler:
         return SamplingParams(self.max_tokens, sampling.temperature, stop_token_ids=self.stop_token_ids)
 
     def close(self) -> None:
-        """End what the sampler has started besides the engine."""
+        """End the environments of the sampler, if it has any."""
 
 
 def seeds_of(prompts: PromptBatch, sampling: Sampling) -> list[int]:

@@ -1,6 +1,7 @@
 """Rollouts of the training steps: sync the weights, sample, score, assemble, check.
 
-A feature of the rollouts is a source that wraps another one, in a file of its own; see RolloutLoop for their order.
+Each feature of the rollouts is a source that wraps another one, in a separate file; ``callbacks/rollout_parts.py``
+puts them in order.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Requests:
-    """What a source has requested for a step.
+    """All requests of a source for one step.
 
     Args:
         prompts: prompts of the step on this rank.
@@ -192,10 +193,22 @@ class RolloutSource(Source):
     def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
         """See :meth:`Source.start`."""
         sampler = self.sampler
-        state = self.progress(step, prompts)
-        scorer = Scorer(prompts, self.executor, sampler.tokenizer, self.sampling.samples, state, sampler.environment)
-        on_finished = scorer.add if self.roles.is_group_leader else None
-        generation = sampler.start(prompts, self.sampling, step, self.weights.version, on_finished, in_background)
+        scorer = Scorer(
+            prompts,
+            self.executor,
+            sampler.tokenizer,
+            samples=self.sampling.samples,
+            state=self.progress(step, prompts),
+            environment=sampler.environment,
+        )
+        generation = sampler.start(
+            prompts,
+            self.sampling,
+            step,
+            self.weights.version,
+            on_finished=scorer.add if self.roles.is_group_leader else None,
+            in_background=in_background,
+        )
         return Requests(prompts, (Request(step, prompts, self.sampling, generation, scorer),))
 
     def finish(self, requests: Requests) -> SampledRollout:

@@ -14,7 +14,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.positions import check_positions
-from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule, TrainedStep
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
@@ -58,6 +58,20 @@ def check_module(callback: Callback, module: LightningModule, kind: type[Lightni
             f"{type(callback).__name__} needs a lightning_rlhf {kind.__name__} (PPOModule, GRPOModule, ...), got "
             f"{type(module).__name__}: remove the callback"
         )
+
+
+def last_step_of(callback: Callback, module: RLHFModule) -> TrainedStep:
+    """Return the last training step of a module, for a callback that needs it.
+
+    Raises:
+        RuntimeError: the module's ``training_step`` has not set it.
+    """
+    if module.last_step is None:
+        raise RunError(
+            f"{type(callback).__name__} needs the results of the step, but training_step of {type(module).__name__} "
+            f"does not set last_step: call finish_rollout in it, or remove the callback"
+        )
+    return module.last_step
 
 
 def check_reward_functions(

@@ -119,7 +119,7 @@ class PolicyCheck(Callback):
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
         reward_model = module.role_strategy.role("reward_model")
-        for rows, _ in module.micro_batches(rollout):
+        for rows, _ in module.micro_batches.split(rollout):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
             input_ids, _, packing = module.layout.lay_out(part)

@@ -257,6 +257,10 @@ class StepRollout:
     greedy: Rollout | None = None
     rewards: Rewards | None = None
 
+    def with_rewards(self) -> Rollout:
+        """Wait for the rewards that are still computed, and return the rollout with them. All ranks."""
+        return self.rollout if self.rewards is None else self.rewards.add_to(self.rollout)
+
 
 @dataclass(frozen=True)
 class Experience(TensorBatch):

@@ -161,7 +161,7 @@ def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_th
     assert run.metrics["rollout/generated_prompts"] == 2
     assert run.metrics["rollout/contrast_fraction"] == 0.5
     assert run.metrics["reward/mean"] == 0.5
-    assert run.module.experience.mask.any(dim=1).tolist() == [True, True]
+    assert run.module.last_step.experience.mask.any(dim=1).tolist() == [True, True]
 
 
 def test_a_step_without_contrast_changes_no_weights(tmp_path):
@@ -171,7 +171,7 @@ def test_a_step_without_contrast_changes_no_weights(tmp_path):
     before = [parameter.clone() for parameter in run.module.actor.parameters()]
     run.fit()
     assert run.metrics["rollout/filled_fraction"] == 1.0
-    assert not run.module.experience.mask.any()
+    assert not run.module.last_step.experience.mask.any()
     assert run.metrics["policy/updates"] == 0  # decay alone would move the weights
     for one, other in zip(before, run.module.actor.parameters(), strict=True):
         assert torch.equal(one, other)

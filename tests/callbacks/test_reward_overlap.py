@@ -131,7 +131,6 @@ def test_a_wait_for_rewards_is_no_part_of_the_evaluation(run):
 
     loop = {"val_metric": "slow", "validate_at_ends": False}
     made = made_with(run, rewards=(slow,), loop=loop, callbacks=[Throughput()]).fit()
-    assert made.module.reward_wait > 0.3
     assert made.metrics["time/reward_s"] > 0.3
     parts = sum(made.metrics[f"time/{part}_s"] for part in ("reward", "evaluate", "update"))
     assert parts <= made.metrics["time/step_s"]

@@ -258,7 +258,7 @@ def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_p
     trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
     module = kind(TinyModel(), minibatch_size=4, packing=packed, **more)
     trainer.fit(module, datamodule=data)
-    experience, rollout = module.experience, module.experience.rollout
+    experience, rollout = module.last_step.experience, module.last_step.experience.rollout
     branched = rollout.text_starts.any(1)
     assert branched.any()
     assert len(rollout) == 4  # a conversation is one row of its group

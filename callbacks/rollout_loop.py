@@ -23,8 +23,9 @@ from lightning_rlhf.rollout.source import SampledRollout, conversations_of
 from lightning_rlhf.rollout.weights import check_finite
 from lightning_rlhf.types import PromptBatch, SamplingParams
 
-from .checks import check_at_least, check_rollouts, reward_weights
-from .rollout_parts import RolloutParts, RolloutSettings, make_parts, make_sampler
+from .checks import check_at_least
+from .rollout_parts import RolloutParts, make_parts, make_sampler
+from .rollout_settings import RolloutSettings
 from .rollout_validation import RolloutValidation, ValidationSettings
 from .run_engine import RunEngine
 from .step_metrics import LoggedRewards, rollout_metrics
@@ -148,9 +149,10 @@ class RolloutLoop(Callback):
         """Validate the run, start the engine, and make the parts of the rollouts."""
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
-        check_rollouts(self, trainer, pl_module)
+        settings = self.settings
+        settings.check(trainer, pl_module, self.reward_executor)
+        settings.check_engine(self.chosen_engine, trainer, pl_module)
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
-        settings = self._settings()
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self._engine = RunEngine(self._engine_choice, trainer, pl_module, sampling, self.max_staleness)
         self._sampler = make_sampler(settings, trainer, pl_module, self._engine)
@@ -162,8 +164,11 @@ class RolloutLoop(Callback):
             self._parts.weights.let_engine_sleep()
         self._add_validation(trainer)
 
-    def _settings(self) -> RolloutSettings:
+    @property
+    def settings(self) -> RolloutSettings:
+        """Settings of the rollouts."""
         return RolloutSettings(
+            rewards=self.rewards,
             group_size=self.group_size,
             max_response_tokens=self.max_response_tokens,
             temperature=self.temperature,
@@ -173,6 +178,7 @@ class RolloutLoop(Callback):
             dynamic_sampling=self.dynamic_sampling,
             max_staleness=self.max_staleness,
             environment=self.environment,
+            val_metric=self.val_metric,
         )
 
     def _add_validation(self, trainer: Any) -> None:
@@ -181,7 +187,7 @@ class RolloutLoop(Callback):
             trainer.callbacks.remove(self._validation)
         settings = ValidationSettings(
             samples=self.val_samples,
-            rewards=list(reward_weights(self)),
+            rewards=list(self.settings.reward_weights),
             metric=self.val_metric,
             answer=self.val_answer,
             at_ends=self.validate_at_ends,
@@ -261,7 +267,7 @@ class RolloutLoop(Callback):
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
-        return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
+        return self.settings.prompts_per_step(data)
 
     @property
     def validation(self) -> Validation | None:

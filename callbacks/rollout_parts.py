@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_rlhf.data.resumable import ResumableLoader
-from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -19,31 +18,17 @@ from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSampler
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
-from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling, WithContrast
+from lightning_rlhf.rollout.dynamic_sampling import WithContrast
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.types import PromptBatch
 
-from .checks import check_first_rows, tensor_ranks
-from .push_checks import PushChecks
+from .checks import tensor_ranks
+from .engine_comparison import PushChecks, check_first_rows
+from .rollout_settings import RolloutSettings
 from .run_engine import RunEngine
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """Settings of the rollouts of a run; see RolloutLoop for their meaning."""
-
-    group_size: int
-    max_response_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    check_rows: int
-    max_logprob_diff: float | None
-    dynamic_sampling: DynamicSampling | None
-    max_staleness: int
-    environment: EnvironmentSettings | None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from lightning_rlhf.rollout.engine import (
 from lightning_rlhf.rollout.vllm.supervisor import remove_temporary_files
 from lightning_rlhf.types import SamplingParams
 
-from .checks import check_overlap, tensor_ranks
+from .checks import tensor_ranks
+from .rollout_settings import check_overlap
 
 log = logging.getLogger(__name__)
 

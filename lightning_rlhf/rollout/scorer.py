@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -10,13 +11,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.conversation import StopReason, last_turn_start
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import FaultKind
 from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
-from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, TrainerState
+from lightning_rlhf.rewards.function import (
+    CONVERSATION_COLUMNS,
+    ENVIRONMENT,
+    RewardFunction,
+    TrainerState,
+    check_rewards,
+)
 from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -230,3 +240,53 @@ def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
     for weight, values in terms:
         total += weight * values.nan_to_num(0.0)
     return total
+
+
+def check_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
+    """Validate reward functions against the first rows of the data, and call them once; warn about missing columns.
+
+    Arguments and errors are those of :func:`call_reward_functions`.
+    """
+    call_reward_functions(rewards, executor, data, environment)
+    for reward in rewards:
+        for line in missing_columns(reward, data):
+            log.warning("%s", line)
+
+
+def call_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
+    """Validate reward functions against the first rows of the data, and call them once.
+
+    Args:
+        rewards: reward functions of the run; may be empty.
+        executor: executor of these functions.
+        data: data module that was set up.
+        environment: environment of the run, whose conversations are then passed to the functions, too.
+
+    Raises:
+        ValueError: names of rewards are not valid, a column is missing, or a function cannot be called.
+    """
+    firsts = [examples[:2] for examples in data.examples.values() if examples]
+    batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
+    columns = sorted({name for batch in batches for name in batch.columns})
+    check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
+    for batch in batches[:1]:
+        Scorer(batch, executor, data.tokenizer, samples=3 - len(batch), environment=environment).dry_run()
+
+
+def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
+    """Return a line for each column that a reward function needs and some rows lack."""
+    lines = []
+    for name, examples in data.examples.items():
+        report = data.reports[name]
+        lines += reward.missing_columns([row.columns for row in examples], report.name, report.locations)
+    return lines

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
-from lightning_rlhf.callbacks.push_checks import PushChecks, shortened
+from lightning_rlhf.callbacks.engine_comparison import PushChecks, shortened
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -252,7 +252,9 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     checked = []
     engine = SimpleNamespace(submit=lambda texts, sampling, seeds: checked.append((texts, sampling)))
     for longest, length in ((200, 64), (30, 29)):
-        with patch("lightning_rlhf.callbacks.push_checks.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs):
+        with patch(
+            "lightning_rlhf.callbacks.engine_comparison.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs
+        ):
             checks = PushChecks(replace(sampler, engine=engine, max_length=longest), module, 4, None)
             checks.begin(request, version=1)
         (texts, sampling), checked = checked[0], []

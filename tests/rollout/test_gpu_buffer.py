@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from lightning_rlhf.callbacks.checks import check_overlap
+from lightning_rlhf.callbacks.rollout_settings import check_overlap
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm import gpu_buffer

@@ -1,4 +1,4 @@
-"""Comparison of engine and actor after pushes whose first responses are used in a later step."""
+"""Comparison of the log-probs of engine and actor, which finds damaged weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,119 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rollout.engine import Generation
+from lightning_rlhf.rollout.engine import Generation, RolloutEngine, engine_dtype
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.scorer import collect
 from lightning_rlhf.rollout.source import Request
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
-from .checks import actor_logprobs, check_gaps
-
+_MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
+# Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
+# in bf16-mixed differs from the engine's bfloat16 by 0.037 to 0.057 on average, and by 0.23 or more if one of the
+# matrices of its layers is lost.
+_BOUNDS = {("float32", "cpu"): (1e-3, 5e-5), ("bfloat16", "cpu"): (1.0, 0.1), ("float32", "cuda"): (1e-2, 5e-4)}
+_BFLOAT16_BOUNDS = (1.0, 0.05)
 _TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
 _COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
+
+
+@torch.no_grad()
+def actor_logprobs(module: RLHFModule, rollout: Rollout) -> Tensor:
+    """Return the (B, T) log-probs of the responses of a rollout under the actor's current weights. All ranks."""
+    with module.trainer.precision_plugin.forward_context():
+        return module.actor_scores("actor", rollout.to(module.device)).logprobs
+
+
+def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_logprob_diff: float | None) -> None:
+    """Raise an error if the engine does not compute the same log-probabilities as the actor. All ranks.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rollout: responses of the engine.
+        max_logprob_diff: argument of :func:`check_gaps`.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank.
+    """
+    gaps = (actor_logprobs(module, rollout).cpu() - rollout.rollout_logprobs.cpu()).abs()
+    check_gaps(engine, module, gaps[rollout.response_mask.cpu()], max_logprob_diff, module.trainer.global_step)
+
+
+def check_first_rows(
+    engine: RolloutEngine, module: RLHFModule, rows: int, max_logprob_diff: float | None, rollout: Rollout
+) -> None:
+    """Compare log-probs of engine and actor on the first responses of a rollout; see :func:`check_engine`.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rows: number of responses; 0 compares none.
+        max_logprob_diff: argument of :func:`check_gaps`.
+        rollout: responses of the engine.
+    """
+    if rows:
+        check_engine(engine, module, rollout[list(range(min(rows, len(rollout))))], max_logprob_diff)
+
+
+def check_gaps(
+    engine: RolloutEngine, module: RLHFModule, gaps: Tensor, max_logprob_diff: float | None, version: int
+) -> None:
+    """Raise an error if log-probabilities of engine and actor differ too much. All ranks.
+
+    Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
+    nat, while a lost weight changes most tokens.
+
+    Args:
+        engine: engine, to which the actor's current weights were pushed.
+        module: module with the actor.
+        gaps: (N,) absolute differences of the log-probs of engine and actor of this rank's tokens, nats.
+        max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
+            both by dtype and device.
+        version: version of the policy that both computed with: the number of steps before its push.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
+    """
+    # Reduced over ranks, so that all ranks raise or none does.
+    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps).to(module.device)).tolist()
+    dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
+    bound, mean_bound = _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUNDS)
+    if max_logprob_diff is not None:
+        bound, mean_bound = max_logprob_diff, max_logprob_diff * _MEAN_SHARE
+    if mean <= mean_bound and percentile <= bound:
+        return
+    roles = module.role_strategy
+    parameters = roles.iter_adapters("actor") if engine.swaps_adapters else roles.iter_full_params("actor")
+    name = engine.first_difference(parameters)
+    deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
+    if name:
+        cause = f"the first parameter that differs is {name}"
+    else:
+        cause = (
+            "all weights of the last push were transferred correctly, so the engine damaged them or computes "
+            "differently: set precision to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is "
+            "allowed a twentieth of it)"
+        )
+    raise RunError(
+        f"engine and actor have the same weights, but after the push of step {version} their log-probabilities of the "
+        f"same tokens differ by {mean:.3g} nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th "
+        f"percentile (allowed: {bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
+    )
+
+
+def gap_statistics(gaps: Tensor) -> Tensor:
+    """Return mean, 99th percentile and maximum of the differences; infinity if one of them is NaN.
+
+    With fewer than a hundred tokens, the percentile is the maximum.
+
+    Args:
+        gaps: (N,) absolute differences of the tokens, nats; may be empty.
+    """
+    gaps = torch.cat([gaps.double().nan_to_num(nan=torch.inf), gaps.new_zeros(1, dtype=torch.float64)])
+    count = len(gaps) - 1  # without the 0, which was added for an empty rollout
+    ordered = gaps.sort(descending=True).values
+    return torch.stack([gaps.sum() / max(count, 1), ordered[count // 100], ordered[0]])
 
 
 @dataclass(frozen=True)
@@ -78,7 +181,7 @@ class PushChecks:
         sampler: sampler of the responses.
         module: module with the actor.
         rows: number of prompts whose first response is used; 0 compares none.
-        max_logprob_diff: argument of :func:`~.checks.check_gaps`.
+        max_logprob_diff: argument of :func:`check_gaps`.
     """
 
     sampler: ResponseSampler

@@ -70,5 +70,5 @@ class Evaluation:
     reward_wait: float = 0.0
 
     def completed(self) -> Evaluation:
-        """Return the evaluation with what the updates have computed for it. All ranks."""
+        """Return the evaluation with the old scores that the updates have computed. All ranks."""
         return self.old_scores.complete(self)

@@ -449,7 +449,7 @@ class RLHFModule(RoleModule):
         )
 
     def evaluated_actor(self, rollout: Rollout) -> TokenScores:
-        """Return the actor's scores of a rollout, (B, T) each, with what the advantages need. All ranks."""
+        """Return the actor's scores of a rollout, (B, T) each, for losses and advantages. All ranks."""
         score = partial(self.actor_scores, "actor", squares=self.advantages.needs_sum_pi_squared)
         return TokenScores(*self.micro_batches.map(score, rollout))
 

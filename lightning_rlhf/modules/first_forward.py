@@ -62,7 +62,7 @@ class FirstForward(OldScores):
 
     @classmethod
     def of_step(cls, module: ActorModule, rollout: Rollout, seed: int) -> FirstForward | None:
-        """Return the scores of a step; None if the first mini-batch is not known or has no token to learn from. All ranks.
+        """Return the scores of a step; None if the first mini-batch is unknown or empty. All ranks.
 
         Args:
             module: module of the step.

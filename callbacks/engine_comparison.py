@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rollout.engine import Generation, RolloutEngine, engine_dtype
+from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
+from lightning_rlhf.rollout.generation import Generation, submit
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.scorer import collect
 from lightning_rlhf.rollout.source import Request
@@ -94,7 +95,7 @@ def check_gaps(
     if mean <= mean_bound and percentile <= bound:
         return
     roles = module.role_strategy
-    parameters = roles.iter_adapters("actor") if engine.swaps_adapters else roles.iter_full_params("actor")
+    parameters = roles.iter_adapters("actor") if engine.traits.swaps_adapters else roles.iter_full_params("actor")
     name = engine.first_difference(parameters)
     deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
     if name:
@@ -215,7 +216,7 @@ class PushChecks:
         texts = [[*prompt, *end] for prompt, end in parts]
         completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
         logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
-        generation = sampler.engine.submit(texts, SamplingParams(1, echo=True), [0] * len(texts))
+        generation = submit(sampler.engine, texts, SamplingParams(1, echo=True), [0] * len(texts))
         unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
 

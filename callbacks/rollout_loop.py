@@ -12,12 +12,13 @@ from lightning_rlhf.compat import is_taking_snapshot
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import EngineDied, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
-from lightning_rlhf.rollout.engine import EngineDied, RolloutEngine, limit_gpu_memory
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
 from lightning_rlhf.rollout.weights import check_finite

@@ -112,7 +112,7 @@ def make_parts(
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
-        share_engine = engine.engine.ranks > tensor_ranks(trainer, module)
+        share_engine = engine.engine.traits.ranks > tensor_ranks(trainer, module)
         source = WithContrast(source, settings.dynamic_sampling, module.data_ranks, device, share_engine)
     rollouts: OnPolicy | Ahead = OnPolicy(source, weights)
     if settings.max_staleness:
@@ -123,7 +123,7 @@ def make_parts(
             checks,
             upcoming=partial(upcoming_batches, trainer, settings.max_staleness),
             max_staleness=settings.max_staleness,
-            waits_before_push=settings.environment is not None and not engine.engine.mixes_versions,
+            waits_before_push=settings.environment is not None and not engine.engine.traits.mixes_versions,
             clock=clock,
         )
     return RolloutParts(sampler, weights, checks, rollouts, clock)

@@ -102,7 +102,7 @@ class RolloutSettings:
             ValueError: ranks that have the same prompts have different engines.
         """
         splitting = tensor_ranks(trainer, module)
-        if engine is not None and engine.ranks % splitting:
+        if engine is not None and engine.traits.ranks % splitting:
             raise UsageError(
                 f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
                 f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
@@ -126,17 +126,17 @@ def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
         ValueError: the engine sleeps while the module learns, or gets weights only while it is idle.
     """
     name = type(engine).__name__
-    if max_staleness and engine.sleeps:
+    if max_staleness and engine.traits.sleeps:
         raise UsageError(
             f"with max_staleness {max_staleness}, {name} generates while the module learns, so it cannot sleep then: "
             f"remove sleep_while_learning, or set max_staleness to 0"
         )
-    if max_staleness and engine.needs_idle_push:
+    if max_staleness and engine.traits.needs_idle_push:
         raise UsageError(
             f"with max_staleness {max_staleness}, weights are pushed while {name} generates: remove push_within_gpu, "
             f"or set max_staleness to 0"
         )
-    if max_staleness and not engine.overlaps:
+    if max_staleness and not engine.traits.overlaps:
         log.warning(
             "max_staleness %d saves no time with %s, which generates in the trainer's process", max_staleness, name
         )

@@ -13,14 +13,8 @@ from lightning_rlhf.models.loading import ModelSource, save_architecture
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.engine import (
-    EngineSetup,
-    RolloutEngine,
-    divided_threads,
-    engine_dtype,
-    limit_gpu_memory,
-    visible_gpu,
-)
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, divided_threads, engine_dtype, visible_gpu
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.vllm.supervisor import remove_temporary_files
 from lightning_rlhf.types import SamplingParams
 
@@ -64,7 +58,7 @@ class RunEngine:
             engine, reason = choose_engine(config, splitting, self._dtype, trainer.world_size, self.max_length)
         log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
         self.engine = engine
-        self.matrix_dtype: torch.dtype = getattr(torch, engine.matrix_dtype(self._dtype))
+        self.matrix_dtype: torch.dtype = getattr(torch, engine.traits.matrix_dtype or self._dtype)
         self.description = ""
         self._threads: int | None = None  # of this process before the engine got some of them
         self._takes_turns = not max_staleness
@@ -89,14 +83,14 @@ class RunEngine:
             threads=threads,
         )
         self.engine.start(setup)
-        if self.engine.shares_cores:
+        if self.engine.traits.shares_cores:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(own_threads)
         self.uses_gpu = bool(setup.devices)
         if self.uses_gpu:
             self.wait()
             trainer.strategy.barrier("rollout engines")
-            limit_gpu_memory(self._device, self.engine.gpu_share)
+            limit_gpu_memory(self._device, self.engine.traits.gpu_share)
 
     def wait(self) -> None:
         """Wait until the engine is ready."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.clock import Clock
-from lightning_rlhf.rollout.engine import Generation, OnFinished
+from lightning_rlhf.rollout.generation import Generation, OnFinished
 from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.source import Request, Requests, SampledRollout, Source
 from lightning_rlhf.rollout.weights import EngineWeights

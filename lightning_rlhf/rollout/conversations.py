@@ -20,7 +20,8 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
-from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, serve
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ConversationSampler:
-    """Generates conversations with the environment of a run; see :meth:`RolloutEngine.serve`.
+    """Generates conversations with the environment of a run; see :func:`.generation.serve`.
 
     Args:
         settings: environment and its limits.
@@ -154,7 +155,7 @@ class EnvironmentSampler(ResponseSampler):
         parameters = self.parameters(sampling)
         requests = self.conversations.requests(prompts, sampling.purpose, sampling.samples, parameters)
         handle = partial(self.conversations, check=check)
-        begin = partial(self.engine.serve, requests, handle, check.before(on_finished))
+        begin = partial(serve, self.engine, requests, handle, check.before(on_finished))
         return begin() if in_background else Generation(lambda: begin().completions())
 
     def close(self) -> None:

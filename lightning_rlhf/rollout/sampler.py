@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, generate, submit
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
@@ -97,7 +98,7 @@ class ResponseSampler:
         in_background: bool = False,
     ) -> Generation:
         """See :meth:`Sampler.start`."""
-        check = CompletionCheck(self.max_tokens, version, self.vocabulary, self.engine.mixes_versions)
+        check = CompletionCheck(self.max_tokens, version, self.vocabulary, self.engine.traits.mixes_versions)
         generation = self._generation(prompts, sampling, check, on_finished, in_background)
 
         def checked() -> list[Completion]:
@@ -118,8 +119,8 @@ class ResponseSampler:
         ids = [ids for ids in prompts.token_ids for _ in range(sampling.samples)]
         arguments = ids, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished)
         if in_background:
-            return self.engine.submit(*arguments)
-        return Generation(partial(self.engine.generate, *arguments))
+            return submit(self.engine, *arguments)
+        return Generation(partial(generate, self.engine, *arguments))
 
     def parameters(self, sampling: Sampling) -> SamplingParams:
         """Return the sampling parameters of the engine."""

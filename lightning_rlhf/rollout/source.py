@@ -16,7 +16,7 @@ from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
 from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.clock import Clock
-from lightning_rlhf.rollout.engine import Generation
+from lightning_rlhf.rollout.generation import Generation
 from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.weights import EngineWeights

@@ -9,7 +9,8 @@ import torch
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.clock import Clock
-from lightning_rlhf.rollout.engine import RolloutEngine, limit_gpu_memory
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import Rollout
 
@@ -52,8 +53,8 @@ class EngineWeights:
             if self.pushed == step:
                 return
             engine = self.engine
-            limit_gpu_memory(self.device, engine.gpu_share)
-            if not engine.swaps_adapters:
+            limit_gpu_memory(self.device, engine.traits.gpu_share)
+            if not engine.traits.swaps_adapters:
                 engine.update_weights(self.roles.iter_full_params("actor", self.dtype), step)
             else:
                 if self.pushed is None:
@@ -72,7 +73,7 @@ class EngineWeights:
 
     def let_engine_sleep(self) -> None:
         """Let the engine sleep if it can, and let the trainer use all GPU memory until the next sync."""
-        if self.engine.sleeps:
+        if self.engine.traits.sleeps:
             self.engine.sleep()
             self.pushed = None  # sleep discards the weights
             limit_gpu_memory(self.device, 0.0)

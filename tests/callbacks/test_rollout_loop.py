@@ -45,10 +45,10 @@ class Listening(TransformersEngine):
         super().__init__()
         self.asked = []
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        completions = super().generate(prompts, sampling, seeds)
-        self.asked.append((sampling, list(seeds), completions))
-        return completions
+    def request(self, prompts, sampling, seeds):
+        futures = super().request(prompts, sampling, seeds)
+        self.asked.append((sampling[0], list(seeds), [future.result() for future in futures]))
+        return futures
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

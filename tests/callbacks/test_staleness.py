@@ -1,7 +1,6 @@
 """Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +12,12 @@ from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.engine_comparison import PushChecks, shortened
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.engine import EngineDied, Generation
+from lightning_rlhf.rollout.engine import EngineTraits, finished
+from lightning_rlhf.rollout.generation import Generation
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.source import Request, Requests
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -66,9 +67,9 @@ class Requested(ScriptedEngine):
         super().__init__(texts, tokenizer)
         self.requests = []
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
+    def generate(self, prompts, sampling, seeds):
         self.requests.append((self.version, [list(prompt) for prompt in prompts], list(seeds)))
-        return super().generate(prompts, sampling, seeds, on_finished)
+        return super().generate(prompts, sampling, seeds)
 
 
 def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
@@ -122,9 +123,7 @@ def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, ma
     threads = {}
 
     class Sharing(Requested):
-        @property
-        def shares_cores(self):
-            return shares_cores
+        traits = EngineTraits(shares_cores=shares_cores)
 
         def start(self, setup):
             threads["engine"] = setup.threads
@@ -158,10 +157,10 @@ class Echoing(TransformersEngine):
         scale = 3.0 if version == self.damaged else 1.0
         super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        if sampling.echo:
+    def request(self, prompts, sampling, seeds):
+        if sampling[0].echo:
             self.echoed.append((self._version, [list(prompt) for prompt in prompts]))
-        return super().generate(prompts, sampling, seeds, on_finished)
+        return super().request(prompts, sampling, seeds)
 
 
 def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
@@ -250,7 +249,8 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     response = Completion([4] * 30, [-1.0] * 30, "length", 0)
     request = Request(0, prompts, Sampling(1, 1.0), Generation(lambda: [response]), scorer=None)
     checked = []
-    engine = SimpleNamespace(submit=lambda texts, sampling, seeds: checked.append((texts, sampling)))
+    engine = ScriptedEngine([], tokenizer=None)
+    engine.request = lambda texts, sampling, seeds: checked.append((texts, sampling[0])) or []
     for longest, length in ((200, 64), (30, 29)):
         with patch(
             "lightning_rlhf.callbacks.engine_comparison.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs
@@ -263,6 +263,19 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
         assert (sampling.max_tokens, sampling.echo) == (1, True)
 
 
+def change_echoed(engine, **changes):
+    """Change fields of the completions of requests with ``echo``."""
+    request = engine.request
+
+    def changed(prompts, sampling, seeds):
+        futures = request(prompts, sampling, seeds)
+        if not sampling[0].echo:
+            return futures
+        return finished(replace(future.result(), **changes) for future in futures)
+
+    engine.request = changed
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -273,30 +286,14 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
 )
 def test_an_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(run, changes, message):
     made = echoing(run, 2)
-    submit = made.engine.submit
-
-    def changed(prompts, sampling, seeds, on_finished=None):
-        generation = submit(prompts, sampling, seeds, on_finished)
-        if not sampling.echo:
-            return generation
-        return Generation(lambda: [replace(completion, **changes) for completion in generation.completions()])
-
-    made.engine.submit = changed
+    change_echoed(made.engine, **changes)
     with pytest.raises(RuntimeError, match=message):
         made.fit()
 
 
 def test_texts_that_were_evaluated_with_later_weights_are_not_compared(run):
     made = echoing(run, 2, damaged=1)
-    submit = made.engine.submit
-
-    def later(prompts, sampling, seeds, on_finished=None):
-        generation = submit(prompts, sampling, seeds, on_finished)
-        if not sampling.echo:
-            return generation
-        return Generation(lambda: [replace(completion, policy_version=9) for completion in generation.completions()])
-
-    made.engine.submit = later
+    change_echoed(made.engine, policy_version=9)
     made.fit()
 
 
@@ -361,7 +358,7 @@ def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
     generate = made.engine.generate
     made.engine.generate = lambda *request: [replace(own, policy_version=-2) for own in generate(*request)]
     monkeypatch.setattr(
-        "lightning_rlhf.rollout.engine.CompletionCheck.check_all", lambda self, completions, prompts: None
+        "lightning_rlhf.rollout.generation.CompletionCheck.check_all", lambda self, completions, prompts: None
     )
     with pytest.raises(RuntimeError, match="a token is from weights that are 2 steps old, more than max_staleness 1"):
         made.fit()

@@ -419,7 +419,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     encode = {letter: 4 + i for i, letter in enumerate("abcdefg")}
     texts = {tuple(encode[letter] for letter in row["prompt"]): row["prompt"] for row in ROWS}
 
-    def generate(prompts, sampling, seeds, on_finished=None):
+    def generate(prompts, sampling, seeds):
         said, number = [], {}
         for ids in prompts:
             prompt = texts[tuple(ids)]

@@ -250,7 +250,7 @@ def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, co
 
 
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
-    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
     def die(*given):
@@ -315,7 +315,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
 
 
 def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_directory(fit, config, monkeypatch):
-    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
     Path("runs/tiny").mkdir(parents=True)

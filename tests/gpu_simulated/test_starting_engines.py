@@ -16,7 +16,7 @@ import torch
 
 from lightning_rlhf.callbacks import rollout_loop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rollout.engine import limit_gpu_memory
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
 from lightning_rlhf.rollout.vllm.sync import Slot, WeightSender

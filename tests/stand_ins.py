@@ -212,7 +212,10 @@ class ScriptedEngine(RolloutEngine):
         longest = replace(sampling[0], max_tokens=max(own.max_tokens for own in sampling))
         completions = self.generate(prompts, longest, seeds)
         limits = [own.max_tokens for own in sampling][: len(completions)]
-        return finished(completion.cut(limit) for completion, limit in zip(completions, limits, strict=True))
+        return finished(
+            completion if limit == longest.max_tokens else completion.cut(limit)
+            for completion, limit in zip(completions, limits, strict=True)
+        )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]

@@ -115,7 +115,8 @@ def serve(
     """Generate one completion for each request with a function of the caller, which calls ``engine.request``.
 
     The function runs in a thread, on the first of the ranks that share the engine, for the requests of all of them. All
-    of these ranks call this, also those without requests.
+    of these ranks call this, also those without requests. Unless the engine mixes versions, weights are pushed only
+    after the completions were awaited.
 
     Args:
         engine: engine that was started.

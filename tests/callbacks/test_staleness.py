@@ -357,9 +357,7 @@ def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
     made = run(loop={"max_staleness": 1}, model=CORRECTION)
     generate = made.engine.generate
     made.engine.generate = lambda *request: [replace(own, policy_version=-2) for own in generate(*request)]
-    monkeypatch.setattr(
-        "lightning_rlhf.rollout.generation.CompletionCheck.check_all", lambda self, completions, prompts: None
-    )
+    monkeypatch.setattr("lightning_rlhf.rollout.generation.CompletionCheck.check_one", lambda self, completion: None)
     with pytest.raises(RuntimeError, match="a token is from weights that are 2 steps old, more than max_staleness 1"):
         made.fit()
     assert made.trainer.global_step == 0
@@ -438,7 +436,7 @@ def test_an_engine_that_does_not_overlap_is_a_warning(run, caplog):
 
 def test_an_engine_that_sleeps_while_learning_raises(run):
     class Sleeping(ScriptedEngine):
-        sleeps = True
+        traits = EngineTraits(sleeps=True)
 
     with pytest.raises(ValueError, match="generates while the module learns, so it cannot sleep then"):
         recorded(run, 1, engine=Sleeping)

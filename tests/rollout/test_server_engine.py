@@ -144,9 +144,9 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
 
 
 def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_first(engine, stub):
-    generate = stub.answers["/inference/v1/generate"]
+    answer = stub.answers["/inference/v1/generate"]
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
-    stub.answers["/inference/v1/generate"] = lambda body: (200, {**generate(body)[1], "prompt_logprobs": echoed})
+    stub.answers["/inference/v1/generate"] = lambda body: (200, {**answer(body)[1], "prompt_logprobs": echoed})
     (completion,) = generate(engine, [[3, 5, 4]], replace(SAMPLING, echo=True), [0])
     assert stub.asked[-1][1]["sampling_params"]["prompt_logprobs"] == 0
     assert completion.token_ids == [5, 4, 3, 3, 3]
@@ -194,13 +194,10 @@ def test_conversations_are_requests_of_single_turns(engine, stub):
     sampling = replace(SAMPLING, max_tokens=9)
     asked = [ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)]
     generation = serve(engine, asked, partial(sampler, check=CompletionCheck(9, 7, 20)))
-    engine.update_weights(PARAMETERS, 8)
     rows = generation.completions()
     sampler.close()
     bodies = [body for path, body in stub.asked if path.endswith("generate")]
     assert len(bodies) == 2 * len(asked)
-    push = max(number for number, (path, _) in enumerate(stub.asked) if path == "/update_weights")
-    assert push > max(number for number, (path, _) in enumerate(stub.asked) if path.endswith("generate"))
     for request, row in zip(asked, rows, strict=True):
         own = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
         first, second = sorted(own, key=lambda body: body["sampling_params"]["seed"])
@@ -389,14 +386,14 @@ def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
 
 
 def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("lightning_rlhf.rollout.generation._HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     monkeypatch.setattr(engine._server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")
     stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
     with pytest.raises(EngineDied, match="no response for 1 s"):
         generate(engine, [[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 responses from {stub.url} for 0 s" in caplog.text
+    assert f"Waiting for 2 of 2 completions for 0 s; the server is {stub.url}." in caplog.text
 
 
 @pytest.mark.parametrize(

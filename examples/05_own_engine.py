@@ -1,4 +1,4 @@
-"""A rollout engine of your own has four methods. This one samples with one forward pass per token.
+"""A new rollout engine has four methods. This one samples with one forward pass per token.
 
 Pass it as ``RolloutLoop(engine=PlainEngine())``, or in YAML as ``engine: {class_path: my_engine.PlainEngine}``.
 """

@@ -116,7 +116,8 @@ def _only_class(annotation: Any) -> SourceClass | None:
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Merge nested dictionaries; the second overrides values. Of another class, it keeps the arguments that it knows.
 
-    A dictionary for a list has options of its last entry, as on the command line.
+    A dictionary for a list has options of its last entry, as on the command line. Lists of equal length are merged
+    entry by entry, as by jsonargparse.
     """
     merged = dict(first)
     path, before = second.get("class_path"), first.get("init_args")
@@ -128,8 +129,17 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         before = merged.get(name)
         if isinstance(before, list) and before and isinstance(before[-1], dict) and isinstance(value, dict):
             merged[name] = [*before[:-1], merge(before[-1], value)]
+        elif isinstance(before, list) and isinstance(value, list) and len(before) == len(value):
+            merged[name] = [_merged_entry(*entries) for entries in zip(before, value, strict=True)]
         elif isinstance(before, dict) and isinstance(value, dict):
             merged[name] = merge(before, value)
         else:
             merged[name] = value
     return merged
+
+
+def _merged_entry(first: Any, second: Any) -> Any:
+    """Return the second entry of a list, with what it does not set of the first."""
+    if isinstance(first, dict) and "class_path" in first and isinstance(second, str):
+        second = {"class_path": second}
+    return merge(first, second) if isinstance(first, dict) and isinstance(second, dict) else second

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 
 import lightning_rlhf
 from lightning_rlhf import callbacks
 from lightning_rlhf.cli.config_mistakes import mistakes
+from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, find_class, find_module
+from lightning_rlhf.cli.used_classes import merge
 from lightning_rlhf.references import load_function
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +101,44 @@ def test_the_parameters_read_from_the_source_are_those_of_the_class(name):
 def test_the_shipped_configurations_have_no_mistake(path, monkeypatch):
     monkeypatch.syspath_prepend(str(path.parent))
     assert [own for own in mistakes(yaml.safe_load(path.read_text())) if not PARTIAL.match(own)] == []
+
+
+ALGORITHMS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [path for path in ALGORITHMS if path.stem != "base"], ids=lambda path: path.stem)
+def test_an_algorithm_and_the_values_that_all_share_have_no_mistake(path):
+    base, own = (yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithms/base.yaml", path))
+    merged = merge(base, own)
+    assert [*mistakes(merged), *mistakes_of_settings(merged)] == []
+
+
+def test_lists_of_equal_length_are_merged_entry_by_entry_as_in_a_run(tmp_path):
+    first = {
+        "rewards": [{"function": "lightning_rlhf.data.addition.exact", "name": "right", "weight": 2.0}],
+        "group_size": 8,
+    }
+    loop, report = "lightning_rlhf.callbacks.RolloutLoop", "lightning_rlhf.callbacks.Report"
+    configs = [
+        {"trainer": {"callbacks": [{"class_path": loop, "init_args": first}, {"class_path": report}]}},
+        {"trainer": {"callbacks": [{"class_path": loop, "init_args": {"rewards": [{"weight": 3.0}]}}, report]}},
+        {"trainer": {"callbacks": [{"class_path": loop, "init_args": {"val_samples": 4}}]}},
+    ]
+    both = merge(configs[0], configs[1])
+    (merged, last) = both["trainer"]["callbacks"]
+    assert merged["init_args"] == {"rewards": [{**first["rewards"][0], "weight": 3.0}], "group_size": 8}
+    assert last == {"class_path": report}
+    (alone,) = merge(both, configs[2])["trainer"]["callbacks"]  # a list of another length replaces the first one
+    assert alone["init_args"] == {"val_samples": 4}
+    parser = ArgumentParser()
+    parser.add_argument("--callbacks", type=list[Callback])
+    parser.add_argument("--config", action="config")
+    for number, config in enumerate(configs):
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(config["trainer"]))
+    parsed = parser.parse_args([f"--config={tmp_path / name}" for name in ("0.yaml", "1.yaml")]).callbacks[0]
+    assert (parsed.init_args.group_size, parsed.init_args.rewards[0].weight) == (8, 3.0)
+    (parsed,) = parser.parse_args([f"--config={tmp_path / name}" for name in ("0.yaml", "2.yaml")]).callbacks
+    assert (parsed.init_args.group_size, parsed.init_args.val_samples) == (1, 4)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged_entry(first: Any, second: Any) -> Any:
-    """Return the second entry of a list, with what it does not set of the first."""
+    """Return the second entry of a list, with the values of the first that it does not set."""
     if isinstance(first, dict) and "class_path" in first and isinstance(second, str):
         second = {"class_path": second}
     return merge(first, second) if isinstance(first, dict) and isinstance(second, dict) else second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,11 +25,20 @@ from lightning_rlhf.modules.metrics import MeanAccumulator, StepUpdates, UpdateR
 from lightning_rlhf.modules.micro_batches import SummedLoss
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs, PolicyLoss, approx_kl, log_ratio_of
+from lightning_rlhf.objectives.base import (
+    AdvantageEstimator,
+    AdvantageInputs,
+    FunctionLoss,
+    PolicyLoss,
+    PolicyTokens,
+    approx_kl,
+    log_ratio_of,
+)
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
+from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.seeding import derive_seed, run_seed
@@ -69,7 +78,8 @@ class RLHFModule(RoleModule):
         ref: frozen policy that KL is measured to; None takes the actor's source. Loaded only if a KL term has a weight.
         reward_model: scalar model whose score of each whole response is a reward; None uses reward functions only.
         advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
+        policy_loss: loss per token from log-probabilities and advantages; also a function of ``PolicyTokens`` that
+            returns the (B, T) losses, or its reference, such as ``losses.py:my_loss``.
         aggregation: reduction of the losses of tokens to one loss.
         correction: importance weights for the gap between the log-probabilities of engine and actor; None only
             measures it.
@@ -103,7 +113,7 @@ class RLHFModule(RoleModule):
         ref: str | ModelSource | None = None,
         reward_model: str | ModelSource | None = None,
         advantages: AdvantageEstimator = ReinforcePlusPlus(),
-        policy_loss: PolicyLoss = ClippedPolicyLoss(),
+        policy_loss: PolicyLoss | str | Callable[[PolicyTokens], Tensor] = ClippedPolicyLoss(),
         aggregation: Aggregation = TokenMean(),
         correction: RolloutCorrection | None = None,
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
@@ -125,7 +135,7 @@ class RLHFModule(RoleModule):
         ref = (actor if ref is None else ref) if self.has_ref else None
         self.set_sources(actor=actor, ref=ref, reward_model=reward_model)
         self.advantages = advantages
-        self.policy_loss = policy_loss
+        self.policy_loss = as_policy_loss(policy_loss)
         self.aggregation = aggregation
         self.correction = RolloutCorrection() if correction is None else correction
         self.actor_optimizer = actor_optimizer
@@ -524,3 +534,20 @@ class RLHFModule(RoleModule):
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
         rollout = self.pop_rollout().rollout
         return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}
+
+
+def as_policy_loss(loss: PolicyLoss | Callable[[PolicyTokens], Tensor] | str) -> PolicyLoss:
+    """Return a policy loss.
+
+    Args:
+        loss: policy loss, a function of :class:`PolicyTokens`, or the reference of one, such as ``losses.py:my_loss``.
+
+    Raises:
+        ValueError: the function was not found, or is a class.
+    """
+    if isinstance(loss, PolicyLoss):
+        return loss
+    function = load_function(loss) if isinstance(loss, str) else loss
+    if isinstance(function, type):
+        raise UsageError(f"policy_loss: {function.__name__} is a class: set class_path to it, or pass an object of it")
+    return FunctionLoss(function)

@@ -256,7 +256,7 @@ def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
     def die(*given):
         raise EngineDied("the engine process 7 died: killed by signal 9 (SIGKILL); its log is x")
 
-    monkeypatch.setattr(TransformersEngine, "generate", die)
+    monkeypatch.setattr(TransformersEngine, "request", die)
     result = fit(config)
     assert result.code == 1
     assert result.err == "lightning-rlhf: the engine process 7 died: killed by signal 9 (SIGKILL); its log is x\n"
@@ -342,7 +342,7 @@ def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config,
 
     data = config["data"]["init_args"]
     data["val"] = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "seed": 1}}
-    monkeypatch.setattr(TransformersEngine, "generate", fail)
+    monkeypatch.setattr(TransformersEngine, "request", fail)
     with pytest.raises(ZeroDivisionError):
         fit(config)
     assert Path("runs/tiny/config.yaml").read_text() == "earlier: true"

@@ -76,6 +76,7 @@ class Console(Callback):
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last steps
         self._steps = 0  # of this process
         self._doing = ""  # work before the first step
+        self._shown: list[str] = []  # metrics of validations that were shown
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Validate the module, and start to print the work in progress."""
@@ -184,7 +185,9 @@ class Console(Callback):
         """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self._line(trainer, shown_names(metrics))
+            names = shown_names(metrics)
+            self._shown = list(dict.fromkeys([*self._shown, *names]))  # a reward that equals another one later stays
+            self._line(trainer, [name for name in metrics if name in self._shown])
             if trainer.is_global_zero and trainer.global_step == 0 and (sentence := left_to_learn(metrics)):
                 print(sentence, flush=True)
 
@@ -288,7 +291,9 @@ def unused_validation(trainer: Any, steps: float) -> str:
     if at_ends or "val" not in trainer.datamodule.reports or not math.isfinite(every) or steps >= every:
         return ""
     end = counted(steps, "step")
-    return f"val data: not used, because the run ends after {end}: set trainer.val_check_interval below {every}"
+    other = "" if loop is None else ", or validate_at_ends of RolloutLoop to true"
+    least = f"set trainer.val_check_interval to at most {steps:.0f}{other}"
+    return f"val data: not used, because the run ends after {end}: {least}"
 
 
 def reward_model_accuracy(module: RLHFModule) -> list[str]:

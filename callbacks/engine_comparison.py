@@ -14,8 +14,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.rollout.generation import Generation, submit
 from lightning_rlhf.rollout.sampler import ResponseSampler
-from lightning_rlhf.rollout.scorer import collect
-from lightning_rlhf.rollout.source import Request
+from lightning_rlhf.rollout.source import Request, collect
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
 _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens

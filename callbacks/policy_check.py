@@ -21,7 +21,7 @@ from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
-from lightning_rlhf.rollout.scorer import collect
+from lightning_rlhf.rollout.source import collect
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams

@@ -12,9 +12,9 @@ from lightning_rlhf.compat import run_validation
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import TrainerState
-from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.scorer import Scorer
+from lightning_rlhf.rollout.source import assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
 
 from .rollout_parts import RolloutParts

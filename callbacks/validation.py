@@ -188,6 +188,7 @@ class Validation:
                         **segments_of(tokenizer, rollout, first),
                         **answer,
                         "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
+                        **({"reward_name": self._metric} if self._metric in rewards else {}),
                         "rewards": rewards,
                         "response_tokens": lengths[first],
                         **end_of(bool(rollout.truncated[first]), greedy[i].conversation if greedy else None),

@@ -1,65 +1,16 @@
-"""Settings of the Trainer that cannot be used here, with the setting to use instead."""
+"""The strategy and the number of processes of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import registry  # noqa: F401 (registers the strategies' names with the Trainer)
 from lightning_rlhf.strategies.names import our_name, unknown_strategy
 from lightning_rlhf.strategies.roles import RoleStrategy
-
-_SETTINGS = {
-    "gradient_clip_val": "gradients are clipped for each model: set model.init_args.max_grad_norm",
-    "gradient_clip_algorithm": "gradients are clipped by their norm: set model.init_args.max_grad_norm",
-    "barebones": "it disables the logging and the checkpoints of a run: remove it",
-}
-_CALLBACKS = {
-    LearningRateFinder: "set model.init_args.actor_optimizer.init_args.lr",
-    BatchSizeFinder: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
-    GradientAccumulationScheduler: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
-    StochasticWeightAveraging: "use lightning.pytorch.callbacks.EMAWeightAveraging",
-}
-
-
-def check_trainer(settings: Mapping[str, Any]) -> None:
-    """Validate the ``trainer`` section of a configuration before the Trainer is created.
-
-    Raises:
-        UsageError: a setting belongs to automatic optimization, which is not used here, or would train nothing.
-    """
-    for name, instead in _SETTINGS.items():
-        if settings.get(name):
-            raise UsageError(f"trainer.{name} is {settings[name]!r}, but {instead}")
-    accumulated = settings.get("accumulate_grad_batches")
-    if accumulated not in (None, 1):
-        raise UsageError(
-            f"trainer.accumulate_grad_batches is {accumulated}, but gradients are accumulated over micro-batches of "
-            f"model.init_args.micro_batch_tokens tokens: lower that to save memory, and raise "
-            f"data.init_args.batch_size for a larger batch"
-        )
-    if settings.get("limit_train_batches") == 0:
-        raise UsageError("trainer.limit_train_batches is 0, so nothing would be trained: remove it, or set at least 1")
-    if settings.get("max_steps") == 0:
-        raise UsageError("trainer.max_steps is 0, so nothing would be trained: set at least 1, or -1 for no limit")
-    callbacks = settings.get("callbacks") or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        for kind, instead in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise UsageError(
-                    f"{kind.__name__} needs automatic optimization of one model, but runs here optimize several "
-                    f"models manually: {instead}"
-                )
 
 
 def find_strategy(name: str, processes: int) -> str:

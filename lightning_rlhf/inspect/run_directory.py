@@ -117,12 +117,14 @@ class RunDirectory:
         return rows
 
     def config(self) -> dict[str, Any]:
-        """Return the values of ``config.yaml`` by dotted names; empty without the file."""
+        """Return the values of ``config.yaml`` by dotted names, without ``ckpt_path``; empty without the file."""
         path = self.path / "config.yaml"
         if not self._has(path):
             return {}
         with _damaged(path):
-            return dict(islice(_flat("", _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))), _MAX_SETTINGS))
+            settings = _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
+            settings.pop("ckpt_path", None)  # a resumed run has no other settings
+            return dict(islice(_flat("", settings), _MAX_SETTINGS))
 
     def environment(self) -> dict[str, Any]:
         """Return ``env.json``: command, Python, packages and devices; empty without the file."""

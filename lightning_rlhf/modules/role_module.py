@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
 from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.modules.text_layout import TextLayout
+from lightning_rlhf.modules.trainer_settings import check_trainer
 from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
@@ -127,6 +128,16 @@ class RoleModule(LightningModule):
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """Return the optimizer and scheduler factories of a trained role."""
         raise NotImplementedError
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Raise for settings of the Trainer that need automatic optimization; add no callbacks.
+
+        Lightning calls this before it raises its own errors, which do not contain the settings to use instead.
+        """
+        trainer = self.trainer
+        settings = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "callbacks")
+        check_trainer({name: getattr(trainer, name) for name in settings})
+        return []
 
     def prepare_data(self) -> None:
         """Raise if a model's hub cannot be reached: before the data module looks there for a tokenizer."""

@@ -23,7 +23,6 @@ from lightning_rlhf.rewards.function import (
     TrainerState,
     check_rewards,
 )
-from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 log = logging.getLogger(__name__)
@@ -151,35 +150,6 @@ def _conversation_columns(completions: Sequence[Completion], texts: Sequence[str
         "environment_rewards": [0.0 if record is None else sum(record.turn_rewards) for record, _ in pairs],
         "stop_reasons": ["done" if record is None else record.stop for record, _ in pairs],
     }
-
-
-def collect(
-    prompts: PromptBatch,
-    completions: Sequence[Completion],
-    rewards: Sequence[RewardFunction],
-    tokenizer: PreTrainedTokenizerBase,
-    temperature: float = 1.0,
-) -> Rollout:
-    """Score completions and return the rollout.
-
-    Args:
-        prompts: N prompts.
-        completions: B = N x G completions, grouped by prompt.
-        rewards: reward functions.
-        tokenizer: tokenizer that decodes responses for the functions.
-        temperature: temperature of the sampling.
-
-    Returns:
-        The rollout; rows are in the order of the completions.
-
-    Raises:
-        ValueError: the number of completions is not a multiple of the number of prompts.
-        RuntimeError: a reward function failed.
-    """
-    rollout = assemble(prompts, completions, temperature)
-    with RewardExecutor(rewards) as executor:
-        scorer = Scorer(prompts, executor, tokenizer, len(completions) // len(prompts))
-        return scorer.add_rewards(rollout, scorer.score(completions))
 
 
 def sampled_tokens(completion: Completion) -> list[int]:

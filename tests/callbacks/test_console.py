@@ -3,8 +3,10 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
@@ -132,6 +134,20 @@ METRICS = {
 }  # fmt: skip
 
 
+def test_a_metric_that_was_shown_stays_when_it_equals_another_one_later(capsys):
+    console, metrics = Console(), {"val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5}
+    trainer = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=8, callbacks=[], progress_bar_callback=None
+    )
+    for parts in (0.75, 0.5):
+        of_parts = {"val/parts_greedy": parts, "val/parts_sampled": parts}
+        trainer.callback_metrics = {name: torch.tensor(value) for name, value in (metrics | of_parts).items()}
+        console.on_validation_end(trainer, None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "val/parts_sampled 0.75" in first
+    assert "val/parts_sampled 0.5" in second
+
+
 def test_no_number_of_a_validation_is_shown_twice():
     names = ["val/share_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
     assert shown_names(METRICS) == names
@@ -244,5 +260,8 @@ def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, int
     settings = {"max_steps": 1, "val_check_interval": interval}
     loop = {"validate_at_ends": at_ends}
     run(loop=loop, data={"val": InMemory(ROWS)}, trainer=settings, callbacks=[Console()]).fit()
-    line = "val data: not used, because the run ends after 1 step: set trainer.val_check_interval below 2"
+    line = (
+        "val data: not used, because the run ends after 1 step: set trainer.val_check_interval to at most 1, or "
+        "validate_at_ends of RolloutLoop to true"
+    )
     assert (line in capsys.readouterr().out) is printed

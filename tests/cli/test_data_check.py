@@ -91,7 +91,7 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
         "train: 2 rows read, 2 kept",
         "  columns: 2 rows: prompt <- question (text), ground_truth <- answer (text)",
         "  tokens: least 4, 5 % 4.5, median 9, 95 % 13.5, most 14, all 18",
-        "  tokens of the right answers: median 7.5, most 13",
+        "  tokens of the right answers, without the end token: median 7.5, most 13",
         "  batches of an epoch: 1",
         "  first prompt, 4 tokens:",
         "    | why?",

@@ -5,6 +5,8 @@ import re
 import runpy
 from pathlib import Path
 
+from lightning_rlhf.callbacks.metrics_csv import read_metrics
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs/lightning.md").read_text()
 SMALLER = {
     "max_steps=50": "max_steps=2",
@@ -19,7 +21,9 @@ SMALLER = {
 
 def test_the_program_of_the_page_runs(tiny_export, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program, callback = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = program.replace("\n\ndef right", f"\n\n{callback}\n\ndef right", 1)
+    program = program.replace("complete([loop, ", "complete([loop, LongestResponse(), ")
     for text, smaller in SMALLER.items():
         assert text in program
         program = program.replace(text, smaller)
@@ -31,3 +35,6 @@ def test_the_program_of_the_page_runs(tiny_export, tmp_path, monkeypatch):
     names = {path.name for path in Path("runs/grpo").iterdir()}
     assert {"metrics.csv", "report.html", "export", "checkpoints", "rollouts"} <= names
     assert "config.yaml" not in names
+    rows = read_metrics(Path("runs/grpo/metrics.csv"))
+    assert [float(row["own/longest"]) <= 4 for row in rows if row["own/longest"]] == [True, True]
+    assert Path("runs/grpo/lightning_logs").is_dir()

@@ -10,8 +10,8 @@ import torch
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.scorer import Scorer
+from lightning_rlhf.rollout.source import assemble
 from lightning_rlhf.types import Completion, PromptBatch
 
 FILE = Path(__file__).with_name("streamed.py")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.cli.commands.options import command_parser, parse_columns
-from lightning_rlhf.cli.commands.response_rows import ALL, ResponseRow, common_columns, read_rows
+from lightning_rlhf.cli.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
 from lightning_rlhf.cli.commands.responses_file import ENVIRONMENT_REWARDS, write_errors
 from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
@@ -173,11 +173,13 @@ def table(reports: Sequence[dict[str, Any]]) -> Table:
     correct = f"correct: a reward of at least {reports[0]['correct_at']:g} (--correct-at)" if has_passes else None
     single = len(reports) == 1
     result = Table(title=reports[0]["file"] if single else None, caption=correct, caption_justify="left")
-    columns = ("source", "reward", "prompts", "responses", *left_out, "mean", "95 % interval", *draws, "tokens", "cut")
+    sourced = ["source"] if {source for _, source, *_ in entries} != {NO_SOURCE} else []
+    columns = (*sourced, "reward", "prompts", "responses", *left_out, "mean", "95 % interval", *draws, "tokens", "cut")
     for column in columns if single else ("file", *columns):
         result.add_column(column, justify="left" if column in ("file", "source", "reward") else "right")
     for file, source, name, total, values in entries:
-        cells = [*([] if single else [file]), source, name, str(total["prompts"]), str(total["responses"])]
+        cells = [*([] if single else [file]), *(source for _ in sourced), name]
+        cells += [str(total["prompts"]), str(total["responses"])]
         cells += [str(values["not_applicable"]) for _ in left_out]
         cells += [_number(values["mean"]), f"{_number(values.get('low'))} to {_number(values.get('high'))}"]
         cells += [_number(values[key]["mean"]) if key in values else "" for key in draws]

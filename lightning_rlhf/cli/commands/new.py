@@ -92,6 +92,9 @@ cd {directory}
 """
 _NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
 
+Measure the prompt before training, with `lightning-rlhf generate` and `lightning-rlhf evaluate`: where nearly no
+response has a reward, worked examples in the prompt help more than any setting.
+
 Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
 _NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, with a fault that PPO
 then mends. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""

@@ -20,6 +20,7 @@ from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 
 ALL = "all"  # name of the statistics over all sources
+NO_SOURCE = "data"  # source of rows without a column data_source
 _NOT_FOR_REWARDS = ("prompt", "messages", "responses", *OUTPUT_COLUMNS)
 
 
@@ -67,7 +68,7 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
             responses=responses,
             tokens=[value for value in tokens if isinstance(value, int)],
             truncated=[reason == "length" for reason in reasons],
-            source=str(fields["data_source"]) if "data_source" in fields else "data",
+            source=str(fields["data_source"]) if "data_source" in fields else NO_SOURCE,
             columns=finder.other_columns(fields, exclude=_NOT_FOR_REWARDS),
             of_conversations=_conversation_columns(row, len(responses)),
         )

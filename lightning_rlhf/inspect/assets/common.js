@@ -149,6 +149,6 @@ window.report = (() => {
     data, page, runs: data.runs ?? [], labelled: (data.runs ?? []).length > 1,
     live,
     element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, age, stateOf, compare, colour, key,
-    commonLength, ownParts, meaningOf, state, remember, kept, ready,
+    ownParts, meaningOf, state, remember, kept, ready,
   };
 })();

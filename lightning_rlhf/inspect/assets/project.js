@@ -13,7 +13,7 @@
   let order = { name: "name", descending: false };
 
   page.classList.add("wide");
-  page.append(element("h1", { text: `Runs below ${data.project.path}` }));
+  page.append(element("h1", { text: `Runs in ${data.project.path}` }));
   const place = section("runs", "Runs");
   const words = element("input", { type: "search", id: "words", placeholder: "e.g. ppo lr=0.001", "aria-label": "filter the runs" });
   const states = choices("state", [["", "all"], ...[...new Set(runs.map(stateOf))].map((state) => [state, state])]);

@@ -15,6 +15,14 @@
     return [...prompts.values()].sort((a, b) => a.row.index - b.row.index);
   }
 
+  /** Whether the reward of the first response of a run differs from that of the last. */
+  function hasChanged({ answers }) {
+    return runs.some((_, run) => {
+      const rewards = answers.filter((answer) => answer.run === run).map((answer) => answer.row.reward);
+      return rewards[0] !== rewards.at(-1);
+    });
+  }
+
   function titleOf({ row, answers }, prompt) {
     const text = prompt.replace(/\s+/g, " ").trim();
     const changes = runs.map((_, run) => {
@@ -58,6 +66,7 @@
       const texts = ownParts(prompts.map(({ row }) => String(row.prompt ?? "")));
       choice.replaceChildren(...prompts.map((prompt, i) => element("option", { value: i, text: titleOf(prompt, texts[i]) })));
       if (before && before < prompts.length) choice.value = before;
+      else choice.selectedIndex = Math.max(prompts.findIndex(hasChanged), 0);
       draw();
     }
 

@@ -123,7 +123,7 @@
       const numbers = [group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) }));
       table.append(element("tr", {}, ...numbers, element("td", { dir: "auto", class: "text" }, ...marked(tail(prompts[i])))));
     }
-    return [element("h3", { text: `${labelled ? `${run.name}: ` : ""}prompts of the last step` }),
+    return [element("h3", { text: `${labelled ? `${run.name}: ` : ""}Prompts of the last step` }),
       element("p", { text: `${equal.length} of ${run.groups.length} logged prompts have the same reward for all responses.` }),
       element("div", { class: "scroll" }, table)];
   }
@@ -203,7 +203,7 @@
   const configured = runs.map((run) => Object.keys(run.config).length > 0);
   const differing = settings.filter(([, values]) => new Set(values.filter((_, i) => configured[i])).size > 1);
   if (labelled) table("differences", differing, true);
-  table("all settings", settings, false);
+  if (settings.length) table("all settings", settings, false);
   const facts = runs.map((run) => {
     const { packages = {}, command = [], cuda_devices = [], ...plain } = run.environment;
     const text = (value) => typeof value === "string" ? value : JSON.stringify(value);

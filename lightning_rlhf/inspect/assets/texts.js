@@ -93,13 +93,13 @@
   function figures(row) {
     const stop = stopOf(row);
     const shown = [
-      ...Object.entries(row.rewards || {}).map(([name, value]) => `${name} ${short(value)}`),
+      ...Object.entries(row.rewards || {}).filter(([name]) => name !== row.reward_name).map(([name, value]) => `${name} ${short(value)}`),
       ...["advantage", "kl"].filter((name) => !isMissing(row[name])).map((name) => `${name === "kl" ? "KL" : name} ${short(row[name])}`),
       ...[["response_tokens", "token"], ["turns", "turn"], ["tool_calls", "tool call"]]
         .filter(([name]) => !isMissing(row[name])).map(([name, noun]) => counted(row[name], noun)),
       ...(stop === "length" ? ["cut at the limit"] : stop ? [`end: ${stop}`] : []),
     ];
-    return element("div", { class: "numbers" }, element("b", { text: `reward ${short(row.reward)}` }),
+    return element("div", { class: "numbers" }, element("b", { text: `${row.reward_name ?? "reward"} ${short(row.reward)}` }),
       ...shown.map((text) => element("span", { text })));
   }
 
@@ -110,7 +110,7 @@
     const height = button("full height", () => setHeight(made, !made.classList.contains("whole")), { class: "height", "aria-pressed": "false" });
     height.hidden = !texts.some((text) => text.length > LONG || text.split("\n").length > 12);
     made.append(element("div", { class: "heading" }, figures(row), height));
-    if (row.prompt !== undefined) made.append(block("environment", "prompt", box(String(row.prompt ?? ""), row.prompt_left_out)));
+    if (row.prompt !== undefined) made.append(block("environment", "prompt", element("div", { class: "ends" }, box(String(row.prompt ?? ""), row.prompt_left_out))));
     made.append(...blocks);
     const answer = row.ground_truth;
     if (!isMissing(answer) && answer !== "") {

@@ -1,7 +1,7 @@
 "use strict";
 /** The inspector's viewer: a list of the responses of a step, and those that are selected in it. */
 (() => {
-  const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, commonLength, labelled, update, summarise, ready,
+  const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, ownParts, labelled, update, summarise, ready,
     marked, card, expand, find, stopOf, KINDS, scaleOf, legendOf, colouredBlocks, NO_RESPONSES, loadPrompts } = window.report;
   const NEW_DATA = 3000, NEW_DATA_OF_ENDED = 10_000, NEW_DATA_OF_HIDDEN = 30_000;  // ms between requests
   const CELL = 300;  // characters of a text in the list
@@ -25,7 +25,7 @@
   const colour = control("colour", choices("colour", KINDS));
   const all = button("expand all", () => { showWhole(all.ariaPressed !== "true"); }, { "aria-pressed": "false", id: "expand" });
   controls.append(all);
-  let rows = [], chosen = [], common = 0;  // common: characters at the beginning of all prompts
+  let rows = [], chosen = [], questions = new Map();  // prompts of the rows without the words that all of them share
   let columns = [], order = { name: "prompt", descending: false };
 
   // -- list -----------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@
       ...[["advantage", (row) => row.advantage], ["tokens", tokens], ["turns", (row) => row.turns], ["tool calls", (row) => row.tool_calls]]
         .filter(([, value]) => has(value)).map(([name, value]) => numeric(name, value)),
       ...(has(stopOf) ? [{ name: "end", value: stopOf }] : []),
-      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", nodes: (row) => cell(ownPart(row.prompt ?? "")) },
+      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", nodes: (row) => cell(questions.get(row)) },
       { name: "response", value: (row) => row.response, least: "14em", share: "2fr", nodes: responseCell },
     ];
   }
@@ -72,12 +72,6 @@
     const found = rows.filter((row) => filter(row, rewards) && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted)));
     // Responses to a prompt are sorted by their rewards.
     return found.sort((a, b) => compare(value(a), value(b), order.descending) || compare(a.group, b.group) || compare(a.reward, b.reward, true));
-  }
-
-  /** The prompt without the beginning that all prompts of the step have in common, such as worked examples. */
-  function ownPart(prompt) {
-    const start = prompt.lastIndexOf(" ", common) + 1;
-    return start > 20 ? `… ${prompt.slice(start)}` : prompt;
   }
 
   function sortBy(name) {
@@ -216,7 +210,8 @@
     const answer = await fetch(`responses/${wanted}`);
     if (!answer.ok || wanted !== `${run.value}/${step.value}`) return;
     rows = await answer.json();
-    common = new Set(rows.map((row) => row.prompt)).size > 1 ? commonLength(rows.map((row) => String(row.prompt ?? ""))) : 0;
+    const prompts = rows.map((row) => String(row.prompt ?? "")), parts = ownParts(prompts);
+    questions = new Map(rows.map((row, i) => [row, prompts[i].length - parts[i].length > 20 ? `… ${parts[i].trim()}` : prompts[i]]));
     chosen = [];
     drawList();
     drawDetail();

@@ -180,21 +180,27 @@ class Validation:
                 texts_of = {"prompt": prompt, "response": texts[first]}
                 rewards = {name: values[first].item() for name, values in rollout.rewards.items()}
                 self.samples.append({**row, **texts_of, **rewards})  # these names replace columns
-                answer = {"ground_truth": row["ground_truth"]} if "ground_truth" in row else {}
                 self.rows.append(
                     {
                         "index": batch.indices[i],
                         **texts_of,
                         **segments_of(tokenizer, rollout, first),
-                        **answer,
-                        "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
-                        **({"reward_name": self._metric} if self._metric in rewards else {}),
-                        "rewards": rewards,
+                        **({"ground_truth": row["ground_truth"]} if "ground_truth" in row else {}),
+                        **self._rewards_of(rewards),
                         "response_tokens": lengths[first],
                         **end_of(bool(rollout.truncated[first]), greedy[i].conversation if greedy else None),
                     }
                 )
                 self._unscored.append((i, self.rows[-1]))
+
+    def _rewards_of(self, rewards: dict[str, float]) -> dict[str, Any]:
+        """Return the rewards of a greedy response as the fields of its row, first that of ``val_metric``."""
+        name = {"reward_name": self._metric} if self._metric in rewards else {}
+        return {
+            "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
+            **name,
+            "rewards": rewards,
+        }
 
     def add_scores(self, scores: Tensor) -> None:
         """Add the reward model's scores of the responses that were added last."""

@@ -130,13 +130,9 @@ class RoleModule(LightningModule):
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Raise for settings of the Trainer that need automatic optimization; add no callbacks.
-
-        Lightning calls this before it raises its own errors, which do not contain the settings to use instead.
-        """
-        trainer = self.trainer
-        settings = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "callbacks")
-        check_trainer({name: getattr(trainer, name) for name in settings})
+        """Raise for settings that need automatic optimization, before Lightning does; add no callbacks."""
+        names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "callbacks")
+        check_trainer({name: getattr(self.trainer, name) for name in names})
         return []
 
     def prepare_data(self) -> None:

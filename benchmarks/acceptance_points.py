@@ -29,7 +29,7 @@ from benchmarks.acceptance_runs import (
 )
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import RunCheckpoint
-from lightning_rlhf.callbacks.checks import gap_statistics
+from lightning_rlhf.callbacks.engine_comparison import gap_statistics
 from lightning_rlhf.cli.commands.doctor import SMI_QUERY, compiler_findings
 from lightning_rlhf.cli.commands.doctor_try import digest
 from lightning_rlhf.cli.separate_process import error_line
@@ -37,6 +37,7 @@ from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
@@ -155,7 +156,7 @@ def engine_gap(device: str, folder: Path) -> Figures:
         engine.update_weights(whole_tensors(actor.lm), 0)
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, 500 if device == "cpu" else 1000, (rows, 8), generator=draw).tolist()
-        first, second = (engine.generate(prompts, SamplingParams(tokens), range(rows)) for _ in range(2))
+        first, second = (generate(engine, prompts, SamplingParams(tokens), range(rows)) for _ in range(2))
         gaps = [_gaps(actor, part, first[i : i + 8], device, dtype) for i, part in _parts(prompts)]
         mean, percentile, largest = gap_statistics(torch.cat(gaps)).tolist()
         figures[dtype] = {

@@ -3,10 +3,11 @@
 if __name__ != "lightning_rlhf.callbacks":
     raise ImportError("import lightning_rlhf.callbacks, not the folder name 'callbacks'")
 
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
+
 from .checkpoint import RunCheckpoint
 from .console import Console, StepProgressBar
 from .defaults import complete
-from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
 from .health import HealthChecks
 from .hf_export import HFExport

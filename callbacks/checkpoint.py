@@ -168,7 +168,7 @@ class RunCheckpoint(ModelCheckpoint):
 
         While rewards are still computed, a failure of theirs must not lose it: it is kept until the first update.
         """
-        if getattr(pl_module, "pending_score", None) is None:
+        if not getattr(pl_module, "waits_for_rewards", False):
             self._state = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -117,6 +117,8 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric has the same value as that of correct responses, and so have both means of its reward."""
     group, _, own = name.rpartition("/")
+    if own == "pass@1":
+        return metrics.get(f"{group}/share_correct_sampled") == metrics[name]
     for end, other in _REPEATED.items():
         before, ending, k = own.rpartition(f"_{end}")
         same = f"{group}/{other}{k}"

@@ -11,7 +11,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
-from .checks import check_module
+from .checks import check_module, last_step_of
 
 
 class KLControl(Callback):
@@ -46,14 +46,14 @@ class KLControl(Callback):
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Update the coefficient from the KL over all ranks, unless only the critic was updated."""
-        if not pl_module.actor_is_updated:
+        step = last_step_of(self, pl_module)
+        if "actor" not in step.roles:
             return
-        assert pl_module.last_rollout is not None
-        count = torch.tensor(float(len(pl_module.last_rollout)), device=pl_module.device)
+        if step.kl_to_ref is None:
+            raise RunError(f"KLControl needs the KL to the reference, but {type(pl_module).__name__} does not set it")
+        count = torch.tensor(float(len(step.experience)), device=pl_module.device)
         responses = int(pl_module.data_ranks.sum(count))
-        if pl_module.kl_to_ref is None:
-            raise RunError(f"KLControl needs the KL to the reference, but {type(pl_module).__name__} sets no kl_to_ref")
-        kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, like the logged value
+        kl = float(torch.tensor(step.kl_to_ref))  # float32, like the logged value
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 
     def state_dict(self) -> dict[str, float]:

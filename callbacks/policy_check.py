@@ -19,8 +19,9 @@ from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.collect import collect
 from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
+from lightning_rlhf.rollout.source import collect
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
@@ -113,13 +114,13 @@ class PolicyCheck(Callback):
         engine.update_weights(whole_tensors(policy.lm), version=0)
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
-        return collect(batch, engine.generate(ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)
+        return collect(batch, generate(engine, ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)
 
     @torch.no_grad()
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
         reward_model = module.role_strategy.role("reward_model")
-        for rows, _ in module.micro_batches(rollout):
+        for rows, _ in module.micro_batches.split(rollout):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
             input_ids, _, packing = module.layout.lay_out(part)

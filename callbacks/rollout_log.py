@@ -19,7 +19,7 @@ from lightning_rlhf.inspect.values import finite
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 
-from .checks import check_at_least, check_module
+from .checks import check_at_least, check_module, last_step_of
 from .rollout_loop import RolloutLoop
 from .rollout_rows import correct_answers, end_of, own_parts, segments_of, token_values, value_counts
 
@@ -86,7 +86,7 @@ class RolloutLog(Callback):
         """Write the file of a step, and print a table when it is due."""
         if trainer.fast_dev_run:
             return
-        rows = self.rows(trainer, pl_module, correct_answers(pl_module.experience.rollout, batch))
+        rows = self.rows(trainer, pl_module, correct_answers(last_step_of(self, pl_module).experience.rollout, batch))
         self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
@@ -125,8 +125,9 @@ class RolloutLog(Callback):
             module: module with the experience of the step.
             answers: correct answer to each response's prompt; empty if the data has no answers.
         """
-        count = min(self.max_rows, len(module.experience.rollout))
-        experience = module.experience[list(range(count))].to("cpu")
+        step = last_step_of(self, module).experience
+        count = min(self.max_rows, len(step))
+        experience = step[list(range(count))].to("cpu")
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
@@ -135,7 +136,7 @@ class RolloutLog(Callback):
         conversations = {position: own for loop in _loops(trainer) for position, own in loop.conversations.items()}
         lengths = rollout.response_lengths.tolist()
         valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
-        group_size = len(module.experience.rollout) // len(module.experience.rollout.group.unique())
+        group_size = len(step) // len(step.rollout.group.unique())
         rows = []
         for i in range(count):
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]

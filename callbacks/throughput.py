@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule, TrainedStep
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.rollout.clock import max_over_ranks, sum_over_ranks
 
 from .checks import check_module
-from .clock import max_over_ranks, sum_over_ranks
 
 GIB = 2.0**30
 # Dense bfloat16 TFLOP/s in the data sheets, by a part of the device's name; the first match counts.
@@ -54,7 +54,7 @@ class Throughput(Callback):
         """Start the clock; this callback runs before RolloutLoop."""
         self._started = time.perf_counter()
         if isinstance(pl_module, RLHFModule):
-            pl_module.step_times = None
+            pl_module.last_step = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
@@ -82,17 +82,17 @@ class Throughput(Callback):
         loops = [callback for callback in trainer.callbacks if hasattr(callback, "tokens_per_s")]
         if loops and loops[0].tokens_per_s:
             metrics["time/generate_ms_per_token"] = 1000 / loops[0].tokens_per_s
-        if module.step_times is None:
+        step = module.last_step
+        if step is None:
             return metrics
         ranks, device = module.data_ranks, module.device
-        seconds = max_over_ranks(vars(module.step_times), ranks, device)
+        seconds = max_over_ranks(step.times, ranks, device)
         metrics |= {f"time/{part}_ms_per_token": 1000 * value / tokens for part, value in seconds.items()}
         if peak := self.peak_tflops or known_peak(module):
-            assert module.last_rollout is not None
-            counts = {"operations": operations_per_pass(module), "rows": float(len(module.last_rollout))}
+            counts = {"operations": operations_per_pass(module, step), "rows": float(len(step.experience))}
             total = sum_over_ranks(counts, ranks, device)
-            passes = module.actor_updates * module.minibatch_size / total["rows"]
-            operations = total["operations"] * (passes if module.actor_is_updated else module.update_epochs)
+            passes = step.actor_updates * module.minibatch_size / total["rows"]
+            operations = total["operations"] * (passes if "actor" in step.roles else module.update_epochs)
             metrics["perf/mfu_update"] = operations / (seconds["update"] * devices * peak * 1e12)
         return metrics
 
@@ -114,13 +114,12 @@ def known_peak(module: RoleModule) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def operations_per_pass(module: RLHFModule) -> float:
-    """Return the floating-point operations of one pass over this rank's last responses."""
-    assert module.last_rollout is not None
-    lengths = module.last_rollout.total_lengths.double()
+def operations_per_pass(module: RLHFModule, step: TrainedStep) -> float:
+    """Return the floating-point operations of one pass over this rank's responses of a step."""
+    lengths = step.experience.total_lengths.double()
     parameters = module.parameter_counts()
     operations = 0.0
-    for role in module.trained_roles if module.actor_is_updated else module.trained_roles[1:]:
+    for role in step.roles:
         config = getattr(module, role).lm.config.get_text_config()
         squares = 12 * config.num_hidden_layers * config.hidden_size * (lengths**2).sum().item()
         operations += 6 * parameters[role] * lengths.sum().item() + squares

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.functional.diagnostics import (
-    best_at_k,
-    majority_at_k,
-    mean_interval,
-    ordered_share,
-    pass_at_k,
-    worst_at_k,
-)
+from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.functional.samples import draw_sizes, extremes, majorities, mean_interval, passes
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
-from lightning_rlhf.rollout.collect import conversation_metrics
+from lightning_rlhf.rollout.clock import means_over_ranks
+from lightning_rlhf.rollout.scorer import conversation_metrics
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
-from .clock import means_over_ranks
 from .rollout_rows import end_of, segments_of
 
 log = logging.getLogger(__name__)
@@ -78,19 +71,20 @@ class _Quantity:
             deviation = sampled - sampled.mean(dim=1, keepdim=True)
             statistics["sampled_std"] = (deviation**2).mean(dim=1).sqrt()
         rows = sampled.tolist()
-        for k in draws(sampled.shape[1]):
-            if self.is_correctness:
-                statistics[f"pass@{k}"] = _per_prompt(partial(_pass_at_k, k=k), rows)
-            else:
-                statistics[f"best@{k}"] = _per_prompt(partial(best_at_k, k=k), rows)
-                statistics[f"worst@{k}"] = _per_prompt(partial(worst_at_k, k=k), rows)
-            if answers is not None:
-                votes = [
-                    torch.nan if _is_incomplete(row) else majority_at_k(own, row, k=k)
-                    for own, row in zip(answers, rows, strict=True)
-                ]
-                statistics[f"maj@{k}"] = torch.tensor(votes, dtype=torch.float64)
+        votes: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
+        of_prompts = [self._of_prompt(row, own) for row, own in zip(rows, votes, strict=True)]
+        count = sampled.shape[1]
+        for name in self._of_prompt([0.0] * count, None if answers is None else [None] * count):
+            statistics[name] = torch.tensor([own.get(name, math.nan) for own in of_prompts], dtype=torch.float64)
         return {f"{self.prefix}{name}": values for name, values in statistics.items()}
+
+    def _of_prompt(self, row: list[float], answers: Sequence[Hashable] | None) -> dict[str, float]:
+        """Return the statistics of k of one prompt's samples; none if a value is missing."""
+        if any(math.isnan(value) for value in row):
+            return {}
+        sizes = draw_sizes(len(row))
+        of_values = passes([value == 1 for value in row], sizes) if self.is_correctness else extremes(row, sizes[1:])
+        return of_values if answers is None else of_values | majorities(answers, row, sizes[1:])
 
 
 class Validation:
@@ -98,9 +92,10 @@ class Validation:
 
     For every reward, and the reward model's score: the mean of greedy and sampled responses, the standard deviation of
     a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2, 4,
-    8, ... and N. These are exact means over all draws of k of the N samples, so they are unbiased and not random. A
-    truncated response counts with its reward. A response without a reward (NaN) is not part of the means, and its
-    prompt not part of the statistics that compare a prompt's samples. The means have 95 % intervals over prompts.
+    8, ... and N; pass@k is the probability of a correct one, for k = 1 too. These are exact means over all draws of k
+    of the N samples, so they are unbiased and not random. A truncated response counts with its reward. A response
+    without a reward (NaN) is not part of the means, and its prompt not part of the statistics that compare a prompt's
+    samples. The means have 95 % intervals over prompts.
 
     All prompts have the same weight; the samples of a prompt are on one rank.
 
@@ -301,12 +296,6 @@ class Validation:
         return values.detach().cpu().double().view(-1, 1 + self._val_samples)
 
 
-def draws(val_samples: int) -> list[int]:
-    """Return the k of best, worst, maj and pass@k: 2, 4, 8, ... below the number of samples, and that number."""
-    powers = [2**power for power in range(1, val_samples.bit_length()) if 2**power < val_samples]
-    return [*powers, val_samples] if val_samples > 1 else []
-
-
 def sources_in(data: PromptDataModule) -> list[str]:
     """Return the sources of the validation data that have separate metrics; none if there are fewer than two.
 
@@ -326,20 +315,6 @@ def sources_in(data: PromptDataModule) -> list[str]:
 def source_of(columns: Mapping[str, Any]) -> str | None:
     """Return the source of a row of the data, if it has one."""
     return next((str(columns[name]) for name in _SOURCE_COLUMNS if columns.get(name) is not None), None)
-
-
-def _per_prompt(function: Callable[[list[float]], float], rows: list[list[float]]) -> Tensor:
-    """Apply a function to the samples of each prompt; NaN for prompts with a missing value."""
-    values = [torch.nan if _is_incomplete(row) else function(row) for row in rows]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _pass_at_k(correct: list[float], k: int) -> float:
-    return pass_at_k(len(correct), round(sum(correct)), k)
-
-
-def _is_incomplete(row: list[float]) -> bool:
-    return any(math.isnan(value) for value in row)
 
 
 def averages_weights(trainer: Trainer) -> bool:

@@ -28,3 +28,7 @@ class MissingPackageError(ExpectedError, ModuleNotFoundError):
 
 class NonFiniteError(ExpectedError, FloatingPointError):
     """NaN or infinity in a loss or a gradient."""
+
+
+class EngineDied(RunError):
+    """Error for an engine that has ended; the message contains the cause and the path of its log."""

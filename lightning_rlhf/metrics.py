@@ -11,15 +11,8 @@ from torchmetrics import Metric
 
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.functional.diagnostics import (
-    best_at_k,
-    calibration_bins,
-    calibration_error,
-    majority_at_k,
-    pass_at_k,
-    wilson_interval,
-    worst_at_k,
-)
+from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error
+from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_k, wilson_interval, worst_at_k
 
 
 def over(ranks: DataRanks) -> dict[str, Any]:
@@ -82,7 +75,7 @@ class _RewardsAtK(_PromptMean):
 class PassAtK(_PromptMean):
     """Probability that at least one of k samples is correct, unbiased.
 
-    See :func:`~lightning_rlhf.functional.diagnostics.pass_at_k`.
+    See :func:`~lightning_rlhf.functional.samples.pass_at_k`.
 
     Args:
         k: number of draws, at least 1.
@@ -103,7 +96,7 @@ class PassAtK(_PromptMean):
 
 
 class BestAtK(_RewardsAtK):
-    """Reward of the best of k samples, unbiased: see :func:`~lightning_rlhf.functional.diagnostics.best_at_k`.
+    """Reward of the best of k samples, unbiased: see :func:`~lightning_rlhf.functional.samples.best_at_k`.
 
     Args:
         k: number of draws, at least 1.
@@ -115,7 +108,7 @@ class BestAtK(_RewardsAtK):
 
 
 class WorstAtK(_RewardsAtK):
-    """Reward of the worst of k samples, unbiased: see :func:`~lightning_rlhf.functional.diagnostics.worst_at_k`.
+    """Reward of the worst of k samples, unbiased: see :func:`~lightning_rlhf.functional.samples.worst_at_k`.
 
     Args:
         k: number of draws, at least 1.
@@ -129,7 +122,7 @@ class WorstAtK(_RewardsAtK):
 class MajorityAtK(_PromptMean):
     """Reward of the most frequent answer of k samples, unbiased.
 
-    See :func:`~lightning_rlhf.functional.diagnostics.majority_at_k`.
+    See :func:`~lightning_rlhf.functional.samples.majority_at_k`.
 
     Args:
         k: number of draws, at least 1.

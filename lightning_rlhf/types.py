@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -234,6 +234,32 @@ class Rollout(TensorBatch):
             has_several = self.text_starts.any(dim=1)
             is_same, own = is_same & ~has_several, own + len(own) * has_several
         return torch.stack([torch.where(is_same, first, own), self.prompt_lengths, self.response_lengths])
+
+
+class Rewards(Protocol):
+    """Rewards that are computed while a module evaluates their rollout."""
+
+    def add_to(self, rollout: Rollout) -> Rollout:
+        """Wait for the rewards and return the rollout with them. All ranks."""
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """Rollout of one step, with the greedy responses and pending rewards that belong to it.
+
+    Args:
+        rollout: responses of this rank; their rewards are NaN while ``rewards`` are computed.
+        greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
+        rewards: rewards that are still computed; None if the rollout has them.
+    """
+
+    rollout: Rollout
+    greedy: Rollout | None = None
+    rewards: Rewards | None = None
+
+    def with_rewards(self) -> Rollout:
+        """Wait for the rewards that are still computed, and return the rollout with them. All ranks."""
+        return self.rollout if self.rewards is None else self.rewards.add_to(self.rollout)
 
 
 @dataclass(frozen=True)

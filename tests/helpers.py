@@ -123,10 +123,11 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
 
 
 def concrete_objectives(kind):
-    """Return the classes of lightning_rlhf.objectives that derive from ``kind`` and can be instantiated."""
+    """Return the classes of lightning_rlhf.objectives that derive from ``kind`` and have a formula."""
     classes = {}
     for module in pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, type) and issubclass(value, kind) and not inspect.isabstract(value):
                 classes[name] = value
+    classes.pop("FunctionLoss", None)  # its formula is that of a function
     return list(classes.values())

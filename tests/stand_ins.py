@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
@@ -203,12 +204,21 @@ class ScriptedEngine(RolloutEngine):
         self.calls.append(f"update_weights {version}")
         self.version = version
 
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        if not prompts:
+            return []
+        longest = replace(sampling[0], max_tokens=max(own.max_tokens for own in sampling))
+        completions = self.generate(prompts, longest, seeds)
+        limits = [own.max_tokens for own in sampling][: len(completions)]
+        return finished(
+            completion if limit == longest.max_tokens else completion.cut(limit)
+            for completion, limit in zip(completions, limits, strict=True)
+        )
+
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         self.calls.append(f"generate {len(prompts)}")
         said = []

@@ -11,6 +11,7 @@ import pytest
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.rules import gsm8k_strict
+from lightning_rlhf.rollout.engine import RolloutEngine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Lightning's own words at every run from Python; the command line turns them off.
@@ -26,7 +27,13 @@ def run(name, *arguments):
 
 
 def test_every_example_is_run_here():
-    tested = {"01_ppo_from_python.py", "02_custom_reward.py", "03_new_algorithm.py", "04_verl_data.py"}
+    tested = {
+        "01_ppo_from_python.py",
+        "02_custom_reward.py",
+        "03_new_algorithm.py",
+        "04_verl_data.py",
+        "05_own_engine.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -58,6 +65,13 @@ def test_verl_data_are_what_a_recipe_reads(tmp_path, capsys):
     assert batch.texts[0].startswith("What is 600 + 634? Let's think")
     assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], batch.columns["ground_truth"]) == [1, 1, 0]
     assert batch.columns["data_source"] == ["openai/gsm8k"] * 3
+
+
+def test_an_own_engine_generates_the_rollouts_of_a_run(tmp_path, monkeypatch):
+    engine = runpy.run_path(str(EXAMPLES / "05_own_engine.py"))["PlainEngine"]
+    monkeypatch.setattr("lightning_rlhf.rollout.transformers.TransformersEngine", engine)
+    assert run("01_ppo_from_python.py", str(tmp_path)) > 0.9  # its log-probs are compared with the actor's in each step
+    assert isinstance(engine(), RolloutEngine)
 
 
 def test_the_questions_of_the_chat_model_have_answers_that_the_tools_return(tmp_path):

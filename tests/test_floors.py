@@ -32,7 +32,8 @@ FLOORS = (
     {"batching"},  # pads and sorts rows for all above
     {"data", "models", "rewards"},
     {"environments"},
-    {"rollout", "strategies"},
+    {"strategies"},
+    {"rollout"},
     {"modules", "planning", "serving", "inspect"},
     {"callbacks"},
     {"cli"},

@@ -44,4 +44,6 @@ def test_the_passes_that_it_leaves_out_are_not_made():
     module = GRPOModule(TinyModel(), kl_loss=KLTerm(0.0, "k3"), correction=RolloutCorrection(bypass=True))
     assert set(module.sources) == {"actor"}
     rollout = rollout_of(responses(2, seed=0))
-    assert module.old_scores(rollout).logprobs is rollout.rollout_logprobs  # no model was built that could be evaluated
+    assert (
+        module.old_scores(rollout).evaluate(rollout).logprobs is rollout.rollout_logprobs
+    )  # no model was built that could be evaluated

@@ -13,15 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-from lightning_rlhf.functional.diagnostics import (
-    best_at_k,
-    calibration_bins,
-    calibration_error,
-    majority_at_k,
-    pass_at_k,
-    wilson_interval,
-    worst_at_k,
-)
+from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error
+from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_k, wilson_interval, worst_at_k
 from lightning_rlhf.metrics import (
     BestAtK,
     MajorityAtK,

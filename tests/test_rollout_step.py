@@ -24,7 +24,7 @@ class Watch(PPOModule):
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        self.seen = [*getattr(self, "seen", []), self.experience.rollout]
+        self.seen = [*getattr(self, "seen", []), self.last_step.experience.rollout]
 
     def finish_step(self, metrics, bar):
         super().finish_step(metrics, bar)

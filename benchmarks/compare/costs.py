@@ -113,6 +113,7 @@ def generation_by_engine(directory: Path) -> dict[str, float]:
     from lightning_rlhf.models.loading import Pretrained, save_architecture
     from lightning_rlhf.models.tensors import whole_tensors
     from lightning_rlhf.rollout.engine import EngineSetup
+    from lightning_rlhf.rollout.generation import generate
     from lightning_rlhf.rollout.vllm.engine import VLLMEngine
     from lightning_rlhf.types import SamplingParams
 
@@ -127,7 +128,7 @@ def generation_by_engine(directory: Path) -> dict[str, float]:
         engine.update_weights(whole_tensors(source.causal().lm), 0)
 
         def generate() -> int:
-            return sum(len(each.token_ids) for each in engine.generate(prompts, sampling, seeds))
+            return sum(len(each.token_ids) for each in generate(engine, prompts, sampling, seeds))
 
         return tokens_per_second(generate, lambda: own_seconds() + seconds_of_children())
     finally:

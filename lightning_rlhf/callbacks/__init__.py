@@ -4,10 +4,11 @@ from pathlib import Path
 
 __path__ = [str(Path(__file__).resolve().parents[2] / "callbacks")]
 
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
+
 from .checkpoint import RunCheckpoint
 from .console import Console, StepProgressBar
 from .defaults import complete
-from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
 from .health import HealthChecks
 from .hf_export import HFExport

@@ -20,7 +20,15 @@ from lightning_rlhf.cli.source_classes import (
     find_module,
     suggestion,
 )
-from lightning_rlhf.cli.used_classes import CLASS_KEYS, REQUIRED, UsedClass, classes_in, merge, trainer_class
+from lightning_rlhf.cli.used_classes import (
+    CLASS_KEYS,
+    REQUIRED,
+    UsedClass,
+    classes_in,
+    merge,
+    named_class,
+    trainer_class,
+)
 from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
@@ -148,6 +156,9 @@ def _unknown_in(used: UsedClass, config: dict[str, Any]) -> Iterator[str]:
     is_reward = used.kind is not None and used.kind.path == _REWARD
     if is_reward and isinstance(reference, str) and (message := _missing_function(reference)):
         yield f"reward function {reference!r}: {message}"
+    loss = used.arguments.get("policy_loss")
+    if isinstance(loss, str) and (message := _missing_loss(loss)):
+        yield f"{used.label}: policy_loss {loss!r}: {message}"
 
 
 def _class_in_file(path: str) -> str:
@@ -181,6 +192,15 @@ def _missing_function(reference: str) -> str:
     near = suggestion(name, functions)
     available = f"; available: {', '.join(functions)}" if functions else ""
     return f"{name!r} was not found in {source}{near or available}"
+
+
+def _missing_loss(name: str) -> str:
+    """Return a message about a policy loss that does not exist; empty if it exists or is unknown."""
+    if "." in name or ":" in name:
+        return _missing_function(name)
+    if named_class(name) is not None:
+        return ""
+    return "expected the name of a class such as ReinforceLoss, or of a function such as losses.py:my_loss"
 
 
 def _owner(name: str, config: dict[str, Any]) -> str | None:

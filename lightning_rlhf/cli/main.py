@@ -41,11 +41,10 @@ from lightning_rlhf.cli.parser import ConfigParser, reports_errors
 from lightning_rlhf.cli.screen import configure_messages, last_line
 from lightning_rlhf.cli.trainer_settings import find_strategy, process_count
 from lightning_rlhf.compat import is_lightning_error
-from lightning_rlhf.expected_errors import ExpectedError, UsageError
+from lightning_rlhf.expected_errors import EngineDied, ExpectedError, UsageError
 from lightning_rlhf.loggers import log_configuration, save_run_ids, with_run_ids
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.trainer_settings import check_trainer
-from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 from lightning_rlhf.strategies.names import our_name
 

@@ -5,9 +5,7 @@ _LOOP = "RolloutLoop under trainer.callbacks"
 _NAMES = {
     "beta kl_coef": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
     "kl_loss_coef": "kl_loss.coef of the module",
-    "learning_rate lr optim optimizer weight_decay": (
-        "model.init_args.actor_optimizer, as {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-6}}"
-    ),
+    "learning_rate lr optim optimizer weight_decay": "model.init_args.actor_optimizer, as {lr: 1.0e-6}",
     "lr_scheduler lr_scheduler_type warmup_ratio warmup_steps": (
         "model.init_args.actor_lr_scheduler, as {class_path: lightning_rlhf.modules.schedules.RunSchedule, init_args: "
         "{kind: cosine, warmup_ratio: 0.03}}"

@@ -59,7 +59,7 @@ class KTOModule(DPOModule):
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
         """Accumulate loss and rewards of held-out responses."""
         self.kl = self.measured_kl(batch)
-        self.losses(batch, self.map_micro_batches(self.row_scores, batch), self._held_out, "val")
+        self.losses(batch, self.micro_batches.map(self.row_scores, batch), self._held_out, "val")
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all held-out responses of all ranks."""
@@ -76,7 +76,7 @@ class KTOModule(DPOModule):
             batch: rows of this rank.
         """
         texts = with_next_rows_response(batch, self.data_ranks)
-        log_ratios = self.map_micro_batches(self.answer_scores, texts)[0]
+        log_ratios = self.micro_batches.map(self.answer_scores, texts)[0]
         means = MeanAccumulator()
         means.add("kl", log_ratios)
         return log_ratios.new_tensor(means.means(self.data_ranks)["kl"]).clamp(min=0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -105,17 +106,25 @@ class UpdateResult:
     stepped: bool = True
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of the parts of a training step on this rank.
+@dataclass
+class StepUpdates:
+    """Optimizer steps of all roles in a training step.
 
     Attributes:
-        evaluate: seconds to compute log-probs, values, rewards and advantages.
-        update: seconds of all optimizer steps.
+        means: metrics of this rank's rows, and the norm of each role's gradients.
+        counts: number of optimizer steps of each role.
     """
 
-    evaluate: float
-    update: float
+    means: MeanAccumulator = field(default_factory=MeanAccumulator)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, results: Mapping[str, UpdateResult]) -> None:
+        """Add the updates on one mini-batch, by role."""
+        for role, result in results.items():
+            self.means.merge(result.means)
+            if result.stepped:
+                self.means.add(f"grad_norm/{role}", result.grad_norm)
+                self.counts[role] += 1
 
 
 def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = ONE_RANK) -> dict[str, float]:

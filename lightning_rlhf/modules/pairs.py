@@ -63,7 +63,7 @@ class PairModule(RoleModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy of held-out pairs, the mean over pairs."""
-        means, scores = MeanAccumulator(), self.map_micro_batches(self.row_scores, batch)
+        means, scores = MeanAccumulator(), self.micro_batches.map(self.row_scores, batch)
         self.losses(batch, scores, means, "val")
         self.log_validation(means, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
         for metric in self._held_out_pairs:

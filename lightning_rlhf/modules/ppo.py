@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.micro_batches import SummedLoss
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.modules.role_module import SummedLoss
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.resampling import ScoreResampling
@@ -92,8 +92,8 @@ class PPOModule(RLHFModule):
 
     def losses(self) -> dict[str, SummedLoss]:
         """Return the losses of critic and actor; only the critic's during warm-up."""
-        self.actor_is_updated = self.trainer.global_step >= self.critic_warmup_steps
-        return {"critic": self.critic_loss, **(super().losses() if self.actor_is_updated else {})}
+        is_warm_up = self.trainer.global_step < self.critic_warmup_steps
+        return {"critic": self.critic_loss, **({} if is_warm_up else super().losses())}
 
     def critic_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute the value loss, summed over the tokens of some rows."""
@@ -111,7 +111,7 @@ class PPOModule(RLHFModule):
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return the values before the update, 0 where the mask is False, and those after truncated responses."""
-        values, final_values = self.map_micro_batches(self.critic_values, rollout)
+        values, final_values = self.micro_batches.map(self.critic_values, rollout)
         return values.masked_fill(~rollout.response_mask, 0), final_values.masked_fill(~rollout.truncated, 0)
 
     def build_role(self, name: str) -> nn.Module:

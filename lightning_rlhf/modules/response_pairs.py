@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.micro_batches import SummedLoss
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.modules.role_module import SummedLoss
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.base import AdvantageEstimator, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.group_advantages import GRPO, BestAgainstWorst
@@ -21,7 +22,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, Rollout
+from lightning_rlhf.types import Experience, StepRollout
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ class ResponsePairsModule(RLHFModule):
                     f"each of {self.data_ranks.size} ranks: use a multiple of {size * self.data_ranks.size}"
                 )
 
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Evaluation:
         """Evaluate a rollout with the same number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
-        sizes = rollout.group.unique(return_counts=True)[1]
+        sizes = received.rollout.group.unique(return_counts=True)[1]
         self.group_size = int(sizes[0])
         if self.group_size < 2 or bool((sizes != self.group_size).any()):
             raise UsageError(
                 f"all prompts must have the same number (>= 2) of responses, got {sizes.unique().tolist()}"
             )
-        return super().evaluate(rollout, greedy)
+        return super().evaluate(received)
 
     def losses_of_pairs(self, rows: ExperiencePairs, logprobs: Tensor, means: MeanAccumulator) -> Tensor:
         """Compute the (B,) loss of each pair and record its metrics.
@@ -149,15 +150,24 @@ class OnlineDPOModule(ResponsePairsModule):
         super().__init__(actor, BestAgainstWorst(), kl_reward=KLTerm(), **kwargs)
         self.loss = loss
 
+    def evaluate(self, received: StepRollout) -> Evaluation:
+        """Evaluate a rollout, and measure the fraction of prompts that are left out. All ranks."""
+        evaluation = super().evaluate(received)
+        decided = is_decided(self.marks(evaluation.experience))
+        counts = self.data_ranks.sum(torch.stack([(~decided).sum(), decided.new_ones(len(decided)).sum()]))
+        return replace(evaluation, metrics={**evaluation.metrics, "train/tied_fraction": float(counts[0] / counts[1])})
+
+    def marks(self, experience: Experience) -> Tensor:
+        """Return (prompts, G): 1 for the best response to each prompt, -1 for the worst, 0 for others."""
+        return experience.advantages.sum(dim=1).sign().view(-1, self.group_size)
+
     def select_training_rows(self, experience: Experience) -> ExperiencePairs:
         """Return the best and the worst response to each prompt. All ranks."""
-        marks = experience.advantages.sum(dim=1).sign().view(-1, self.group_size)
+        marks = self.marks(experience)
         start = torch.arange(len(marks), device=marks.device) * self.group_size
         best = start + marks.argmax(dim=1)
         worst = start + marks.argmin(dim=1)
-        decided = (marks.amax(dim=1) > 0) & (marks.amin(dim=1) < 0)
-        self.evaluation_metrics["train/tied_fraction"] = float((~decided).float().mean())
-        return ExperiencePairs(experience[best], experience[worst], decided)
+        return ExperiencePairs(experience[best], experience[worst], is_decided(marks))
 
     def losses_of_pairs(self, rows: ExperiencePairs, logprobs: Tensor, means: MeanAccumulator) -> Tensor:
         """Compute the (B,) preference loss of each pair; see :meth:`ResponsePairsModule.losses_of_pairs`."""
@@ -175,6 +185,11 @@ class OnlineDPOModule(ResponsePairsModule):
             means.add(f"train/reward_{name}", reward, rows.included)
             means.add(f"train/logprob_{name}", logprob, rows.included)
         return self.loss(chosen, rejected)
+
+
+def is_decided(marks: Tensor) -> Tensor:
+    """Return (prompts,) bool, whether each prompt has a best and a worst response, from their (prompts, G) marks."""
+    return (marks.amax(dim=1) > 0) & (marks.amin(dim=1) < 0)
 
 
 class REBELModule(ResponsePairsModule):
@@ -195,12 +210,12 @@ class REBELModule(ResponsePairsModule):
         super().__init__(actor, GRPO(normalize_std=False), **kwargs)
         self.loss = loss
 
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Evaluation:
         """Evaluate a rollout with an even number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
-        experience = super().evaluate(rollout, greedy)
+        evaluation = super().evaluate(received)
         if self.group_size % 2:
             raise UsageError(f"REBEL pairs the responses to a prompt: group_size must be even, got {self.group_size}")
-        return experience
+        return evaluation
 
     def select_training_rows(self, experience: Experience) -> ExperiencePairs:
         """Return neighbouring responses to each prompt as pairs. All ranks."""

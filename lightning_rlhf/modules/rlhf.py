@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,26 +14,57 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.algorithm_checks import check_algorithm
+from lightning_rlhf.modules.evaluation import EngineScores, Evaluation, OldScores, SeparatePass
 from lightning_rlhf.modules.first_forward import FirstForward
-from lightning_rlhf.modules.metrics import MeanAccumulator, StepTimes, UpdateResult, describe
-from lightning_rlhf.modules.role_module import RoleModule, SummedLoss
+from lightning_rlhf.modules.metrics import MeanAccumulator, StepUpdates, UpdateResult, describe
+from lightning_rlhf.modules.micro_batches import SummedLoss
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs, PolicyLoss, approx_kl, log_ratio_of
+from lightning_rlhf.objectives.base import (
+    AdvantageEstimator,
+    AdvantageInputs,
+    FunctionLoss,
+    PolicyLoss,
+    PolicyTokens,
+    approx_kl,
+    log_ratio_of,
+)
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
+from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, PromptBatch, Rollout
+from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """Results of a training step, for callbacks.
+
+    Args:
+        experience: responses of this rank, with all inputs of the losses.
+        roles: names of the roles that were trained; without the actor during critic warm-up.
+        actor_updates: number of optimizer steps of the actor.
+        kl_to_ref: KL of the rollout to the reference over all ranks, nats per response; None without a reference.
+        times: seconds of the parts ``evaluate`` and ``update`` on this rank.
+    """
+
+    experience: Experience
+    roles: tuple[str, ...]
+    actor_updates: int
+    kl_to_ref: float | None
+    times: dict[str, float]
 
 
 class RLHFModule(RoleModule):
@@ -46,7 +78,8 @@ class RLHFModule(RoleModule):
         ref: frozen policy that KL is measured to; None takes the actor's source. Loaded only if a KL term has a weight.
         reward_model: scalar model whose score of each whole response is a reward; None uses reward functions only.
         advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
+        policy_loss: loss per token from log-probabilities and advantages; also a function of ``PolicyTokens`` that
+            returns the (B, T) losses, or its reference, such as ``losses.py:my_loss``.
         aggregation: reduction of the losses of tokens to one loss.
         correction: importance weights for the gap between the log-probabilities of engine and actor; None only
             measures it.
@@ -71,12 +104,8 @@ class RLHFModule(RoleModule):
     trained_roles: tuple[str, ...] = ("actor",)
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
-    experience: Experience  # of the last step, for callbacks
-    actor_updates = 0  # in the last step
-    first_forward: FirstForward | None = None  # of a step whose first update gives the old log-probs of its rows
-    actor_is_updated = True  # in this step; False during critic warm-up
-    step_times: StepTimes | None = None  # of the last step; None where training_step does not set them
-    kl_to_ref: float | None = None  # KL of the last rollout to the reference, nats per response; None without reference
+    last_rollout: Rollout | None = None  # the last one that was received, for callbacks
+    last_step: TrainedStep | None = None  # the last training step, for callbacks
 
     def __init__(
         self,
@@ -84,7 +113,7 @@ class RLHFModule(RoleModule):
         ref: str | ModelSource | None = None,
         reward_model: str | ModelSource | None = None,
         advantages: AdvantageEstimator = ReinforcePlusPlus(),
-        policy_loss: PolicyLoss = ClippedPolicyLoss(),
+        policy_loss: PolicyLoss | str | Callable[[PolicyTokens], Tensor] = ClippedPolicyLoss(),
         aggregation: Aggregation = TokenMean(),
         correction: RolloutCorrection | None = None,
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
@@ -106,7 +135,7 @@ class RLHFModule(RoleModule):
         ref = (actor if ref is None else ref) if self.has_ref else None
         self.set_sources(actor=actor, ref=ref, reward_model=reward_model)
         self.advantages = advantages
-        self.policy_loss = policy_loss
+        self.policy_loss = as_policy_loss(policy_loss)
         self.aggregation = aggregation
         self.correction = RolloutCorrection() if correction is None else correction
         self.actor_optimizer = actor_optimizer
@@ -120,54 +149,95 @@ class RLHFModule(RoleModule):
         self.minibatch_size = minibatch_size
         self.keep_groups = keep_groups
         self.target_kl = target_kl
-        self.last_rollout: Rollout | None = None  # for callbacks
-        self._received: tuple[Rollout, Rollout | None] | None = None
-        self.pending_score: Callable[[Rollout], Rollout] | None = None  # adds the rewards that are still computed
-        self.reward_wait = 0.0  # seconds in which evaluate() waited for these rewards
-        check_algorithm(self)
+        self._received: StepRollout | None = None
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        """Raise ValueError for arguments out of range or that do not fit each other; warn about useless KL losses."""
+        estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
+        for name in ("update_epochs", "minibatch_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ent_coef < 0:
+            raise UsageError(f"ent_coef must be at least 0, got {self.ent_coef}")
+        if self.advantages.needs_critic and "critic" not in self.trained_roles:
+            raise UsageError(
+                f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "
+                f"estimator without critic such as GRPO"
+            )
+        if self.advantages.needs_sum_pi_squared and self.correction.bypass:
+            raise UsageError(
+                f"{estimator} evaluates the actor on every response, which bypass leaves out: use another correction"
+            )
+        if not self.advantages.reads_total_reward and ("reward_model" in self.sources or self.kl_reward.coef > 0):
+            raise UsageError(
+                f"{estimator} uses only its own reward keys, so reward_model and kl_reward would have no effect: "
+                f"remove them; kl_loss works"
+            )
+        if self.correction.bypass and self.correction.level is not None and self.policy_loss.uses_ratio:
+            raise UsageError(
+                f"with bypass, the ratio of {policy_loss} is the importance weight already: use ReinforceLoss, or "
+                f"level null"
+            )
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1" and not self.kl_loss.importance:
+            log.warning("kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3")
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "abs":
+            log.warning(
+                "kl_loss with estimator abs has the sign of a rounding error as gradient where actor and reference are "
+                "equal, as in the first update. Use abs+, k2 or k3"
+            )
 
     # -- the step ---------------------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Update the roles on the rollout of this batch; the batch itself is not used."""
-        started = time.perf_counter()
-        rollout, greedy = self.pop_rollout()
-        self.first_forward = FirstForward.of_step(self, rollout, self.order_seed(0))
-        experience = self.experience = self.evaluate(rollout, greedy)
-        evaluated = time.perf_counter()
-        means = MeanAccumulator()
-        updates = 0
-        for minibatch in self.minibatches(experience):
-            if not self.data_ranks.sum(minibatch.mask.sum()):
-                continue  # without tokens on any rank, momentum alone would change the weights
+        clock = time.perf_counter
+        started = clock()
+        evaluation = self.evaluate(self.pop_rollout())
+        evaluated = clock()
+        updates = StepUpdates()
+        for minibatch in self.minibatches(evaluation.experience):
             denominator = self.denominator(minibatch)
-            results = {role: self.update(role, minibatch, loss, denominator) for role, loss in self.losses().items()}
-            for role, result in results.items():
-                means.merge(result.means)
-                if result.stepped:
-                    means.add(f"grad_norm/{role}", result.grad_norm)
-            updates += "actor" in results and results["actor"].stepped
+            losses = evaluation.old_scores.losses(self.losses())
+            results = {role: self.update(role, minibatch, loss, denominator) for role, loss in losses.items()}
+            updates.add(results)
             if self.exceeds_target_kl(results):
                 break
-        if self.first_forward is not None:
-            experience = self.experience = self.first_forward.fill(experience, self)
-            self.first_forward = None
+        evaluation = evaluation.completed()
+        times = {"evaluate": evaluated - started - evaluation.reward_wait, "update": clock() - evaluated}
+        self.finish_rollout(evaluation, updates, times)
+
+    def finish_rollout(self, evaluation: Evaluation, updates: StepUpdates, times: dict[str, float]) -> None:
+        """Log the metrics of a step and set :attr:`last_step`. All ranks.
+
+        Args:
+            evaluation: evaluation of the rollout.
+            updates: updates of the step.
+            times: seconds of ``evaluate`` and ``update`` on this rank.
+        """
+        experience = evaluation.experience
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
         metrics = describe(experience, roles, self.data_ranks)
-        metrics |= {**self.evaluation_metrics, **means.means(self.data_ranks), "kl/coef": self.kl_coef}
+        metrics |= {**evaluation.metrics, **updates.means.means(self.data_ranks), "kl/coef": self.kl_coef}
         if self.correction.bypass:  # old and rollout log-probs are both the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
-        self.kl_to_ref = metrics.get("kl/ref")
-        metrics["policy/updates"] = self.actor_updates = updates  # without those left out
-        self.step_times = StepTimes(evaluated - started - self.reward_wait, time.perf_counter() - evaluated)
-        metrics |= {f"time/{part}_s": seconds for part, seconds in vars(self.step_times).items()}
+        metrics["policy/updates"] = updates.counts["actor"]  # without those left out
+        metrics |= {f"time/{part}_s": seconds for part, seconds in times.items()}
+        self.last_step = TrainedStep(
+            experience=experience,
+            roles=tuple(self.losses()),
+            actor_updates=updates.counts["actor"],
+            kl_to_ref=metrics.get("kl/ref"),
+            times=times,
+        )
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
 
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
 
         A mini-batch is drawn from the responses of all ranks, so it does not depend on their number, and its rows are
-        distributed so that all ranks have about the same number of tokens.
+        distributed so that all ranks have about the same number of tokens. Mini-batches without a token to learn from
+        are left out: momentum alone would change the weights.
         """
         ranks = self.data_ranks
         if ranks.size > 1:  # all ranks' rows are kept in host memory
@@ -180,7 +250,8 @@ class RLHFModule(RoleModule):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
                 seed = derive_seed(self.order_seed(epoch, ranks.rank), "chosen", number)
-                yield self.with_selected_tokens(own_rows, seed)
+                if self.data_ranks.sum(own_rows.mask.sum()):
+                    yield self.with_selected_tokens(own_rows, seed)
 
     def order_seed(self, epoch: int, rank: int = 0) -> int:
         """Return the seed of the order of the rows in an epoch of this step."""
@@ -210,7 +281,7 @@ class RLHFModule(RoleModule):
         if not self.policy_loss.selects_tokens:
             return minibatch
         selected_tokens = self.policy_loss.select_tokens(
-            logprobs=self.map_micro_batches(partial(self.actor_scores, "actor"), minibatch.rollout)[0],
+            logprobs=self.evaluated_actor(minibatch.rollout).logprobs,
             old_logprobs=minibatch.old_logprobs,
             advantages=minibatch.advantages,
             mask=minibatch.mask,
@@ -233,9 +304,11 @@ class RLHFModule(RoleModule):
 
     def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
-        logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
-        if self.first_forward is not None:
-            rows = self.first_forward.record(rows, logprobs, entropy)
+        return self.policy_objective(rows, self.actor_scores("actor", rows.rollout), means)
+
+    def policy_objective(self, rows: Experience, scores: TokenScores, means: MeanAccumulator) -> Tensor:
+        """Compute the loss of :meth:`actor_loss` from the actor's scores of the rows."""
+        logprobs, entropy, _ = scores
         mask = rows.mask
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
         loss = policy = policy * self.importance_weights(logprobs, rows, means)
@@ -281,24 +354,26 @@ class RLHFModule(RoleModule):
 
     # -- from rollout to experience ---------------------------------------------------------------------------
 
-    def receive(
-        self, rollout: Rollout, greedy: Rollout | None = None, score: Callable[[Rollout], Rollout] | None = None
-    ) -> None:
+    def receive(self, received: StepRollout | Rollout) -> None:
         """Set the rollout of this batch; all data to train on enters the module here.
 
         A callback that calls this before each training and validation step has the class attribute
         ``provides_rollouts = True``, as RolloutLoop has; without one, :meth:`setup` raises.
 
         Args:
-            rollout: rows of this rank.
-            greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
-            score: function that adds the rewards to a rollout once they are computed; None if it has them.
+            received: rollout of this rank, alone or with what else belongs to the step.
         """
-        self.pending_score, self.reward_wait = score, 0.0
-        self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
+        received = StepRollout(received) if isinstance(received, Rollout) else received
+        greedy = None if received.greedy is None else received.greedy.to(self.device)
+        self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 
-    def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
-        """Return the rollout of this batch and the greedy one if any, and forget them.
+    @property
+    def waits_for_rewards(self) -> bool:
+        """Whether rewards of the received rollout are still computed."""
+        return self._received is not None and self._received.rewards is not None
+
+    def pop_rollout(self) -> StepRollout:
+        """Return the rollout of this batch and forget it.
 
         Raises:
             RuntimeError: :meth:`receive` was not called for this batch.
@@ -308,25 +383,24 @@ class RLHFModule(RoleModule):
                 f"{type(self).__name__} has no rollout for this batch: a callback must call receive() before each step"
             )
         received, self._received = self._received, None
-        self.last_rollout = received[0]
+        self.last_rollout = received.rollout
         return received
 
     @torch.no_grad()
-    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+    def evaluate(self, received: StepRollout) -> Evaluation:
         """Compute log-probs, values, rewards and advantages of a rollout. All ranks."""
-        ranks = self.data_ranks
-        old = self.old_scores(rollout)
+        ranks, rollout = self.data_ranks, received.rollout
+        old_scores = self.old_scores(rollout)
+        old = old_scores.evaluate(rollout)
         policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
-        weights, mask, mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
-        self.evaluation_metrics = {} if self.correction.bypass else mismatch
+        weights, mask, metrics = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
         ref_logprobs = old.logprobs
         if self.has_ref:
-            ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
+            ref_logprobs = self.micro_batches.map(partial(self.actor_scores, "ref"), rollout)[0]
         values, final_values = self.values(rollout)
-        if self.pending_score is not None:
-            started = time.perf_counter()
-            rollout, self.pending_score = self.pending_score(rollout), None
-            self.last_rollout, self.reward_wait = rollout, time.perf_counter() - started
+        started = time.perf_counter()
+        rollout = self.last_rollout = received.with_rewards()
+        reward_wait = time.perf_counter() - started
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
@@ -336,18 +410,17 @@ class RLHFModule(RoleModule):
             values=values,
             final_values=final_values,
             rewards=rollout.rewards,
-            greedy_reward=None if greedy is None else self.total_reward(greedy)[rollout.group],
+            greedy_reward=None if received.greedy is None else self.total_reward(received.greedy)[rollout.group],
             sum_pi_squared=old.sum_pi_squared,
-            logprobs=old.logprobs if self.first_forward is None else None,
+            logprobs=None if old.sum_pi_squared is None else old.logprobs,
             weights=weights,
         )
         advantages, returns = self.advantages(inputs, ranks)
         advantages = advantages.masked_fill(~mask, 0)
+        metrics = {} if self.correction.bypass else metrics
         if old.sum_pi_squared is not None:
-            self.evaluation_metrics |= gradient_power(
-                advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks
-            )
-        return Experience(
+            metrics |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks)
+        experience = Experience(
             rollout=rollout,
             reward=reward,
             old_logprobs=old.logprobs,
@@ -361,19 +434,34 @@ class RLHFModule(RoleModule):
             selected_tokens=torch.zeros_like(mask),
             entropies=None if self.correction.bypass else old.entropy,
         )
+        return Evaluation(experience, metrics, old_scores, reward_wait)
 
-    def old_scores(self, rollout: Rollout) -> TokenScores:
-        """Return the actor's scores before the first update, or the engine's log-probs as placeholders. All ranks."""
-        squares = self.advantages.needs_sum_pi_squared
-        score = partial(self.map_micro_batches, partial(self.actor_scores, "actor", squares=squares))
-        if self.first_forward is None and not self.correction.bypass:
-            return TokenScores(*score(rollout))
-        placeholders = rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs)
-        rows = None if self.first_forward is None else self.first_forward.other_rows(self, rollout)
-        if rows is None:
-            return TokenScores(*placeholders)
-        scores = zip(placeholders, score(rollout[rows]), strict=False)
-        return TokenScores(*(values.index_copy(0, rows, own) for values, own in scores))
+    def old_scores(self, rollout: Rollout) -> OldScores:
+        """Return the source of the actor's scores before the first update. All ranks."""
+        if self.correction.bypass:
+            return EngineScores()
+        first = None
+        if self.reuses_first_forward and self.losses().get("actor") == self.actor_loss:
+            first = FirstForward.of_step(self, rollout, self.order_seed(0))
+        return first or SeparatePass(self.evaluated_actor)
+
+    @property
+    def reuses_first_forward(self) -> bool:
+        """Whether nothing needs the old log-probs of the first mini-batch before its update."""
+        return not (
+            self.update_epochs > 1
+            or self.kl_reward.coef > 0
+            or not self.correction.only_measures
+            or self.advantages.needs_sum_pi_squared
+            or self.policy_loss.selects_tokens
+            or self.selects_rows
+            or self.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
+        )
+
+    def evaluated_actor(self, rollout: Rollout) -> TokenScores:
+        """Return the actor's scores of a rollout, (B, T) each, for losses and advantages. All ranks."""
+        score = partial(self.actor_scores, "actor", squares=self.advantages.needs_sum_pi_squared)
+        return TokenScores(*self.micro_batches.map(score, rollout))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return (B, T) the reward at the last token of the response, or of its turn, minus each token's KL penalty."""
@@ -399,7 +487,7 @@ class RLHFModule(RoleModule):
             ends = (rows.total_lengths - 1).unsqueeze(1)
             return (self.role_strategy.role("reward_model")(input_ids, ends, packing),)
 
-        scores: Tensor = self.map_micro_batches(at_end, rollout)[0].squeeze(1)
+        scores: Tensor = self.micro_batches.map(at_end, rollout)[0].squeeze(1)
         return scores
 
     def actor_scores(self, role: str, rollout: Rollout, squares: bool = False) -> TokenScores:
@@ -444,5 +532,22 @@ class RLHFModule(RoleModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
-        rollout, _ = self.pop_rollout()
+        rollout = self.pop_rollout().rollout
         return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}
+
+
+def as_policy_loss(loss: PolicyLoss | Callable[[PolicyTokens], Tensor] | str) -> PolicyLoss:
+    """Return a policy loss.
+
+    Args:
+        loss: policy loss, a function of :class:`PolicyTokens`, or the reference of one, such as ``losses.py:my_loss``.
+
+    Raises:
+        ValueError: the function was not found, or is a class.
+    """
+    if isinstance(loss, PolicyLoss):
+        return loss
+    function = load_function(loss) if isinstance(loss, str) else loss
+    if isinstance(function, type):
+        raise UsageError(f"policy_loss: {function.__name__} is a class: set class_path to it, or pass an object of it")
+    return FunctionLoss(function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
+from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
 from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.modules.text_layout import TextLayout
@@ -39,8 +40,6 @@ from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.tensor_batch import TensorBatch
-
-SummedLoss = Callable[[Any, MeanAccumulator], Tensor]  # rows to their summed loss; adds metrics of the rows
 
 
 class RoleModule(LightningModule):
@@ -278,66 +277,12 @@ class RoleModule(LightningModule):
         Raises:
             FloatingPointError: the gradient's norm is not finite; this role's weights are as before.
         """
-        means = MeanAccumulator()
-        scale = self.role_strategy.gradient_scale / float(denominator)
-        micro_batches = self.micro_batches(batch)
-        for number, (rows, filler) in enumerate(micro_batches):
-            with self.role_strategy.accumulate(role, sync=number == len(micro_batches) - 1):
-                loss = summed_loss(batch[rows], MeanAccumulator() if filler else means)
-                self.role_strategy.backward_role(role, loss * (0.0 if filler else scale))
-        norm = self.role_strategy.clip_role(role, self.max_grad_norm)
-        if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the {role}'s gradient norm is {float(norm)} at step {self.trainer.global_step}; its weights were not "
-                f"changed. Lower the learning rate, or look at this step's rewards and log-probabilities"
-            )
-        # Momentum alone would change the weights. An entropy bonus or KL loss counts rejected tokens, so norm > 0 then.
-        if norm == 0 and means.all_rejected(self.data_ranks):
-            self.role_strategy.drop_gradients(role)
-            return UpdateResult(norm, means, stepped=False)
-        self.role_strategy.step_role(role)
-        return UpdateResult(norm, means)
+        return self.micro_batches.update(role, batch, summed_loss, denominator, self.max_grad_norm)
 
-    def micro_batches(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
-        """Split a batch by token budget into row numbers; see :meth:`equalize_over_ranks`. All ranks."""
-        return self.equalize_over_ranks(self.layout.split(batch))
-
-    def map_micro_batches(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
-        """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.
-
-        Args:
-            function: rows to tensors with one entry per row; a result may be None for all rows.
-            batch: rows of this rank.
-        """
-        micro_batches = self.micro_batches(batch)
-        outputs = [function(batch[rows]) for rows, _ in micro_batches]
-        parts = [rows for rows, filler in micro_batches if not filler]
-        order = torch.argsort(torch.cat(parts))
-        columns = zip(*outputs[: len(parts)], strict=True)
-        return [None if column[0] is None else torch.cat(column)[order.to(column[0].device)] for column in columns]
-
-    @torch.no_grad()
-    def measure(self, batch: TensorBatch, summed_loss: SummedLoss) -> MeanAccumulator:
-        """Compute the metrics of a loss on a validation batch, without gradients. All ranks."""
-        means = MeanAccumulator()
-        for rows, filler in self.micro_batches(batch):
-            summed_loss(batch[rows], MeanAccumulator() if filler else means)
-        return means
-
-    def equalize_over_ranks(self, micro_batches: list[Tensor]) -> list[tuple[Tensor, bool]]:
-        """Fill up to the same number of micro-batches on every rank, because a sharded forward needs all ranks.
-
-        Args:
-            micro_batches: row numbers of each; at least one.
-
-        Returns:
-            Row numbers, and whether they are a filler: one row again, whose results are ignored.
-        """
-        most = len(micro_batches)
-        if self.data_ranks.size > 1:
-            most = int(self.data_ranks.max(torch.tensor(float(most), device=self.device)))
-        fillers = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
-        return [*((rows, False) for rows in micro_batches), *fillers]
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Forward passes and updates of a batch in micro-batches."""
+        return MicroBatches(self.layout, self.role_strategy, self.device)
 
     # -- metrics ----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class SFTModule(RoleModule):
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """Log the loss of held-out texts, the mean over tokens."""
-        means = self.measure(batch, partial(self.token_loss, prefix="val"))
+        means = self.micro_batches.measure(batch, partial(self.token_loss, prefix="val"))
         self.log_validation(means, batch.loss_mask.sum(), bar="val/loss")
 
     def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:

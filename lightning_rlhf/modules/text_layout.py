@@ -6,20 +6,24 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
 from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pad_parts
 from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
+from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
+from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Rollout
 
@@ -29,16 +33,40 @@ GPU_TOKENS = 16384
 _TEST_TOKENS = 12
 
 
+class ModelsModule(Protocol):
+    """Module with the models that evaluate texts: a RoleModule."""
+
+    sources: dict[str, ModelSource]
+    trained_roles: tuple[str, ...]
+    frozen_roles: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the models."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Trainer of the run."""
+
+    @property
+    def role_strategy(self) -> RoleStrategy:
+        """Strategy that runs the models."""
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        """The ranks that have different data."""
+
+
 class TextLayout:
     """Splits the rows of a module's batches into micro-batches, and lays out the texts of each.
 
     Args:
-        module: RoleModule that evaluates the texts.
+        module: module that evaluates the texts.
         micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         packed: whether the texts of a forward pass are laid out in one row without padding.
     """
 
-    def __init__(self, module: Any, micro_batch_tokens: int | None, packed: bool) -> None:
+    def __init__(self, module: ModelsModule, micro_batch_tokens: int | None, packed: bool) -> None:
         self.module = module
         self.micro_batch_tokens = micro_batch_tokens
         self.packed = packed

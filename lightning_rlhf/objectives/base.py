@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -178,6 +179,39 @@ class PolicyLoss(ABC):
             ranks: ranks that hold the other rows.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FunctionLoss(PolicyLoss):
+    """A plain function as policy loss.
+
+    Args:
+        function: function of :class:`PolicyTokens` that returns the (B, T) loss of each token, or that and a dictionary
+            of (B, T) diagnostics; see :meth:`PolicyLoss.token_losses`.
+    """
+
+    function: Callable[[PolicyTokens], Tensor | tuple[Tensor, dict[str, Tensor]]]
+
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`.
+
+        Raises:
+            ValueError: the function does not return one loss for each token.
+        """
+        returned = self.function(tokens)
+        losses, diagnostics = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(losses, Tensor) or losses.shape != tokens.logprobs.shape:
+            shown = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise UsageError(
+                f"policy_loss: {self.name} must return a tensor with the loss of each token, shape "
+                f"{tuple(tokens.logprobs.shape)}, got {shown}"
+            )
+        return losses, diagnostics
+
+    @property
+    def name(self) -> str:
+        """Name of the function, for messages."""
+        return getattr(self.function, "__name__", repr(self.function))
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, bound: float = 20.0) -> Tensor:

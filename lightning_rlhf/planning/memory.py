@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.activations import Pass
 from lightning_rlhf.planning.setup import Engine, Precision, Role, Run, Strategy, Work, precision
-from lightning_rlhf.rollout.engine import reserved_gpu_bytes
+from lightning_rlhf.rollout.gpu_memory import reserved_gpu_bytes
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"

@@ -64,7 +64,7 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
     Raises:
         ValueError: the model is too large for the GPUs of the machine.
     """
-    share = VLLMEngine().gpu_share * torch.cuda.get_device_properties(0).total_memory
+    share = VLLMEngine().traits.gpu_share * torch.cuda.get_device_properties(0).total_memory
     available = min(torch.cuda.device_count(), world_size)
     size = ranks
     while weights / size >= share / 2:

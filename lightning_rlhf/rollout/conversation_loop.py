@@ -23,7 +23,8 @@ from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import Call, Fault, digest_of
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class ConversationLoop:
                 self._start(own)
             while len(self._completions) < len(running):
                 # An engine that generates at once gets as many turns together as possible.
-                if self._ready and (self._engine.overlaps or not self._calls):
+                if self._ready and (self._engine.traits.overlaps or not self._calls):
                     self._request_turns()
                 if self._handle_events():
                     continue

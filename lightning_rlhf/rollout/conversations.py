@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +20,9 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
-from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, serve
+from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
@@ -26,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ConversationSampler:
-    """Generates conversations with the environment of a run; see :meth:`RolloutEngine.serve`.
+    """Generates conversations with the environment of a run; see :func:`.generation.serve`.
 
     Args:
         settings: environment and its limits.
@@ -123,6 +127,40 @@ class ConversationSampler:
         parts = (self.settings, self.host, engine, on_finished, check, self._bridge, self._tokenizer)
         loop = AgentLoop(self.endpoint, *parts) if self.settings.is_agent else ConversationLoop(*parts)
         return loop.run(requests)
+
+
+@dataclass(frozen=True)
+class EnvironmentSampler(ResponseSampler):
+    """Samples conversations of the policy with the environment of a run.
+
+    Args:
+        conversations: conversations with the environment.
+    """
+
+    conversations: ConversationSampler
+
+    @property
+    def environment(self) -> EnvironmentSettings | None:
+        """Settings of the environment."""
+        return self.conversations.settings
+
+    def _generation(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        check: CompletionCheck,
+        on_finished: OnFinished | None,
+        in_background: bool,
+    ) -> Generation:
+        parameters = self.parameters(sampling)
+        requests = self.conversations.requests(prompts, sampling.purpose, sampling.samples, parameters)
+        handle = partial(self.conversations, check=check)
+        begin = partial(serve, self.engine, requests, handle, check.before(on_finished))
+        return begin() if in_background else Generation(lambda: begin().completions())
+
+    def close(self) -> None:
+        """End the environments."""
+        self.conversations.close()
 
 
 def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) -> ConversationSampler:

@@ -1,97 +1,51 @@
-"""The protocol of rollout engines, which generate responses."""
+"""The interface of rollout engines, which generate responses."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.types import Completion, SamplingParams
 
-OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
-Serve = Callable[["RolloutEngine", list[Any], OnFinished | None], list[Completion]]  # see RolloutEngine.serve
 
-
-class EngineDied(RunError):
-    """Error for an engine that has ended; the message contains the cause and the path of its log."""
-
-
-class Generation:
-    """Completions that an engine generates while its caller continues.
+@dataclass(frozen=True)
+class EngineTraits:
+    """Properties of an engine that a run depends on.
 
     Args:
-        wait: function that waits for the completions and returns them in the order of the prompts; called once.
-        source: generation that this one is made of, whose times are then those of this one; None without one.
+        ranks: number of consecutive ranks that share the engine; all call every method but ``request`` and ``close``,
+            in the same order. Identical requests of several of these ranks are generated once.
+        overlaps: whether the engine generates while the trainer computes; otherwise ``request`` generates at once.
+        mixes_versions: whether weights are loaded while responses are generated, so that their tokens have several
+            versions.
+        needs_idle_push: whether weights can be pushed only while no response is generated, so that ``max_staleness``
+            must be 0.
+        swaps_adapters: whether the base weights are pushed once, and then only LoRA adapters.
+        matrix_dtype: dtype that the engine casts pushed matrices to; None is that of its setup.
+        shares_cores: whether the engine's process computes on the trainer's CPU cores, with the threads of the setup.
+        gpu_share: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has no fixed fraction.
+        sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
     """
 
-    def __init__(self, wait: Callable[[], list[Completion]], source: Generation | None = None) -> None:
-        self._wait: Callable[[], list[Completion]] | None = wait
-        self._source = source
-        self._completions: list[Completion] = []
-        self._finished_at: float | None = None
-        self.requested_at: float = time.perf_counter() if source is None else source.requested_at
-
-    @property
-    def finished_at(self) -> float | None:
-        """Time of the last completion, as of ``time.perf_counter()``; None if it is not finished, or not known."""
-        known = self._finished_at if self._source is None else self._source.finished_at
-        return known or self._finished_at
-
-    def finish(self) -> None:
-        """Set the time of the last completion, if it is not set."""
-        self._finished_at = self._finished_at or time.perf_counter()
-
-    def completions(self) -> list[Completion]:
-        """Wait for the completions and return them.
-
-        Raises:
-            EngineDied: the engine has ended.
-        """
-        if self._wait is not None:
-            self._completions = self._wait()
-            self._wait = None
-            self.finish()
-        return self._completions
-
-
-def _start_daemon(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name="generation", daemon=True).start()
-
-
-def in_thread(
-    generate: Callable[[], list[Completion]], start: Callable[[Callable[[], None]], None] = _start_daemon
-) -> Generation:
-    """Call a function in another thread; return the generation with its completions.
-
-    Args:
-        generate: function that generates the completions.
-        start: function that calls another one in a thread; by default in a new daemon thread.
-    """
-    future: Future[list[Completion]] = Future()
-
-    def run() -> None:
-        try:
-            completions = generate()
-        except BaseException as error:  # raised again where the completions are read
-            future.set_exception(error)
-        else:
-            generation.finish()
-            future.set_result(completions)
-
-    generation = Generation(future.result)
-    start(run)
-    return generation
+    ranks: int = 1
+    overlaps: bool = False
+    mixes_versions: bool = False
+    needs_idle_push: bool = False
+    swaps_adapters: bool = False
+    matrix_dtype: str | None = None
+    shares_cores: bool = False
+    gpu_share: float = 0.0
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,98 +106,28 @@ def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloa
     return "bfloat16" if source_dtype == "bfloat16" or precision == "bf16-mixed" else "float32"
 
 
-def reserved_gpu_bytes(total: int) -> int:
-    """Return the bytes of a GPU that trainer and engine leave free, for CUDA contexts, NCCL and CUDA graphs.
-
-    Neither counts these in its share. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
-
-    Args:
-        total: bytes of the GPU.
-    """
-    return min(3 << 30, total // 16)
-
-
-def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
-    """Free cached GPU memory, and limit this process to the part that the engine on the same GPU does not use.
-
-    Without the limit, the trainer could use memory that vLLM has not allocated yet, so that the engine runs out of
-    memory instead of the trainer. :func:`reserved_gpu_bytes` are kept free.
-
-    Args:
-        device: device of the trainer; a CPU is ignored.
-        engine_share: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        reserved = reserved_gpu_bytes(total) / total if engine_share else 0.0
-        torch.cuda.set_per_process_memory_fraction(max(0.0, 1.0 - engine_share - reserved), device)
-
-
 class RolloutEngine(ABC):
     """Interface of engines, which generate responses as token ids with their log-probabilities.
+
+    A subclass has at least :meth:`start`, :meth:`wait`, :meth:`update_weights` and :meth:`request`; the functions of
+    :mod:`lightning_rlhf.rollout.generation` call it.
 
     On a CPU the same weights, prompts, sampling parameters and seeds give the same completions, independent of the
     order of the requests and of earlier requests. On a GPU, kernels round differently for different batch sizes, so
     completions may differ, but their distribution is the same.
     """
 
-    @property
-    def ranks(self) -> int:
-        """Number of consecutive ranks that share the engine; all call every method but ``close``, in the same order.
-
-        Identical requests of several of these ranks are generated once, and all of them get the completions.
-        """
-        return 1
+    group: RankGroup | None = None  # the ranks that share the engine, from start() on; None for one rank
 
     @property
-    def swaps_adapters(self) -> bool:
-        """Whether the base weights are pushed once, and then only LoRA adapters."""
-        return False
+    def source(self) -> str:
+        """Place to look at if the engine takes long, as the end of a log line."""
+        return ""
 
     @property
-    def gpu_share(self) -> float:
-        """Fraction of the memory of each of its GPUs that the engine reserves; 0 if it has no fixed fraction."""
-        return 0.0
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether :meth:`sleep` frees GPU memory; the weights are then lost, and the next push must contain all."""
-        return False
-
-    def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
-        """Free the GPU memory of weights and cache; the next :meth:`update_weights` allocates it again.
-
-        All ranks of the engine call this between rollouts, when no request is running.
-        """
-
-    def matrix_dtype(self, dtype: str) -> str:
-        """Return the dtype that the engine casts pushed matrices to.
-
-        Args:
-            dtype: dtype of the setup.
-        """
-        return dtype
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the engine generates while the trainer computes; otherwise :meth:`submit` generates at once."""
-        return False
-
-    @property
-    def shares_cores(self) -> bool:
-        """Whether the engine's process computes on the trainer's CPU cores, with the threads of the setup."""
-        return False
-
-    @property
-    def needs_idle_push(self) -> bool:
-        """Whether weights can be pushed only while no response is generated, so that ``max_staleness`` must be 0."""
-        return False
-
-    @property
-    def mixes_versions(self) -> bool:
-        """Whether weights are loaded while responses are generated, so that their tokens have several versions."""
-        return False
+    def traits(self) -> EngineTraits:
+        """Properties of the engine that a run depends on."""
+        return EngineTraits()
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
         """Validate the sampling parameters before the engine starts.
@@ -279,8 +163,26 @@ class RolloutEngine(ABC):
             EngineDied: the engine has ended.
         """
 
+    @abstractmethod
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """Start to generate one completion per prompt; requests of several calls are generated at the same time.
+
+        Not collective: only the first of the ranks that share an engine calls this. Engines that do not overlap
+        generate at once.
+
+        Args:
+            prompts: token ids.
+            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
+            seeds: one per prompt, in [0, 2**63).
+
+        Returns:
+            Futures of the completions, which raise :class:`EngineDied` if the engine has ended.
+        """
+
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the adapters; only for engines with ``swaps_adapters``.
+        """Replace the adapters; only for engines that swap adapters.
 
         Args:
             parameters: (name in the actor, tensor); each tensor is valid only until the next one.
@@ -291,152 +193,25 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes merged weights only, not adapters")
 
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        """Return one completion per prompt, in the order of the prompts.
+    def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
+        """Free the GPU memory of weights and cache; the next :meth:`update_weights` allocates it again.
 
-        Args:
-            prompts: token ids.
-            sampling: sampling parameters.
-            seeds: one per prompt, in [0, 2**63).
-            on_finished: callback with the index of a prompt and its completion, called in this thread as soon as a
-                completion is finished; engines without early results need not call it.
-
-        Raises:
-            EngineDied: the engine has ended.
+        All ranks of the engine call this between rollouts, when no request is running.
         """
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> Generation:
-        """Start to generate one completion per prompt with the weights of the last push.
-
-        Later pushes do not change these completions, unless the engine ``mixes_versions``. Ranks that share the engine
-        must wait for their generations in the same order.
-
-        Args:
-            prompts: token ids.
-            sampling: sampling parameters.
-            seeds: one per prompt, in [0, 2**63).
-            on_finished: callback as for :meth:`generate`, but possibly called in another thread; all calls have
-                returned when :meth:`Generation.completions` returns.
-        """
-        completions = self.generate(prompts, sampling, seeds, on_finished)
-        generation = Generation(lambda: completions)
-        generation.completions()
-        return generation
-
-    def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
-    ) -> list[Future[Completion]]:
-        """Start to generate one completion per prompt; requests of several calls are generated at the same time.
-
-        Not collective: only the first of the ranks that share an engine calls this, in a function that it passes to
-        :meth:`serve`. Engines without ``overlaps`` generate at once.
-
-        Args:
-            prompts: token ids.
-            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
-            seeds: one per prompt, in [0, 2**63).
-
-        Returns:
-            Futures of the completions, which raise :class:`EngineDied` if the engine has ended.
-        """
-        longest = max(own.max_tokens for own in sampling)
-        completions = self.generate(prompts, replace(sampling[0], max_tokens=longest), seeds)
-        futures = [Future[Completion]() for _ in completions]
-        for future, completion, own in zip(futures, completions, sampling, strict=True):
-            future.set_result(completion.cut(own.max_tokens))
-        return futures
-
-    def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
-        """Generate one completion for each request with a function of the caller, which calls :meth:`request`.
-
-        The function runs in a thread, on the first of the ranks that share the engine, for the requests of all of them.
-
-        Args:
-            requests: requests of this rank, which can be pickled and compared.
-            handle: function of the engine, requests and ``on_finished`` that returns the completions.
-            on_finished: callback as for :meth:`submit`.
-        """
-        return in_thread(lambda: handle(self, list(requests), on_finished))
-
-    @abstractmethod
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter whose value differs in the engine; None if no difference is known."""
+        return None
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (an engine in the trainer's process ends with it)
         """End the engine and its processes; may be called twice."""
 
 
-@dataclass(frozen=True)
-class CompletionCheck:
-    """Validation of the completions of one call of :meth:`RolloutEngine.generate`.
-
-    Args:
-        max_tokens: largest number of tokens in a response.
-        version: version of the policy that was pushed last before the request.
-        vocabulary: V, number of tokens of the actor.
-        allows_newer: whether tokens of later versions are valid, as from an engine that ``mixes_versions``.
-    """
-
-    max_tokens: int
-    version: int
-    vocabulary: int
-    allows_newer: bool = False
-
-    def check_one(self, completion: Completion) -> None:
-        """Validate one completion.
-
-        Raises:
-            RuntimeError: the completion is too long, from another policy version, or has a token unknown to the actor.
-        """
-        ids = completion.token_ids
-        versions = {completion.policy_version, *(version for _, version in completion.later_versions)}
-        if min(versions) < self.version or (max(versions) > self.version and not self.allows_newer):
-            raise RunError(
-                f"the engine returned a completion of policy version {completion.policy_version}, but the last pushed "
-                f"version is {self.version}: its weights are not the actor's"
-            )
-        if len(ids) > self.max_tokens:
-            raise RunError(f"the engine returned {len(ids)} tokens where at most {self.max_tokens} were requested")
-        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
-            raise RunError(f"the engine returned token {wrong}; the actor has tokens 0 to {self.vocabulary - 1}")
-
-    def check_all(self, completions: Sequence[Completion], prompts: int) -> None:
-        """Validate the completions of all prompts.
-
-        Args:
-            completions: completions of the engine.
-            prompts: number of requests.
-
-        Raises:
-            RuntimeError: a completion is missing or invalid.
-        """
-        if len(completions) != prompts:
-            raise RunError(f"the engine returned {len(completions)} completions for {prompts} prompts")
-        for completion in completions:
-            self.check_one(completion)
-
-    def before(self, on_finished: OnFinished | None) -> OnFinished | None:
-        """Return a callback that validates a completion and then calls ``on_finished``, if that is set."""
-        if on_finished is None:
-            return None
-
-        def check_and_call(index: int, completion: Completion) -> None:
-            self.check_one(completion)
-            on_finished(index, completion)
-
-        return check_and_call
+def finished(completions: Iterable[Completion]) -> list[Future[Completion]]:
+    """Return futures of completions that are known already, for engines that generate at once."""
+    futures = []
+    for completion in completions:
+        future: Future[Completion] = Future()
+        future.set_result(completion)
+        futures.append(future)
+    return futures

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
+
+from torch import Tensor
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import conversation_sampler, row_of
-from lightning_rlhf.rollout.engine import CompletionCheck, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
+from lightning_rlhf.rollout.generation import CompletionCheck
 from lightning_rlhf.types import Completion, SamplingParams
 
 _TOKENS = 100_000  # behind the prompt
 _VOCABULARY = 1 << 31
 
 
-class _MadeUpTurns:
+class _MadeUpTurns(RolloutEngine):
     """Engine whose turns are given; the last one is repeated."""
-
-    overlaps = False
 
     def __init__(self, turns: list[list[int]]) -> None:
         self._turns = turns
+
+    def start(self, setup: EngineSetup) -> None:
+        """Accept the call; there is no model."""
+
+    def wait(self) -> str:
+        """Return a description."""
+        return "made-up turns"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Accept the call; there is no model."""
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """Return the next turn, for one prompt."""
         turn = self._turns[0] if len(self._turns) == 1 else self._turns.pop(0)
-        future: Future[Completion] = Future()
-        future.set_result(Completion(turn, [0.0] * len(turn), "stop", 0).cut(sampling[0].max_tokens))
-        return [future]
+        return finished([Completion(turn, [0.0] * len(turn), "stop", 0).cut(sampling[0].max_tokens)])
 
 
 def example_calls(settings: EnvironmentSettings) -> list[str]:
@@ -91,9 +100,8 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
         sampling=SamplingParams(_TOKENS),
     )
     turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    engine: Any = _MadeUpTurns(turns)
     try:
         check = CompletionCheck(_TOKENS, 0, _VOCABULARY)
-        return sampler(cast(RolloutEngine, engine), [request], None, check)[0]
+        return sampler(_MadeUpTurns(turns), [request], None, check)[0]
     finally:
         sampler.close()

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied, Generation, OnFinished
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 
 S = TypeVar("S")
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # rollouts have no time limit; dead ranks are detected by their closed connections
-_Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], list[Completion]]
-_Submit = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], Generation]
 _ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, ValueError, RuntimeError)}
 
 
@@ -128,94 +123,3 @@ class RankGroup:
             raise EngineDied(
                 f"one of the ranks {self._first} to {last}, which share an engine, has ended: {error}"
             ) from error
-
-
-def generate_together(group: RankGroup, generate: _Generate, **request: Any) -> list[Completion]:
-    """Generate the completions of all ranks on the first one, as :func:`submit_together` requests them.
-
-    Args:
-        group: ranks that share the engine.
-        generate: :meth:`RolloutEngine.generate` of the engine, called on the first rank.
-        **request: further arguments of :func:`submit_together`.
-
-    Returns:
-        This rank's completions.
-    """
-
-    def submit(*arguments: Any) -> Generation:
-        return Generation(partial(generate, *arguments))
-
-    return submit_together(group, submit, **request).completions()
-
-
-def submit_together(
-    group: RankGroup,
-    submit: _Submit,
-    *,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    seeds: Sequence[int],
-    on_finished: OnFinished | None = None,
-) -> Generation:
-    """Request the completions of all ranks on the first one; see :func:`serve_together`.
-
-    Args:
-        group: ranks that share the engine.
-        submit: function that requests completions from the engine, called on the first rank.
-        prompts: prompts of this rank.
-        sampling: sampling parameters, the same on all ranks.
-        seeds: seeds of this rank, one per prompt.
-        on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
-    """
-
-    def submit_all(requests: list[tuple[list[int], int, SamplingParams]], on_any: OnFinished | None) -> Generation:
-        different = list(dict.fromkeys([sampling, *(own for _, _, own in requests)]))
-        if len(different) > 1:
-            raise UsageError(f"ranks that share an engine must have equal sampling parameters, got {different}")
-        return submit([prompt for prompt, _, _ in requests], sampling, [seed for _, seed, _ in requests], on_any)
-
-    requests = [(list(prompt), seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
-    return serve_together(group, submit_all, requests, on_finished)
-
-
-def serve_together(
-    group: RankGroup,
-    serve: Callable[[list[Any], OnFinished | None], Generation],
-    requests: Sequence[Any],
-    on_finished: OnFinished | None = None,
-) -> Generation:
-    """Serve the requests of all ranks on the first one; identical requests of several ranks only once.
-
-    Args:
-        group: ranks that share the engine.
-        serve: function that starts to generate one completion for each request, called on the first rank.
-        requests: requests of this rank, which can be pickled and compared.
-        on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
-
-    Returns:
-        This rank's completions. All ranks must wait for them, in the same order as for others; an error of the first
-        rank is raised there, on all ranks.
-    """
-    by_rank = group.gather(list(requests))
-    unique = [own for index, own in enumerate(by_rank) if own not in by_rank[:index]]
-
-    def on_any_finished(index: int, completion: Completion) -> None:
-        if on_finished is not None and index < len(requests):  # the first rank's requests are the first ones
-            on_finished(index, completion)
-
-    def results() -> list[list[Completion]]:
-        completions = iter(generation.completions())
-        by_request = [[next(completions) for _ in own] for own in unique]
-        return [by_request[unique.index(own)] for own in by_rank]
-
-    if not group.is_first:
-        return Generation(lambda: group.scatter_from_first(list))
-    try:
-        generation = serve([request for own in unique for request in own], on_any_finished)
-    except Exception as error:
-        generation = Generation(partial(_raise, error))
-    return Generation(lambda: group.scatter_from_first(results), generation)
-
-
-def _raise(error: Exception) -> list[Completion]:
-    raise error

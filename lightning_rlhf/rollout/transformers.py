@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.types import Completion, SamplingParams
 
 
@@ -63,23 +64,19 @@ class TransformersEngine(RolloutEngine):
         self._version = version
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`."""
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request`."""
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             batch = slice(first, first + self._batch_size)
-            sampled = self._generate_batch(prompts[batch], sampling, seeds[batch])
-            completions += map(self._with_prompt, prompts[batch], sampled) if sampling.echo else sampled
-            if on_finished is not None:
-                for index in range(first, len(completions)):
-                    on_finished(index, completions[index])
-        return completions
+            limits = [parameters.max_tokens for parameters in sampling[batch]]
+            longest = replace(sampling[first], max_tokens=max(limits))
+            sampled = self._generate_batch(prompts[batch], longest, seeds[batch])
+            cut = [completion.cut(limit) for completion, limit in zip(sampled, limits, strict=True)]
+            completions += map(self._with_prompt, prompts[batch], cut) if longest.echo else cut
+        return finished(completions)
 
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]

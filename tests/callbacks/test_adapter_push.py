@@ -7,6 +7,7 @@ import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA, is_adapter
+from lightning_rlhf.rollout.engine import EngineTraits
 from tests.stand_ins import ScriptedEngine, TinyModel
 
 LORA = LoRA(rank=4, alpha=8)
@@ -16,7 +17,7 @@ NAMES = [name for name, _ in TinyModel().causal().lm.named_parameters()]
 class Swapping(ScriptedEngine):
     """Remembers what it was sent."""
 
-    swaps_adapters = True
+    traits = EngineTraits(swaps_adapters=True)
     differs = None
 
     def start(self, setup):

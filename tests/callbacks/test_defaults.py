@@ -80,7 +80,7 @@ def test_the_clock_counts_the_rollout_and_all_its_tokens(run):
     made = run(loop={"rewards": [RewardFunction(slow)]})
     made.trainer.callbacks.insert(0, Throughput())
     made.fit()
-    experience = made.module.experience
+    experience = made.module.last_step.experience
     assert made.metrics["time/reward_s"] >= 0.2
     assert made.metrics["time/step_s"] >= 0.2 + made.metrics["time/update_s"]
     tokens = float(experience.total_lengths.sum())

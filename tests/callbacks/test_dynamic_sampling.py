@@ -2,14 +2,12 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_rlhf import GRPOModule
 from lightning_rlhf.callbacks import DynamicSampling
-from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
 from lightning_rlhf.types import PromptBatch
@@ -135,7 +133,7 @@ def test_a_prompt_without_any_reward_has_no_contrast():
 def test_settings_that_cannot_work_raise(sampling, batch_size, group_size, rewards, advantages, message):
     weights = dict.fromkeys(rewards, 1.0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        sampling.check(batch_size, group_size, weights, SimpleNamespace(advantages=advantages, data_ranks=ONE_RANK))
+        sampling.check(batch_size, group_size, weights, advantages, ranks=1)
 
 
 def test_at_least_one_prompt():
@@ -163,7 +161,7 @@ def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_th
     assert run.metrics["rollout/generated_prompts"] == 2
     assert run.metrics["rollout/contrast_fraction"] == 0.5
     assert run.metrics["reward/mean"] == 0.5
-    assert run.module.experience.mask.any(dim=1).tolist() == [True, True]
+    assert run.module.last_step.experience.mask.any(dim=1).tolist() == [True, True]
 
 
 def test_a_step_without_contrast_changes_no_weights(tmp_path):
@@ -173,7 +171,7 @@ def test_a_step_without_contrast_changes_no_weights(tmp_path):
     before = [parameter.clone() for parameter in run.module.actor.parameters()]
     run.fit()
     assert run.metrics["rollout/filled_fraction"] == 1.0
-    assert not run.module.experience.mask.any()
+    assert not run.module.last_step.experience.mask.any()
     assert run.metrics["policy/updates"] == 0  # decay alone would move the weights
     for one, other in zip(before, run.module.actor.parameters(), strict=True):
         assert torch.equal(one, other)

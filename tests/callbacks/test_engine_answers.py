@@ -13,15 +13,13 @@ from tests.stand_ins import VOCABULARY, ScriptedEngine
 class Faulty(ScriptedEngine):
     """Changes the first completion of each call."""
 
-    def __init__(self, texts, tokenizer, change, streams):
+    def __init__(self, texts, tokenizer, change):
         super().__init__(texts, tokenizer)
-        self.change, self.streams = change, streams
+        self.change = change
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
+    def generate(self, prompts, sampling, seeds):
         completions = super().generate(prompts, sampling, seeds)
         completions[:1] = self.change(completions[0])
-        if self.streams and on_finished is not None:
-            on_finished(0, completions[0])
         return completions
 
 
@@ -30,7 +28,6 @@ def changed(**fields):
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -52,9 +49,9 @@ def changed(**fields):
     ],
     ids=["version", "length", "token", "NaN", "minus infinity", "negative token"],
 )
-def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message, streams):
+def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message):
     made = run()
-    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change, streams)
+    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change)
     with pytest.raises(RuntimeError, match=message):
         made.fit()
     assert made.trainer.global_step == 0
@@ -62,7 +59,7 @@ def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message,
 
 def test_a_missing_answer_ends_the_run(run):
     made = run()
-    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [], False)
+    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [])
     with pytest.raises(RuntimeError, match=r"the engine returned \d completions for \d prompts"):
         made.fit()
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.checks import gap_statistics
+from lightning_rlhf.callbacks.engine_comparison import gap_statistics
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.callbacks.conftest import Run
@@ -35,13 +35,13 @@ class Noisy(TransformersEngine):
         super().__init__()
         self.nats, self.every, self.tokens = nats, every, 0
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        completions = super().generate(prompts, sampling, seeds)
-        for completion in completions:
+    def request(self, prompts, sampling, seeds):
+        futures = super().request(prompts, sampling, seeds)
+        for completion in (future.result() for future in futures):
             for i in range(len(completion.logprobs)):
                 self.tokens += 1
                 completion.logprobs[i] -= self.nats * (self.tokens % self.every == 0)
-        return completions
+        return futures
 
 
 def fit(tmp_path, nats, every, bound, precision="32-true"):

@@ -1,5 +1,6 @@
 """KLControl: updates after each rollout, and continues from the coefficient of a checkpoint."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,20 +8,25 @@ import torch
 
 from lightning_rlhf.callbacks import KLControl
 from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.modules.rlhf import TrainedStep
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 
 RULE = AdaptiveKL(target=2.0, horizon=10)
 
 
 def a_module(coef=0.1):
-    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "last_rollout": [None] * 4, "actor_is_updated": True}
-    given["kl_to_ref"] = None
-    return SimpleNamespace(**given, device=torch.device("cpu"), data_ranks=DataRanks())
+    return SimpleNamespace(
+        kl_reward=KLTerm(coef=coef),
+        kl_coef=coef,
+        last_step=TrainedStep([None] * 4, ("actor",), actor_updates=1, kl_to_ref=None, times={}),
+        device=torch.device("cpu"),
+        data_ranks=DataRanks(),
+    )
 
 
 def step(control, module, kl, ranks=1):
     module.data_ranks.sum = lambda count: ranks * count
-    module.kl_to_ref = kl
+    module.last_step = replace(module.last_step, kl_to_ref=kl)
     control.on_train_batch_end(None, module, None, None, 0)
 
 
@@ -61,6 +67,13 @@ def test_a_module_without_a_kl_to_the_reference_is_an_error():
         begun(module).on_train_batch_end(None, module, None, None, 0)
 
 
+def test_a_training_step_that_does_not_set_its_results_is_an_error():
+    module = a_module()
+    module.last_step = None
+    with pytest.raises(RuntimeError, match="KLControl needs the results of the step, but training_step of"):
+        begun(module).on_train_batch_end(None, module, None, None, 0)
+
+
 def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
     assert begun(a_module(0.3)).state_dict() == {"kl_coef": 0.3}
 
@@ -72,6 +85,6 @@ def test_a_module_without_kl_in_the_reward_raises():
 
 def test_the_coefficient_stays_while_only_the_critic_learns():
     module = a_module()
-    module.actor_is_updated = False
+    module.last_step = replace(module.last_step, roles=("critic",))
     step(begun(module), module, kl=0.0)
     assert module.kl_coef == 0.1

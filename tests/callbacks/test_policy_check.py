@@ -94,7 +94,7 @@ def test_scores_are_those_of_whole_texts_one_by_one(checked):
 
 def test_scores_are_computed_in_the_precision_that_the_model_was_trained_in(checked):
     check, module, _ = checked(precision="bf16-mixed")
-    ((rows, _),) = module.micro_batches(check.rollout)
+    ((rows, _),) = module.micro_batches.split(check.rollout)
     rollout = check.rollout[rows]
     ids, ends = join(rollout)[0], (rollout.total_lengths - 1).unsqueeze(1)
     model = module.reward_model

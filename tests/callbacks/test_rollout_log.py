@@ -118,7 +118,7 @@ def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
     values = rows[1]["tokens"]
     assert values["texts"] == ["a", "b", "</s>"]
     assert {len(column) for column in values.values()} == {3}
-    experience = own.module.experience
+    experience = own.module.last_step.experience
     for name, expected in (
         ("logprob", experience.old_logprobs),
         ("rollout_logprob", experience.rollout.rollout_logprobs),
@@ -175,7 +175,7 @@ def test_advantage_length_and_end_of_a_response(run, tmp_path):
     rows = rows_of(tmp_path, 2)
     assert [row["stop"] for row in rows] == ["stop", "stop", "length", "stop"]
     assert [row["response_tokens"] for row in rows] == [2, 3, 4, 2]
-    experience = own.module.experience
+    experience = own.module.last_step.experience
     for i, row in enumerate(rows):
         length = row["response_tokens"]
         assert row["advantage"] == pytest.approx(float(experience.advantages[i, :length].mean()), abs=1e-6)
@@ -271,7 +271,7 @@ def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
     assert {row["kl"] is None for row in rows} == {not coef}
     assert {"ref_logprob" in row["tokens"] for row in rows} == {bool(coef)}
     if coef:
-        expected = own.module.experience.ref_logprobs[0, : rows[0]["response_tokens"]].tolist()
+        expected = own.module.last_step.experience.ref_logprobs[0, : rows[0]["response_tokens"]].tolist()
         assert rows[0]["tokens"]["ref_logprob"] == pytest.approx(expected, abs=1e-4)
 
 

@@ -45,10 +45,10 @@ class Listening(TransformersEngine):
         super().__init__()
         self.asked = []
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        completions = super().generate(prompts, sampling, seeds)
-        self.asked.append((sampling, list(seeds), completions))
-        return completions
+    def request(self, prompts, sampling, seeds):
+        futures = super().request(prompts, sampling, seeds)
+        self.asked.append((sampling[0], list(seeds), [future.result() for future in futures]))
+        return futures
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -397,9 +397,9 @@ def test_the_same_loop_can_run_again_and_syncs_again(run):
 
 def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     class Recorded(ReMaxModule):
-        def receive(self, rollout, greedy=None):
-            self.given = rollout, greedy
-            super().receive(rollout, greedy)
+        def receive(self, given):
+            self.given = given.rollout, given.greedy
+            super().receive(given)
 
     engine = Listening()
     loop = RolloutLoop(

@@ -1,7 +1,6 @@
 """Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,13 +10,16 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
-from lightning_rlhf.callbacks.push_checks import PushChecks, shortened
-from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
+from lightning_rlhf.callbacks.engine_comparison import PushChecks, shortened
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.engine import EngineDied, Generation
+from lightning_rlhf.rollout.engine import EngineTraits, finished
+from lightning_rlhf.rollout.generation import Generation
+from lightning_rlhf.rollout.sampler import Sampling
+from lightning_rlhf.rollout.source import Request, Requests
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS
@@ -65,9 +67,9 @@ class Requested(ScriptedEngine):
         super().__init__(texts, tokenizer)
         self.requests = []
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
+    def generate(self, prompts, sampling, seeds):
         self.requests.append((self.version, [list(prompt) for prompt in prompts], list(seeds)))
-        return super().generate(prompts, sampling, seeds, on_finished)
+        return super().generate(prompts, sampling, seeds)
 
 
 def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
@@ -121,9 +123,7 @@ def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, ma
     threads = {}
 
     class Sharing(Requested):
-        @property
-        def shares_cores(self):
-            return shares_cores
+        traits = EngineTraits(shares_cores=shares_cores)
 
         def start(self, setup):
             threads["engine"] = setup.threads
@@ -157,10 +157,10 @@ class Echoing(TransformersEngine):
         scale = 3.0 if version == self.damaged else 1.0
         super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        if sampling.echo:
+    def request(self, prompts, sampling, seeds):
+        if sampling[0].echo:
             self.echoed.append((self._version, [list(prompt) for prompt in prompts]))
-        return super().generate(prompts, sampling, seeds, on_finished)
+        return super().request(prompts, sampling, seeds)
 
 
 def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
@@ -247,17 +247,33 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     sampler, module = made.loop._sampler, made.module
     prompts = PromptBatch([0], [list(range(3, 10)) * 20], ["a"], {})
     response = Completion([4] * 30, [-1.0] * 30, "length", 0)
-    request = RolloutRequest(0, prompts, 1, 1.0, Generation(lambda: [response]), collector=None)
-    checks = PushChecks()
+    request = Request(0, prompts, Sampling(1, 1.0), Generation(lambda: [response]), scorer=None)
     checked = []
-    engine = SimpleNamespace(submit=lambda texts, sampling, seeds: checked.append((texts, sampling)))
+    engine = ScriptedEngine([], tokenizer=None)
+    engine.request = lambda texts, sampling, seeds: checked.append((texts, sampling[0])) or []
     for longest, length in ((200, 64), (30, 29)):
-        with patch("lightning_rlhf.callbacks.push_checks.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs):
-            checks.begin(replace(sampler, engine=engine, max_length=longest), module, request, 4, version=1)
+        with patch(
+            "lightning_rlhf.callbacks.engine_comparison.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs
+        ):
+            checks = PushChecks(replace(sampler, engine=engine, max_length=longest), module, 4, None)
+            checks.begin(request, version=1)
         (texts, sampling), checked = checked[0], []
         assert [len(text) for text in texts] == [length]
         assert (texts[0][0], texts[0][-16:]) == (3, [4] * 16)
         assert (sampling.max_tokens, sampling.echo) == (1, True)
+
+
+def change_echoed(engine, **changes):
+    """Change fields of the completions of requests with ``echo``."""
+    request = engine.request
+
+    def changed(prompts, sampling, seeds):
+        futures = request(prompts, sampling, seeds)
+        if not sampling[0].echo:
+            return futures
+        return finished(replace(future.result(), **changes) for future in futures)
+
+    engine.request = changed
 
 
 @pytest.mark.parametrize(
@@ -270,30 +286,14 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
 )
 def test_an_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(run, changes, message):
     made = echoing(run, 2)
-    submit = made.engine.submit
-
-    def changed(prompts, sampling, seeds, on_finished=None):
-        generation = submit(prompts, sampling, seeds, on_finished)
-        if not sampling.echo:
-            return generation
-        return Generation(lambda: [replace(completion, **changes) for completion in generation.completions()])
-
-    made.engine.submit = changed
+    change_echoed(made.engine, **changes)
     with pytest.raises(RuntimeError, match=message):
         made.fit()
 
 
 def test_texts_that_were_evaluated_with_later_weights_are_not_compared(run):
     made = echoing(run, 2, damaged=1)
-    submit = made.engine.submit
-
-    def later(prompts, sampling, seeds, on_finished=None):
-        generation = submit(prompts, sampling, seeds, on_finished)
-        if not sampling.echo:
-            return generation
-        return Generation(lambda: [replace(completion, policy_version=9) for completion in generation.completions()])
-
-    made.engine.submit = later
+    change_echoed(made.engine, policy_version=9)
     made.fit()
 
 
@@ -331,9 +331,9 @@ def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
     received = []
 
     class Stored(ReMaxModule):
-        def receive(self, rollout, greedy=None):
-            received.append((rollout.policy_version[0, 0].item(), greedy.policy_version[0, 0].item()))
-            super().receive(rollout, greedy)
+        def receive(self, given):
+            received.append(tuple(own.policy_version[0, 0].item() for own in (given.rollout, given.greedy)))
+            super().receive(given)
 
     made = run(loop={"max_staleness": 1, "validate_at_ends": False}, trainer={"max_steps": 3, "max_epochs": -1})
     actor = made.module.sources["actor"]
@@ -357,9 +357,7 @@ def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
     made = run(loop={"max_staleness": 1}, model=CORRECTION)
     generate = made.engine.generate
     made.engine.generate = lambda *request: [replace(own, policy_version=-2) for own in generate(*request)]
-    monkeypatch.setattr(
-        "lightning_rlhf.rollout.engine.CompletionCheck.check_all", lambda self, completions, prompts: None
-    )
+    monkeypatch.setattr("lightning_rlhf.rollout.generation.CompletionCheck.check_one", lambda self, completion: None)
     with pytest.raises(RuntimeError, match="a token is from weights that are 2 steps old, more than max_staleness 1"):
         made.fit()
     assert made.trainer.global_step == 0
@@ -408,17 +406,17 @@ def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, t
     assert len({str(own) for own in whole}) == 7
 
 
-def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(caplog):
+def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog):
     class Ended(Generation):
         def completions(self):
             raise EngineDied("it ended")
 
-    loop = RolloutLoop([RewardFunction(lambda completions: [0.0] * len(completions), name="zero")], max_staleness=1)
+    made = run(loop={"max_staleness": 1}, trainer={"max_steps": 1}).fit()
     prompts = PromptBatch([0], [[3]], ["a"], {})
-    loop._ahead.add([RolloutRequest(1, prompts, 1, 1.0, Ended(list), collector=None)])
-    loop._ahead.take_snapshot()
+    made.loop.parts.ahead._requests[1] = Requests(prompts, (Request(1, prompts, Sampling(1, 1.0), Ended(list), None),))
+    made.loop.parts.ahead.take_snapshot()
     checkpoint = {}
-    loop.complete_snapshot(checkpoint)
+    made.loop.complete_snapshot(checkpoint)
     assert checkpoint == {}
     assert "The checkpoint has no responses for later steps: the engine ended" in caplog.text
 
@@ -438,7 +436,7 @@ def test_an_engine_that_does_not_overlap_is_a_warning(run, caplog):
 
 def test_an_engine_that_sleeps_while_learning_raises(run):
     class Sleeping(ScriptedEngine):
-        sleeps = True
+        traits = EngineTraits(sleeps=True)
 
     with pytest.raises(ValueError, match="generates while the module learns, so it cannot sleep then"):
         recorded(run, 1, engine=Sleeping)

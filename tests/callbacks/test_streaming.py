@@ -1,7 +1,9 @@
 """A run computes the same whether its engine reports completions as they finish or not."""
 
 import random
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -14,14 +16,22 @@ from tests.callbacks.test_rollout_loop import Listening
 DRAW = random.Random(0)
 
 
-class Telling(Listening):
-    """Tells of its completions in any order."""
+class Unordered(Listening):
+    """Finishes its completions in any order."""
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        completions = super().generate(prompts, sampling, seeds)
-        for place in DRAW.sample(range(len(prompts)), len(prompts)):
-            on_finished(place, completions[place])
-        return completions
+    seconds = 0.0
+
+    def request(self, prompts, sampling, seeds):
+        completions = [future.result() for future in super().request(prompts, sampling, seeds)]
+        futures = [Future() for _ in completions]
+
+        def finish():
+            for number in DRAW.sample(range(len(prompts)), len(prompts)):
+                time.sleep(self.seconds)
+                futures[number].set_result(completions[number])
+
+        threading.Thread(target=finish).start()
+        return futures
 
 
 def letters(solution_str, ground_truth):
@@ -40,7 +50,7 @@ several.per_sample = True
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_is_the_same_with_and_without_streaming(run, validates):
     found = []
-    for engine in (Listening(), Telling(), Telling()):
+    for engine in (Listening(), Unordered(), Unordered()):
         rewards = [RewardFunction(exact), RewardFunction(letters), RewardFunction(several, weight=0.5)]
         loop = {"rewards": rewards, "engine": engine, "group_size": 2, "val_samples": 3, "val_metric": "letters"}
         data = {"val": InMemory(ROWS)} if validates else {}
@@ -57,15 +67,10 @@ def test_a_run_is_the_same_with_and_without_streaming(run, validates):
     assert bool(found[0][2]) == validates
 
 
-class Slow(Telling):
-    """A second for each half of the completions."""
+class Slow(Unordered):
+    """Takes half a second for each completion."""
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        completions = Listening.generate(self, prompts, sampling, seeds)
-        for place, completion in enumerate(completions):
-            time.sleep(0.5)
-            on_finished(place, completion)
-        return completions
+    seconds = 0.5
 
 
 def test_the_reward_time_is_the_wait_after_the_last_response(run):

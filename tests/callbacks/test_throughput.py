@@ -49,7 +49,7 @@ def test_tokens_and_seconds_of_a_step():
 def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
     class Own(PPOModule):
         def training_step(self, batch, batch_idx):
-            rollout, _ = self.pop_rollout()
+            rollout = self.pop_rollout().rollout
             self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
 
     found = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
@@ -107,7 +107,7 @@ def test_operations_of_an_update_are_those_of_the_formula():
     found = measured(module, peak_tflops=0.25)
     assert module.parameter_counts() == {"actor": ACTOR, "critic": CRITIC}
     expected = 3 * (once(ACTOR) + once(CRITIC))
-    assert 3 * operations_per_pass(module) == expected
+    assert 3 * operations_per_pass(module, module.last_step) == expected
     assert found["perf/mfu_update"] == pytest.approx(expected / found["time/update_s"] / 0.25e12, rel=1e-4)
 
 
@@ -115,10 +115,10 @@ def test_roles_that_were_not_updated_take_no_operations():
     stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
     found = measured(stopped)
     assert found["policy/updates"] == 2  # the second sees that the first went too far
-    assert operations_per_pass(stopped) == once(ACTOR) + once(CRITIC)
+    assert operations_per_pass(stopped, stopped.last_step) == once(ACTOR) + once(CRITIC)
     warming = ppo(update_epochs=2, critic_warmup_steps=1)
     assert measured(warming)["policy/updates"] == 0
-    assert operations_per_pass(warming) == once(CRITIC)
+    assert operations_per_pass(warming, warming.last_step) == once(CRITIC)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.validation import Validation, draws, sources_in
+from lightning_rlhf.callbacks.validation import Validation, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data_ranks import ONE_RANK
-from lightning_rlhf.functional.diagnostics import wilson_interval
+from lightning_rlhf.functional.samples import draw_sizes, wilson_interval
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS, exact
@@ -114,7 +114,8 @@ def test_pass_at_k_is_unbiased(measured):
     # n = 4. c = 1: pass@2 = 1 - C(3,2)/C(4,2) = 1/2. c = 3: C(1,2) = 0, so 1.
     assert found["val/pass@2"] == pytest.approx(0.75)
     assert found["val/pass@4"] == 1.0
-    assert not {"val/pass@1", "val/pass@3", "val/pass@8"} & set(found)
+    assert found["val/pass@1"] == found["val/share_correct_sampled"] == 0.5
+    assert not {"val/pass@3", "val/pass@8", "val/given_best@1", "val/given_worst@1"} & set(found)
     for k in (2, 4):
         assert found[f"val/given_best@{k}"] == pytest.approx(found[f"val/pass@{k}"])
     # the worst of two: of 0 1 0 0 never 1, of 1 1 0 1 in C(3,2) of C(4,2) draws
@@ -181,7 +182,9 @@ def test_without_a_metric_only_the_means_of_each_reward_are_logged(tokenizer):
 
 
 def test_the_samples_compared_are_powers_of_two_and_all():
-    assert [draws(n) for n in (1, 2, 3, 4, 6, 8, 9)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8], [2, 4, 8, 9]]
+    assert draw_sizes(1) == [1]
+    assert draw_sizes(4) == [1, 2, 4]
+    assert draw_sizes(9) == [1, 2, 4, 8, 9]
 
 
 def test_means_and_deviations_are_those_of_verl(tokenizer):
@@ -419,7 +422,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     encode = {letter: 4 + i for i, letter in enumerate("abcdefg")}
     texts = {tuple(encode[letter] for letter in row["prompt"]): row["prompt"] for row in ROWS}
 
-    def generate(prompts, sampling, seeds, on_finished=None):
+    def generate(prompts, sampling, seeds):
         said, number = [], {}
         for ids in prompts:
             prompt = texts[tuple(ids)]

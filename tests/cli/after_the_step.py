@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import greedy, largest_gap
 
@@ -23,8 +24,8 @@ class AfterTheStep(Callback):
         (loop,) = (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
         loop.sync_weights(trainer, pl_module)
         actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
-        sampled = loop.engine.generate(PROMPTS, SamplingParams(12), range(4))
-        likeliest = loop.engine.generate(PROMPTS, SamplingParams(12, temperature=0), range(4))
+        sampled = generate(loop.engine, PROMPTS, SamplingParams(12), range(4))
+        likeliest = generate(loop.engine, PROMPTS, SamplingParams(12, temperature=0), range(4))
         FOUND.update(
             gap=largest_gap(actor, PROMPTS, sampled),
             gap_before=largest_gap(self.before, PROMPTS, sampled),

@@ -250,13 +250,13 @@ def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, co
 
 
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
-    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
     def die(*given):
         raise EngineDied("the engine process 7 died: killed by signal 9 (SIGKILL); its log is x")
 
-    monkeypatch.setattr(TransformersEngine, "generate", die)
+    monkeypatch.setattr(TransformersEngine, "request", die)
     result = fit(config)
     assert result.code == 1
     assert result.err == "lightning-rlhf: the engine process 7 died: killed by signal 9 (SIGKILL); its log is x\n"
@@ -315,7 +315,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
 
 
 def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_directory(fit, config, monkeypatch):
-    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
     Path("runs/tiny").mkdir(parents=True)
@@ -342,7 +342,7 @@ def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config,
 
     data = config["data"]["init_args"]
     data["val"] = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "seed": 1}}
-    monkeypatch.setattr(TransformersEngine, "generate", fail)
+    monkeypatch.setattr(TransformersEngine, "request", fail)
     with pytest.raises(ZeroDivisionError):
         fit(config)
     assert Path("runs/tiny/config.yaml").read_text() == "earlier: true"

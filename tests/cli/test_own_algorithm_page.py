@@ -17,8 +17,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """The files that the page names, importable."""
-    (tmp_path / "my_algorithms.py").write_text("\n".join(BLOCKS[:2]))
-    (tmp_path / "my_module.py").write_text(BLOCKS[2])
+    (tmp_path / "my_algorithms.py").write_text("\n".join([BLOCKS[0], BLOCKS[2]]))
+    (tmp_path / "losses.py").write_text(BLOCKS[1])
+    (tmp_path / "my_module.py").write_text(BLOCKS[3])
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -40,7 +41,7 @@ def test_the_estimator_by_hand(written):
 
 
 def test_the_test_of_the_page_passes(written):
-    (written / "test_own.py").write_text(BLOCKS[3])
+    (written / "test_own.py").write_text(BLOCKS[4])
     import test_own
 
     test_own.test_a_group_with_one_right_answer()
@@ -58,17 +59,18 @@ def test_the_loss_by_hand(written):
     assert metrics["ratio_distance"].item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("form", ["parts", "module"])
+@pytest.mark.parametrize("form", ["parts", "function", "module"])
 def test_a_run_with_them(written, fit, config, form):
     settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}
-    if form == "parts":
+    if form != "module":
         (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
         model = yaml.safe_load(block)["model"]
-        model["init_args"] |= settings | {"policy_loss": {"class_path": "my_algorithms.SquaredRatio"}}
+        loss = "losses.py:plain_ratio" if form == "function" else {"class_path": "my_algorithms.SquaredRatio"}
+        model["init_args"] |= settings | {"policy_loss": loss}
     else:
         model = {"class_path": "my_module.MyModule", "init_args": {**settings, "strength": 0.5}}
     config["model"] = model
     config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
     result = fit(config)
     assert (result.code, result.err) == (0, "")
-    assert "policy/ratio_distance" in next(written.rglob("metrics.csv")).read_text()
+    assert ("policy/ratio_distance" in next(written.rglob("metrics.csv")).read_text()) == (form != "function")

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -36,8 +37,8 @@ def said(action):
 def rolled(engine, actor, rank, ranks=2):
     """This rank's share, and whether the engine says what the trainer computes."""
     prompts, seeds = PROMPTS[rank::ranks], SEEDS[rank::ranks]
-    completions = engine.generate(prompts, SAMPLING, seeds)
-    likeliest = engine.generate(prompts[:2], SamplingParams(10, temperature=0), [0, 0])
+    completions = generate(engine, prompts, SAMPLING, seeds)
+    likeliest = generate(engine, prompts[:2], SamplingParams(10, temperature=0), [0, 0])
     return {
         "completions": [[c.token_ids, c.logprobs, c.finish_reason] for c in completions],
         "versions": sorted({c.policy_version for c in completions}),
@@ -57,13 +58,13 @@ def own_and_shared(folder):
     found["inherited"] = sorted(set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"})
     for name, engine in (("own", own), ("shared", shared)):
         found[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
-        found[f"{name} same"] = [c.token_ids for c in engine.generate(PROMPTS[:4], SAMPLING, SEEDS[:4])]
+        found[f"{name} same"] = [c.token_ids for c in generate(engine, PROMPTS[:4], SAMPLING, SEEDS[:4])]
     own.close()
     if rank == 0:
         os.kill(shared._engine._process.process.pid, signal.SIGKILL)
     began = time.monotonic()
     found["killed"] = [
-        said(lambda: shared.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])),
+        said(lambda: generate(shared, PROMPTS[:1], SAMPLING, SEEDS[:1])),
         said(lambda: pushed(shared, source_of(), 5)),
     ]
     found["seconds"] = time.monotonic() - began
@@ -87,7 +88,7 @@ def tensor_parallel(folder):
         workers = psutil.Process(engine._engine._process.process.pid).children(recursive=True)
         os.kill(next(w.pid for w in workers if "Worker" in " ".join(w.cmdline())), signal.SIGKILL)
     began = time.monotonic()
-    found["killed"] = said(lambda: engine.generate(PROMPTS, SAMPLING, SEEDS))
+    found["killed"] = said(lambda: generate(engine, PROMPTS, SAMPLING, SEEDS))
     found["seconds"] = time.monotonic() - began
     engine.close()
     found["workers"], found["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
@@ -113,16 +114,16 @@ def one_server(folder, url, pid):
     for seed in (5, 6):
         actor = pushed(engine, source_of(seed=seed), seed)
         found["long"] = [
-            [c.token_ids for c in engine.generate(repeated, SamplingParams(8, temperature=0), [0, 0])]
+            [c.token_ids for c in generate(engine, repeated, SamplingParams(8, temperature=0), [0, 0])]
             == [greedy(actor, prompt, 8) for prompt in repeated]
             for _ in range(2)
         ]
-    echoed = engine.generate(repeated, SamplingParams(2, echo=True), [0, 0])
+    echoed = generate(engine, repeated, SamplingParams(2, echo=True), [0, 0])
     found["echo"] = largest_gap(actor, [prompt[:1] for prompt in repeated], echoed)
-    found["too long"] = said(lambda: engine.generate([[5] * 600], SAMPLING, [0]))
+    found["too long"] = said(lambda: generate(engine, [[5] * 600], SAMPLING, [0]))
 
     def ask():
-        engine.generate(PROMPTS[:3], SAMPLING, SEEDS[:3])
+        generate(engine, PROMPTS[:3], SAMPLING, SEEDS[:3])
 
     # Somebody else pushes, and ends in the middle of the next push; then this run pushes again.
     server = engine._running

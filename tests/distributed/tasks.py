@@ -9,6 +9,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -44,7 +45,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.environments.worlds import CountsLetters
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -57,7 +58,7 @@ WORDS = ["a", "bc", "cabd", "ga", "ecafbad", "f", "gfedcba", "bb", "dg", "cccc",
 class SeededEngine(RolloutEngine):
     """Draws each response from the request's seed alone, so that it is the same on whichever rank it is asked for."""
 
-    ranks = 2  # or one: what several ask, all of them get
+    traits = EngineTraits(ranks=2)  # or one: what several ask, all of them get
 
     def start(self, setup: EngineSetup) -> None:
         self.version = -1
@@ -70,14 +71,10 @@ class SeededEngine(RolloutEngine):
             pass
         self.version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        return [self._drawn(sampling, seed) for seed in seeds]
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        return finished(self._drawn(own, seed) for own, seed in zip(sampling, seeds, strict=True))
 
     def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
         draw = torch.Generator().manual_seed(seed)

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf import SFTModule
 from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import run_ranks
@@ -34,7 +35,7 @@ def push(strategy, folder):
             try:
                 engine.wait()
                 engine.update_weights(pl_module.role_strategy.iter_full_params("actor"), 1)
-                said.extend(engine.generate(PROMPTS, GREEDY, [0] * len(PROMPTS)))
+                said.extend(generate(engine, PROMPTS, GREEDY, [0] * len(PROMPTS)))
             finally:
                 engine.close()
             pl_module.export(f"{folder}/export", write=trainer.is_global_zero)

@@ -159,5 +159,5 @@ def test_the_configurations_of_the_document_are_engines():
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)]
     engines = [parser.instantiate(parser.parse_object(block)).engine for block in blocks if "engine" in block]
     assert [type(engine) for engine in engines] == [SharedEngine, VLLMServerEngine]
-    assert engines[0]._engine._tensor_parallel_size == engines[0].ranks == 2
-    assert engines[1].ranks == 1
+    assert engines[0]._engine._tensor_parallel_size == engines[0].traits.ranks == 2
+    assert engines[1].traits.ranks == 1

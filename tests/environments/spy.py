@@ -15,6 +15,6 @@ class Spy(ScriptedEngine):
         super().__init__(texts, tokenizer)
         self.prompts = []
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
+    def generate(self, prompts, sampling, seeds):
         self.prompts += [list(prompt) for prompt in prompts]
-        return super().generate(prompts, sampling, seeds, on_finished)
+        return super().generate(prompts, sampling, seeds)

@@ -22,7 +22,7 @@ from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.rollout import endpoint as endpoint_module
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
-from lightning_rlhf.rollout.engine import CompletionCheck
+from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import SamplingParams
 from tests.environments import agents
@@ -59,7 +59,7 @@ def converse():
         settings = EnvironmentSettings(**({"max_turns": 4, "timeout_s": 60.0, "concurrency": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version, 10**6)
-        return engine.serve(asked, partial(samplers[-1], check=check), None).completions()
+        return serve(engine, asked, partial(samplers[-1], check=check), None).completions()
 
     yield converse
     for sampler in samplers:
@@ -258,7 +258,7 @@ def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_p
     trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
     module = kind(TinyModel(), minibatch_size=4, packing=packed, **more)
     trainer.fit(module, datamodule=data)
-    experience, rollout = module.experience, module.experience.rollout
+    experience, rollout = module.last_step.experience, module.last_step.experience.rollout
     branched = rollout.text_starts.any(1)
     assert branched.any()
     assert len(rollout) == 4  # a conversation is one row of its group

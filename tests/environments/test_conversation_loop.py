@@ -13,7 +13,8 @@ from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineSetup
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import SamplingParams
 from tests.environments import worlds
@@ -49,7 +50,7 @@ def converse():
         settings = EnvironmentSettings(**({"bridge": "plain", "max_turns": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version if isinstance(engine, ScriptedEngine) else 0, 10**6)
-        return engine.serve(asked, partial(samplers[-1], check=check), on_finished).completions()
+        return serve(engine, asked, partial(samplers[-1], check=check), on_finished).completions()
 
     yield converse
     for sampler in samplers:
@@ -125,7 +126,7 @@ def test_results_of_tools_and_mistakes_are_messages(converse):
         engine = ScriptedEngine([said, "a"], tokenizer)
         settings = EnvironmentSettings(**tools, parser=parser, bridge="plain", max_turns=1)
         sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
-        (own,) = engine.serve(requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None).completions()
+        (own,) = serve(engine, requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None).completions()
         sampler.close()
         assert own.conversation.tool_calls == 1
         assert own.conversation.metrics == {"tool_errors": float(result != "v")}
@@ -244,7 +245,7 @@ def test_a_thousand_conversations_leave_nothing_behind(options):
         before = present()
         engine = ScriptedEngine(["ab"], LETTERS)
         check = CompletionCheck(100, -1, 10**6)
-        found = engine.serve(requests(count), partial(sampler, check=check), None).completions()
+        found = serve(engine, requests(count), partial(sampler, check=check), None).completions()
         assert len(found) == count
         sampler.close()
         deadline = time.monotonic() + 10
@@ -274,7 +275,7 @@ def chat():
         samplers.append(ConversationSampler(settings, settings.make_bridge(tokenizer, {}), tokenizer))
         engine = Spy(tokenizer, list(texts))
         check = partial(samplers[-1], check=CompletionCheck(100, engine.version, 10**6))
-        return engine.serve(asked, check, None).completions(), tokenizer
+        return serve(engine, asked, check, None).completions(), tokenizer
 
     yield chat
     for sampler in samplers:

@@ -10,7 +10,6 @@ import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
-from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
 from lightning_rlhf.callbacks.rollout_rows import segments_of
 from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
 from lightning_rlhf.conversation_record import ConversationRecord
@@ -21,6 +20,8 @@ from lightning_rlhf.environments.conversation import StopReason
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.ahead import _packed, _unpacked
+from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion
 from tests.environments import worlds
@@ -60,7 +61,7 @@ def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(),
 def test_the_policy_learns_from_its_own_tokens_alone(tmp_path, module):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     module, trainer = run(tmp_path, settings, module=module, callbacks=[RolloutLog()])
-    rollout, experience = module.experience.rollout, module.experience
+    rollout, experience = module.last_step.experience.rollout, module.last_step.experience
     real = torch.arange(rollout.response_ids.shape[1]) < rollout.response_lengths.unsqueeze(1)
     written = real & ~rollout.response_mask
     assert written.any()
@@ -87,10 +88,10 @@ def test_an_environment_of_one_turn_changes_nothing(tmp_path):
     settings = EnvironmentSettings(CountsA, timeout_s=None, bridge="plain")
     with_one, _ = run(tmp_path / "one", settings)
     without, _ = run(tmp_path / "none", rewards=[RewardFunction(count_a)])
-    rewards = with_one.experience.rollout.rewards["environment"]
-    finished = ~with_one.experience.rollout.truncated
-    assert torch.equal(rewards[finished], without.experience.rollout.rewards["count_a"][finished])
-    ids = [module.experience.rollout.response_ids for module in (with_one, without)]
+    rewards = with_one.last_step.experience.rollout.rewards["environment"]
+    finished = ~with_one.last_step.experience.rollout.truncated
+    assert torch.equal(rewards[finished], without.last_step.experience.rollout.rewards["count_a"][finished])
+    ids = [module.last_step.experience.rollout.response_ids for module in (with_one, without)]
     assert torch.equal(*ids)
 
 
@@ -113,7 +114,7 @@ def test_reward_functions_get_the_whole_conversation(tmp_path):
     )
     rewards = [RewardFunction(judged), RewardFunction(in_messages, weight=0.5, messages=True)]
     module, _ = run(tmp_path, settings, rewards)
-    rollout = module.experience.rollout
+    rollout = module.last_step.experience.rollout
     assert torch.equal(rollout.rewards["judged"], rollout.rewards["environment"])
     torch.testing.assert_close(rollout.reward, rollout.rewards["judged"] + 0.5 * rollout.rewards["in_messages"])
     assert not rollout.step_rewards.any()  # the weight is 0
@@ -124,9 +125,9 @@ def test_skipped_conversations_are_not_trained_on(tmp_path):
         Breaks, max_turns=2, max_turn_tokens=3, timeout_s=None, bridge="plain", on_error="skip", max_error_rate=1.0
     )
     module, trainer = run(tmp_path, settings)
-    rollout = module.experience.rollout
+    rollout = module.last_step.experience.rollout
     assert 0 < rollout.included.sum() < len(rollout)
-    assert not module.experience.mask[~rollout.included].any()
+    assert not module.last_step.experience.mask[~rollout.included].any()
     assert trainer.callback_metrics["env/fault_error"] == (~rollout.included).float().mean()
 
 
@@ -141,7 +142,7 @@ def test_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_err
         weight=0.0,
     )  # fmt: skip
     module, trainer = run(tmp_path, settings, rewards=[RewardFunction(one_each)], steps=1)
-    rollout = module.experience.rollout
+    rollout = module.last_step.experience.rollout
     values, counts = rollout.reward.unique(return_counts=True)
     failed = round(float(trainer.callback_metrics["env/fault_error"]) * len(rollout))
     assert 0 < failed < len(rollout)
@@ -156,7 +157,7 @@ def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward)
     settings = EnvironmentSettings(worlds.Remembers, timeout_s=None, bridge="plain", max_turn_tokens=3)
     sampling = DynamicSampling(prompts_per_step=1, reward=reward)
     module, trainer = run(tmp_path, settings, dynamic_sampling=sampling)
-    rollout = module.experience.rollout
+    rollout = module.last_step.experience.rollout
     kept = rollout.rewards["environment"][rollout.included]
     assert trainer.callback_metrics["rollout/filled_fraction"] == 0  # every prompt has contrast
     assert kept.max() > kept.min()
@@ -166,7 +167,7 @@ def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward)
 def test_conversations_one_step_ahead_have_the_weights_of_their_step(tmp_path, max_staleness):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     module, trainer = run(tmp_path, settings, steps=4, max_staleness=max_staleness)
-    rollout = module.experience.rollout
+    rollout = module.last_step.experience.rollout
     versions = rollout.policy_version[rollout.response_mask]
     assert versions.unique().tolist() == [3 - max_staleness]
     assert trainer.callback_metrics["rollout/staleness_max"] == max_staleness
@@ -222,7 +223,7 @@ def test_conversations_survive_a_checkpoint():
     plain = Completion([5], [-1.0], "length", 3)
 
     class Request:
-        step, samples, temperature, prompts = 7, 2, 1.0, type("P", (), {"indices": [4]})
+        step, sampling, prompts = 7, Sampling(2, 1.0), type("P", (), {"indices": [4]})
 
         def completions(self):
             return [kept, plain]
@@ -349,7 +350,7 @@ def test_a_method_without_parameters_is_left_to_its_first_call():
 def test_an_environment_may_have_a_step_alone(tmp_path, timeout_s):
     settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
     module, _ = run(tmp_path, settings, steps=1)
-    assert (~module.experience.rollout.response_mask).any()
+    assert (~module.last_step.experience.rollout.response_mask).any()
 
 
 def test_tools_need_a_parser_whose_tool_exists(tmp_path):

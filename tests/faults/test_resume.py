@@ -10,21 +10,23 @@ import yaml
 from tests.faults import runs
 from tests.faults.runs import CONVERSATIONS, KILLED, ROOT, assert_same, checkpoint, output, ppo, rows, supervised
 
-_LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
+_WEIGHTS = "lightning_rlhf.rollout.weights:EngineWeights."
+_SOURCE = "lightning_rlhf.rollout.source:RolloutSource."
+_VALIDATION = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation."
 _SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
 _MANIFEST = "lightning_rlhf.strategies.checkpoints.manifest:"
 _EXPORT = "lightning_rlhf.callbacks.hf_export:HFExport."
 
 # In the order in which one run can meet them all; the numbers count calls since the run was last resumed.
 DEATHS = {
-    "before the first checkpoint": (_LOOP + "verify", 1, "before"),
-    "in the validation before training": (_LOOP + "on_validation_batch_end", 1, "after"),
+    "before the first checkpoint": (_WEIGHTS + "check", 1, "before"),
+    "in the validation before training": (_VALIDATION + "on_validation_batch_end", 1, "after"),
     "while the first checkpoint is written": ("torch:save", 1, "half"),
     "in the middle of an update": ("lightning_rlhf.modules.role_module:RoleModule.update", 10, "before"),
-    "between checkpoint and validation": (_LOOP + "on_validation_start", 1, "before"),
-    "in the validation that was due": (_LOOP + "on_validation_batch_end", 1, "after"),
+    "between checkpoint and validation": (_VALIDATION + "on_validation_start", 1, "before"),
+    "in the validation that was due": (_VALIDATION + "on_validation_batch_end", 1, "after"),
     "while the best is written": (_SAVE + "on_validation_end", 2, "before"),
-    "between generation and learning": (_LOOP + "verify", 2, "before"),
+    "between generation and learning": (_WEIGHTS + "check", 2, "before"),
     "behind an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
     "between the weights of two models": ("safetensors.torch:save", 2, "before"),
     "while files are summed": (_MANIFEST + "digest", 2, "before"),
@@ -33,9 +35,9 @@ DEATHS = {
     "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
     "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
-    "in the middle of generation": (_LOOP + "_requests", 3, "after"),
+    "in the middle of generation": (_SOURCE + "start", 3, "after"),
     "behind the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
-    "in the last validation": (_LOOP + "on_validation_batch_end", 1, "before"),
+    "in the last validation": (_VALIDATION + "on_validation_batch_end", 1, "before"),
     "before the export": (_EXPORT + "_write", 1, "before"),
     "behind the export": (_EXPORT + "_write", 1, "after"),
 }
@@ -124,7 +126,7 @@ def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_
     deaths = [
         {"place": (place, 10, "after")},
         {"place": (place, 4, "after")},
-        {"place": (_LOOP + "verify", 1, "before")},
+        {"place": (_WEIGHTS + "check", 1, "before")},
     ]
     assert forge.finish(tmp_path, config, deaths) == 3
     assert_same(tmp_path, undisturbed(config))
@@ -135,7 +137,7 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
     def steps(count):
         return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
 
-    place = _LOOP + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
+    place = _VALIDATION + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
     assert forge.finish(tmp_path, steps(7), [{"place": (place, 8, "after")}]) == 1
     assert_same(tmp_path, undisturbed(steps(7)))
     # and with more steps it becomes the longer run; only the best can be the one of the validation behind step 7
@@ -147,7 +149,7 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
 @pytest.mark.slow
 def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
     config = ppo(background=False)
-    assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 9, "before")) == KILLED
+    assert forge.attempt(tmp_path, config, place=(_WEIGHTS + "check", 9, "before")) == KILLED
     assert checkpoint(tmp_path, "best")["global_step"] < checkpoint(tmp_path, "last")["global_step"]
     assert forge.attempt(tmp_path, config, resume="run/checkpoints/best.ckpt") == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))

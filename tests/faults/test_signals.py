@@ -14,14 +14,16 @@ from lightning.pytorch import Callback
 from tests.faults.runs import ROOT, assert_same, callback, checkpoint, output, ppo
 
 TERM, CTRL_C = int(signal.SIGTERM), int(signal.SIGINT)
-_LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
+_WEIGHTS = "lightning_rlhf.rollout.weights:EngineWeights."
+_SOURCE = "lightning_rlhf.rollout.source:RolloutSource."
+_VALIDATION = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation."
 _UPDATE = "lightning_rlhf.modules.role_module:RoleModule.update"  # eight of them in a step
 
 # A place in the code, how often it was called before the signal comes, and the step whose state is saved then.
 PLACES = {
-    "while responses are generated": (_LOOP + "verify", 4, 3),
+    "while responses are generated": (_WEIGHTS + "check", 4, 3),
     "in the middle of an update": (_UPDATE, 8 * 3 + 2, 4),
-    "in a validation": (_LOOP + "on_validation_batch_end", 3, 3),
+    "in a validation": (_VALIDATION + "on_validation_batch_end", 3, 3),
 }
 
 
@@ -39,7 +41,7 @@ def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
     forge, undisturbed, tmp_path, max_staleness
 ):
     config = ppo(every=5, max_staleness=max_staleness)
-    assert forge.attempt(tmp_path, config, place=(_LOOP + "_rollout", 4, [TERM])) == 143
+    assert forge.attempt(tmp_path, config, place=(_SOURCE + "finish", 4, [TERM])) == 143
     assert checkpoint(tmp_path)["global_step"] == 3
     assert len(checkpoint(tmp_path)["lightning_rlhf_requests"]) == max_staleness
     assert forge.attempt(tmp_path, config, resume="last") == 0
@@ -83,7 +85,7 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_p
 
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(), place=(_LOOP + "on_train_start", 1, [TERM])) == 143
+    assert forge.attempt(tmp_path, ppo(), place=(_VALIDATION + "on_train_start", 1, [TERM])) == 143
     assert last_line(tmp_path) == "lightning-rlhf: ended by SIGTERM before the first step"
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -114,7 +116,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(forge, tmp_path):
 
 @pytest.mark.slow
 def test_a_failure_between_two_steps_leaves_a_checkpoint_of_the_last_one(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(every=5), place=(_LOOP + "verify", 4, "fail")) not in (0, 143)
+    assert forge.attempt(tmp_path, ppo(every=5), place=(_WEIGHTS + "check", 4, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(3)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 3
 
@@ -149,7 +151,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
 @pytest.mark.slow
 def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(forge, tmp_path):
     config = ppo(max_steps=4)
-    assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 2, "gone")) == 1
+    assert forge.attempt(tmp_path, config, place=(_WEIGHTS + "check", 2, "gone")) == 1
     assert " was removed while the run wrote to it: do not" in last_line(tmp_path)
     assert last_line(tmp_path).endswith(f"stopped after step 2; {goes_on(2)}")
     assert checkpoint(tmp_path)["global_step"] == 2

@@ -9,16 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.diagnostics import (
-    best_at_k,
-    explained_variance,
-    gradient_power,
-    majority_at_k,
-    ordered_share,
-    pass_at_k,
-    wilson_interval,
-    worst_at_k,
-)
+from lightning_rlhf.functional.diagnostics import explained_variance, gradient_power, ordered_share
+from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_k, wilson_interval, worst_at_k
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import (
     assert_close,

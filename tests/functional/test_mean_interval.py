@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_rlhf.functional.diagnostics import mean_interval, wilson_interval
+from lightning_rlhf.functional.samples import mean_interval, wilson_interval
 from tests.helpers import assert_close
 
 

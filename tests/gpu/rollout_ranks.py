@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.engine import visible_gpu
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
@@ -32,9 +33,9 @@ def own_and_shared(folder):
         actor = source.causal().eval()
         engine.update_weights(parameters_of(actor), 1)
         mine = prompts_of(9, seed=rank)
-        found["gaps"].append(largest_gap(actor, mine, engine.generate(mine, SamplingParams(32), range(9))))
+        found["gaps"].append(largest_gap(actor, mine, generate(engine, mine, SamplingParams(32), range(9))))
         dist.barrier()
-    found["same"] = [c.token_ids for c in shared.generate(prompts_of(4), SamplingParams(32), range(4))]
+    found["same"] = [c.token_ids for c in generate(shared, prompts_of(4), SamplingParams(32), range(4))]
     found["devices"] = visible(own)
     if rank == 0:
         found["shared"] = visible(shared._engine)

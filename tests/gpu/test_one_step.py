@@ -12,6 +12,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
@@ -57,7 +58,7 @@ def test_log_probabilities_are_the_trainers_after_every_push(make_engine, dtype,
     for version in range(2):
         actor = source_of(dtype, seed=version).causal().eval().cuda()
         engine.update_weights(parameters_of(actor), version)
-        completions = engine.generate(prompts_of(16), SamplingParams(32), range(16))
+        completions = generate(engine, prompts_of(16), SamplingParams(32), range(16))
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
         assert largest_gap(actor.cpu(), prompts_of(16), completions) < BOUNDS[dtype]
@@ -67,7 +68,7 @@ def test_the_same_requests_get_the_same_tokens(make_engine, tmp_path):
     engine = make_engine()
     engine.start(setup_of(source_of("float32"), tmp_path))
     engine.update_weights(parameters_of(source_of("float32").causal().cuda()), 0)
-    first, second = (engine.generate(prompts_of(16), SamplingParams(32), range(16)) for _ in range(2))
+    first, second = (generate(engine, prompts_of(16), SamplingParams(32), range(16)) for _ in range(2))
     assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -46,7 +47,7 @@ def source_of(seed=0):
 def assert_right(engine, version):
     actor = source_of(version).causal().eval()
     engine.update_weights(parameters_of(actor), version)
-    completions = engine.generate(prompts_of(16), SamplingParams(32), range(16))
+    completions = generate(engine, prompts_of(16), SamplingParams(32), range(16))
     assert {completion.policy_version for completion in completions} == {version}
     assert largest_gap(actor, prompts_of(16), completions) < BOUND
 

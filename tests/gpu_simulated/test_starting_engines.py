@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import rollout_loop
+from lightning_rlhf.callbacks import rollout_loop, run_engine
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rollout.engine import limit_gpu_memory
+from lightning_rlhf.rollout import weights
+from lightning_rlhf.rollout.engine import EngineTraits
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
 from lightning_rlhf.rollout.vllm.sync import Slot, WeightSender
@@ -111,7 +113,7 @@ def started(card, accounting, monkeypatch, tmp_path):
     def started(gibibytes_of_a_role, devices):
         card.trainer = card.engine = card.peak = 0
         engine = Measuring(card, accounting)
-        monkeypatch.setattr(rollout_loop, "visible_gpu", lambda device: devices)
+        monkeypatch.setattr(run_engine, "visible_gpu", lambda device: devices)
         run = Run(tmp_path, loop={"engine": engine, "validate_at_ends": False}, trainer={"max_steps": 0})
         build = run.module.build_role
 
@@ -177,14 +179,14 @@ def test_the_trainer_is_limited_to_what_the_engine_contexts_and_nccl_leave(cuda,
 
 
 class Sharing(ScriptedEngine):
-    gpu_share, sleeps = 0.4, False
+    traits = EngineTraits(gpu_share=0.4)
 
     def sleep(self):
         self.calls.append("sleep")
 
 
 class Sleeping(Sharing):
-    sleeps = True
+    traits = EngineTraits(gpu_share=0.4, sleeps=True)
 
 
 def limits(monkeypatch, kind, tmp_path):
@@ -192,8 +194,9 @@ def limits(monkeypatch, kind, tmp_path):
     run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
     engine = kind(run.engine.texts, run.engine.tokenizer)
     run.loop._engine_choice = engine
-    monkeypatch.setattr(rollout_loop, "visible_gpu", lambda device: ("0",))
-    monkeypatch.setattr(rollout_loop, "limit_gpu_memory", lambda device, share: engine.calls.append(share))
+    monkeypatch.setattr(run_engine, "visible_gpu", lambda device: ("0",))
+    for module in (rollout_loop, run_engine, weights):
+        monkeypatch.setattr(module, "limit_gpu_memory", lambda device, share: engine.calls.append(share))
     learn = run.module.training_step
     run.module.training_step = lambda *batch: (engine.calls.append("learn"), learn(*batch))[1]
     run.fit()

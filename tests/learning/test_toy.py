@@ -30,7 +30,7 @@ class Rewards(PPOModule):
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        self.history = [*getattr(self, "history", []), self.experience.rollout.reward.mean().item()]
+        self.history = [*getattr(self, "history", []), self.last_step.experience.rollout.reward.mean().item()]
 
 
 def run(directory, seed):

@@ -42,13 +42,13 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
     metrics = fit(module, BATCHES).callback_metrics
     assert not hasattr(module, "ref")
     assert metrics["kl/ref"] != 0
-    experience = module.experience
+    experience = module.last_step.experience
     base = replace(ACTOR, lora=None).causal()
     module.build_role = lambda name: base  # a module whose actor is the base says what the reference should
     expected = made(actor=replace(ACTOR, lora=None))
     expected.configure_model()
     with torch.no_grad():
-        asked = expected.map_micro_batches(partial(expected.actor_scores, "actor"), experience.rollout)[0]
+        asked = expected.micro_batches.map(partial(expected.actor_scores, "actor"), experience.rollout)[0]
     assert torch.equal(experience.ref_logprobs, asked)
     assert not torch.equal(experience.old_logprobs, asked)
 

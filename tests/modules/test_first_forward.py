@@ -46,14 +46,15 @@ class Counted(RLHFModule):
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """Results of FirstForward.of_step, one for each step."""
-    made, of_step = [], FirstForward.of_step
+    """The FirstForward of each step, None for a step with a separate pass."""
+    made, old_scores = [], RLHFModule.old_scores
 
-    def remembered(*arguments):
-        made.append(of_step(*arguments))
-        return made[-1]
+    def remembered(module, rollout):
+        scores = old_scores(module, rollout)
+        made.append(scores if isinstance(scores, FirstForward) else None)
+        return scores
 
-    monkeypatch.setattr(FirstForward, "of_step", remembered)
+    monkeypatch.setattr(RLHFModule, "old_scores", remembered)
     return made
 
 
@@ -68,8 +69,12 @@ def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
     module, metrics = trained(Counted)
     assert module.passes == 2  # one for each of two steps
     separate, expected = trained(Separate)
-    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        module.last_step.experience.old_logprobs, separate.last_step.experience.old_logprobs, rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        module.last_step.experience.entropies, separate.last_step.experience.entropies, rtol=0, atol=1e-5
+    )
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
     varying = ("time/", "perf/")
@@ -85,12 +90,17 @@ def test_several_micro_batches_and_a_reference(kl_loss, made):
     options = {"kl_loss": kl_loss, "ref": TinyModel(seed=1), "micro_batch_tokens": 16}
     module, metrics = trained(RLHFModule, **options)
     assert len(made[-1].logprobs) > 1
-    assert module.first_forward is None  # later evaluations are of other rows
     separate, expected = trained(Separate, **options)
     assert made[-1] is None
-    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
-    torch.testing.assert_close(module.experience.ref_logprobs, separate.experience.ref_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        module.last_step.experience.old_logprobs, separate.last_step.experience.old_logprobs, rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        module.last_step.experience.entropies, separate.last_step.experience.entropies, rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        module.last_step.experience.ref_logprobs, separate.last_step.experience.ref_logprobs, rtol=0, atol=1e-5
+    )
     for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "loss/policy", "grad_norm/actor"):
         assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
     if kl_loss.coef:
@@ -104,8 +114,12 @@ def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, 
     module, metrics = trained(RLHFModule, **options)
     assert len(made[-1].first) == size
     separate, expected = trained(Separate, **options)
-    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        module.last_step.experience.old_logprobs, separate.last_step.experience.old_logprobs, rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        module.last_step.experience.entropies, separate.last_step.experience.entropies, rtol=0, atol=1e-5
+    )
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
     for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "kl/approx", "policy/clip_fraction"):
@@ -209,4 +223,4 @@ def test_responses_without_a_token_to_learn_from_leave_the_metrics_of_the_rollou
     empty = replace(rollout(), included=torch.zeros(ROWS, dtype=torch.bool))
     module = RLHFModule(TinyModel(), minibatch_size=ROWS, actor_optimizer=SGD)
     fit(module, [empty])
-    assert module.actor_updates == 0
+    assert module.last_step.actor_updates == 0

@@ -109,7 +109,7 @@ def test_an_update_of_grpo_on_6000_tokens_is_that_of_plain_transformers(budget):
     options = {"minibatch_size": 4, "kl_loss": KLTerm(), "max_grad_norm": None}
     module = GRPOModule(source(), actor_optimizer=SGD, micro_batch_tokens=budget, **options)
     gradients = train(module, rollout)
-    plain, experience = source(attn_implementation="sdpa").causal(), module.experience
+    plain, experience = source(attn_implementation="sdpa").causal(), module.last_step.experience
     for number, row in enumerate(rows):
         logprobs = plain_logprobs(plain.lm, torch.tensor(row.prompt + row.tokens))[PROMPT - 1 :]
         ours, advantages = (

@@ -22,6 +22,7 @@ from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
 from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.types import StepRollout
 from tests.helpers import concrete_objectives
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer, responses, rollout_of
 
@@ -69,7 +70,7 @@ class EachPair(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         module.actor.load_state_dict(self.first)
         module.policy_loss, module.aggregation = self.pairs[batch_idx]
-        module.receive(*rollouts())
+        module.receive(StepRollout(*rollouts()))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         now = module.actor.state_dict()

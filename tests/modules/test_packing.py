@@ -206,7 +206,7 @@ def test_the_log_probs_of_a_text_do_not_depend_on_the_length_of_others(packing):
     module = sft(FromConfig(PHI, seed=3), packing=packing)
     batch = texts((5, 20, 12, 13, 9, 22))
     fit(module, [batch])
-    micro_batches = module.micro_batches(batch)
+    micro_batches = module.micro_batches.split(batch)
     assert sorted(len(rows) for rows, _ in micro_batches) == [3, 3]
     with torch.no_grad():
         for rows, _ in micro_batches:

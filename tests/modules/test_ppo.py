@@ -50,7 +50,7 @@ def test_the_reward_model_scores_the_last_token_of_the_whole_response():
     module = ppo(reward_model=TinyModel(seed=2, dtype="float64"))
     fit(module, [rollout(extra_columns=3)])
     lm = module.reward_model.lm
-    for row, given in zip(ROWS, module.experience.token_rewards, strict=True):
+    for row, given in zip(ROWS, module.last_step.experience.token_rewards, strict=True):
         ids = torch.tensor([row.prompt + row.tokens])
         score = lm.score(lm.model(ids).last_hidden_state)[0, -1, 0]
         expected = torch.zeros_like(given)
@@ -66,9 +66,9 @@ def test_the_reward_of_a_response_that_an_environment_ends_belongs_to_the_last_t
     ]
     module = ppo(minibatch_size=2, advantages=GAE(gae_lambda=1.0, whiten=False))
     fit(module, [rollout(rows)])
-    assert_close(module.experience.token_rewards, [[0, 2, 0, 0], [0, 0, -1, 0]])
+    assert_close(module.last_step.experience.token_rewards, [[0, 2, 0, 0], [0, 0, -1, 0]])
     # with lambda 1 and gamma 1 every token of the policy returns the whole reward
-    assert_close(module.experience.returns, [[2, 2, 0, 0], [-1, 0, -1, 0]])
+    assert_close(module.last_step.experience.returns, [[2, 2, 0, 0], [-1, 0, -1, 0]])
 
 
 @pytest.mark.usefixtures("exact")
@@ -76,7 +76,7 @@ def test_the_critic_speaks_before_each_token_is_known():
     module = ppo()
     fit(module, [rollout()])
     before = TinyModel(seed=1, dtype="float64").scalar().lm
-    for row, values in zip(ROWS, module.experience.values, strict=True):
+    for row, values in zip(ROWS, module.last_step.experience.values, strict=True):
         ids = torch.tensor([row.prompt + row.tokens])
         every = before.score(before.model(ids).last_hidden_state)[0, :, 0]
         assert_close(values[: len(row.tokens)], every[len(row.prompt) - 1 : -1])
@@ -90,11 +90,13 @@ def test_what_an_environment_wrote_is_not_learnt_from():
     assert any(not all(row.mask) for row in rows)
 
     class Disturbed(PPOModule):
-        def evaluate(self, given, greedy=None):
-            experience = super().evaluate(given, greedy)
+        def evaluate(self, received):
+            evaluation = super().evaluate(received)
+            experience = evaluation.experience
             noise = torch.full_like(experience.values, 3.0).masked_fill(experience.mask, 0)
             names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-            return replace(experience, **{name: getattr(experience, name) + noise for name in names})
+            changed = replace(experience, **{name: getattr(experience, name) + noise for name in names})
+            return replace(evaluation, experience=changed)
 
     results = []
     for kind in (PPOModule, Disturbed):
@@ -112,7 +114,7 @@ def test_what_an_environment_wrote_is_not_learnt_from():
 def test_kl_to_a_reference_of_the_same_source_is_exactly_0_at_the_first_step(term):
     module = ppo("float32", **{term: KLTerm(0.1, "k3")})
     trainer = fit(module, [rollout()])
-    assert torch.equal(module.experience.old_logprobs, module.experience.ref_logprobs)
+    assert torch.equal(module.last_step.experience.old_logprobs, module.last_step.experience.ref_logprobs)
     assert trainer.callback_metrics["kl/ref"] == 0
 
 
@@ -126,7 +128,7 @@ def test_a_reference_is_loaded_only_where_it_is_needed():
 def test_kl_in_nats_per_response_is_measured_to_the_reference():
     module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
     trainer = fit(module, [rollout()])
-    difference = module.experience.old_logprobs - module.experience.ref_logprobs
+    difference = module.last_step.experience.old_logprobs - module.last_step.experience.ref_logprobs
     assert_close(trainer.callback_metrics["kl/ref"], difference.sum(dim=1).mean())
     assert difference.abs().max() > 0.1
 
@@ -135,7 +137,7 @@ def test_the_coefficient_of_the_penalty_can_be_steered_between_steps():
     module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
     module.kl_coef = 0.5
     fit(module, [rollout([replace(row, reward=0.0) for row in ROWS])])
-    experience = module.experience
+    experience = module.last_step.experience
     assert_close(experience.token_rewards, -0.5 * (experience.old_logprobs - experience.ref_logprobs))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lightning_rlhf import RewardModule
-from lightning_rlhf.functional.diagnostics import wilson_interval
+from lightning_rlhf.functional.samples import wilson_interval
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch

@@ -18,6 +18,7 @@ from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from lightning_rlhf.types import StepRollout
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of
 
@@ -43,13 +44,13 @@ def test_responses_that_are_not_kept_are_measured_and_not_learnt_from():
     rollout = rollout_of(ROWS, dtype=torch.float64)
     rollout.included[1::2] = False
     module = stepped(rollout=rollout)
-    experience = module.experience
+    experience = module.last_step.experience
     assert torch.equal(experience.mask[::2], rollout.response_mask[::2])
     assert not experience.mask[1::2].any()
     assert not experience.advantages[1::2].any()
     assert_close(module.metrics["reward/mean"], rollout.reward.mean(), atol=1e-6)
     # the same as a rollout of the kept ones alone
-    alone = stepped(rollout=rollout[[0, 2, 4]]).experience
+    alone = stepped(rollout=rollout[[0, 2, 4]]).last_step.experience
     width = alone.advantages.shape[1]
     assert_close(experience.advantages[::2, :width], alone.advantages)
 
@@ -57,7 +58,7 @@ def test_responses_that_are_not_kept_are_measured_and_not_learnt_from():
 def test_weights_and_rejections_are_those_of_the_correction_before_the_first_update():
     correction = RolloutCorrection("token", 1.5, rejections=(Rejection("k1", "token", upper=3.0, lower=0.2),))
     module = stepped(correction=correction)
-    experience, rollout = module.experience, module.experience.rollout
+    experience, rollout = module.last_step.experience, module.last_step.experience.rollout
     weights, kept, metrics = correction(experience.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
     assert 0 < kept.sum() < rollout.response_mask.sum()
     assert torch.equal(experience.weights, weights)
@@ -68,12 +69,12 @@ def test_weights_and_rejections_are_those_of_the_correction_before_the_first_upd
 
 def test_a_rejected_last_token_does_not_take_the_reward_of_its_response_with_it():
     rollout = rollout_of(ROWS, dtype=torch.float64)
-    plain = stepped(rollout=rollout).experience
+    plain = stepped(rollout=rollout).last_step.experience
     rollout = replace(rollout, rollout_logprobs=plain.old_logprobs.clone())
     last = [len(row.tokens) - 1 for row in ROWS]
     rollout.rollout_logprobs[range(len(ROWS)), last] += 5.0  # train / rollout is exp(-5) there
     correction = RolloutCorrection(rejections=(Rejection("k1", "token", upper=3.0, lower=0.2),))
-    experience = stepped(rollout=rollout, correction=correction).experience
+    experience = stepped(rollout=rollout, correction=correction).last_step.experience
     rejected = rollout.response_mask & ~experience.mask
     assert rejected.sum() == len(ROWS)
     assert torch.equal(experience.advantages, plain.advantages.masked_fill(rejected, 0))
@@ -82,16 +83,16 @@ def test_a_rejected_last_token_does_not_take_the_reward_of_its_response_with_it(
 
 def test_without_a_correction_the_mismatch_is_measured_all_the_same():
     module = stepped()
-    rollout = module.experience.rollout
-    gap = (module.experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
+    rollout = module.last_step.experience.rollout
+    gap = (module.last_step.experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
     assert_close(module.metrics["rollout_corr/kl_k1"], -gap.mean())
-    assert torch.equal(module.experience.weights, rollout.response_mask.double())
-    assert torch.equal(module.experience.mask, rollout.response_mask)
+    assert torch.equal(module.last_step.experience.weights, rollout.response_mask.double())
+    assert torch.equal(module.last_step.experience.mask, rollout.response_mask)
 
 
 def test_weights_multiply_the_policy_loss_and_nothing_else():
     module = stepped(ent_coef=0.0, policy_loss=ReinforceLoss(), aggregation=TokenMean())
-    experience = module.experience
+    experience = module.last_step.experience
     once, twice = (
         module.actor_loss(replace(experience, weights=torch.full_like(experience.weights, w)), MeanAccumulator())
         for w in (1.0, 2.0)
@@ -122,7 +123,7 @@ class Counting(RLHFModule):
 def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
     bypass = stepped(Counting, correction=RolloutCorrection(bypass=True))
     assert bypass.asked == 0
-    assert torch.equal(bypass.experience.old_logprobs, bypass.experience.rollout.rollout_logprobs)
+    assert torch.equal(bypass.last_step.experience.old_logprobs, bypass.last_step.experience.rollout.rollout_logprobs)
     decoupled = stepped(Counting)
     assert decoupled.asked > 0
     # what is measured then is the actor that learns, which has not moved here
@@ -136,7 +137,7 @@ def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
 def test_bypass_weighs_the_plain_gradient_by_the_actor_as_it_is_now():
     correction = RolloutCorrection("token", 1.5, bypass=True)
     module = stepped(correction=correction, policy_loss=ReinforceLoss())
-    rows = module.experience
+    rows = module.last_step.experience
     logprobs = module.actor_scores("actor", rows.rollout).logprobs.detach()
     weights = (logprobs - rows.rollout.rollout_logprobs).exp().clamp(max=1.5)
     expected = (-rows.advantages * logprobs * weights)[rows.mask].sum()
@@ -188,17 +189,17 @@ def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_re
     greedy_rows = [Response([1, 2], [3], 0.5), Response([4], [5, 6], -1.0)]
 
     class GivesBoth(ReMaxModule):
-        def receive(self, given, greedy=None):
-            super().receive(given, rollout_of(greedy_rows, dtype=torch.float64))
+        def receive(self, given):
+            super().receive(StepRollout(given, rollout_of(greedy_rows, dtype=torch.float64)))
 
     module = stepped(GivesBoth, rollout=rollout, reward_model=TinyModel(seed=6, dtype="float64"))
     lm = module.reward_model.lm
     for i in range(len(ROWS)):
         greedy = greedy_rows[int(rollout.group[i])]
         score = lm.score(lm.model(torch.tensor([greedy.prompt + greedy.tokens])).last_hidden_state)[0, -1, 0]
-        expected = module.experience.reward[i] - (greedy.reward + score)
-        own = module.experience.mask[i]
-        assert_close(module.experience.advantages[i][own], expected.expand(int(own.sum())), atol=1e-6)
+        expected = module.last_step.experience.reward[i] - (greedy.reward + score)
+        own = module.last_step.experience.mask[i]
+        assert_close(module.last_step.experience.advantages[i][own], expected.expand(int(own.sum())), atol=1e-6)
 
 
 def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_resume():

@@ -186,7 +186,7 @@ def test_a_step_on_rows_of_several_texts_is_that_on_padded_ones(kind, budget):
 def test_all_texts_of_a_row_have_its_advantage():
     rollout = branched()
     _, _, module = step(GRPOModule, rollout, minibatch_size=12)
-    advantages, group = module.experience.advantages, rollout.reward.view(-1, GROUP)
+    advantages, group = module.last_step.experience.advantages, rollout.reward.view(-1, GROUP)
     expected = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-6)
     mask = rollout.response_mask
     assert_close(advantages, expected.flatten().unsqueeze(1) * mask, rtol=1e-3, atol=1e-3)

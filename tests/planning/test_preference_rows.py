@@ -48,7 +48,7 @@ def test_a_layer_keeps_the_planned_bytes_of_a_micro_batch(kind, budget):
     kept = {}
     for layers in (1, 2):
         module, batch = module_of(kind, budget, layers)
-        (rows, _), *others = module.micro_batches(batch)
+        (rows, _), *others = module.micro_batches.split(batch)
         models = torch.nn.ModuleList(child for child in module.children())
         kept[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
         work = work_of(kind, budget)
@@ -73,7 +73,7 @@ def test_models_have_the_planned_number_of_passes(kind):
         getattr(module, role).register_forward_hook(count)
     if kind == "kto":
         module.measured_kl(batch)
-    for rows, _ in module.micro_batches(batch):
+    for rows, _ in module.micro_batches.split(batch):
         module.row_scores(batch[rows])
     model, eight = architecture(source("llama").hf_config()), replace(work_of(kind, budget), responses=8 * ROWS)
     eight = replace(eight, minibatch_size=8 * ROWS)  # so that each of eight ranks has what the one above has

@@ -10,7 +10,8 @@ import torch
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.scorer import Scorer
+from lightning_rlhf.rollout.source import assemble
 from lightning_rlhf.types import Completion, PromptBatch
 
 FILE = Path(__file__).with_name("streamed.py")
@@ -33,10 +34,11 @@ def executor():
 
 def rollout_of(executor, early):
     completions = completions_of(WORDS)
-    collector = Collector(BATCH, executor, TOKENIZER, 4)
+    scorer = Scorer(BATCH, executor, TOKENIZER, 4)
     for place in early:
-        collector.add(place, completions[place])
-    return collector.rollout(completions, 1.0)
+        scorer.add(place, completions[place])
+    scored = scorer.score(completions)
+    return scorer.add_rewards(assemble(BATCH, completions), scored), scored
 
 
 def test_the_rollout_does_not_depend_on_the_order_of_completions(executor):
@@ -82,12 +84,12 @@ def test_a_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
         rollout_of(executor, range(2))  # its processes are there
         completions, began = completions_of(WORDS), time.monotonic()
-        collector = Collector(BATCH, executor, TOKENIZER, 4)
+        scorer = Scorer(BATCH, executor, TOKENIZER, 4)
         for place, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
-            collector.add(place, completion)
+            scorer.add(place, completion)
         generated = time.monotonic()
-        rollout, _ = collector.rollout(completions, 1.0)
+        rollout = scorer.add_rewards(assemble(BATCH, completions), scorer.score(completions))
         waited = time.monotonic() - generated
     assert rollout.reward.tolist() == [1] * 12
     assert generated - began < 7

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
 from lightning_rlhf.environments.bridges import PlainBridge
+from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied, EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
+from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -46,10 +48,12 @@ class StandIn(RolloutEngine):
                 raise RuntimeError("NaN is no weight")
         self.version = version
 
-    def generate(self, prompts, sampling, seeds, on_finished=None):
+    def request(self, prompts, sampling, seeds):
         self._note(list(prompts))
         rows = zip(prompts, seeds, strict=True)
-        return [Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows]
+        return finished(
+            Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows
+        )
 
     def first_difference(self, parameters):
         self._note("difference")
@@ -93,12 +97,12 @@ def said(action):
 
 def submitted(engine, rank):
     """Tokens and version of two generations, with a push after the first; the second sampling differs between ranks."""
-    first = engine.submit([[7 + rank]], SAMPLING, [1])
+    first = submit(engine, [[7 + rank]], SAMPLING, [1])
     engine.update_weights(Parameters(), 8)
-    second = engine.submit([[5]], SAMPLING, [2])
-    wrong = engine.submit([[5]], SamplingParams(8 + rank), [2])
+    second = submit(engine, [[5]], SAMPLING, [2])
+    wrong = submit(engine, [[5]], SamplingParams(8 + rank), [2])
     results = [(own.completions()[0].token_ids, own.completions()[0].policy_version) for own in (first, second)]
-    return [*results, said(wrong.completions), engine.overlaps]
+    return [*results, said(wrong.completions), engine.traits.overlaps]
 
 
 def share():
@@ -111,10 +115,10 @@ def share():
     engine.update_weights(parameters, 7)
     found["taken"] = parameters.taken
     mine = [[10 * rank + 1], [10 * rank + 2] * 3][: 2 - rank]
-    found["own"] = [(c.token_ids, c.policy_version) for c in engine.generate(mine, SAMPLING, range(len(mine)))]
-    found["same"] = [c.token_ids for c in engine.generate([[5], [6]], SAMPLING, [8, 9])]
-    found["other_seeds"] = [c.token_ids for c in engine.generate([[5]], SAMPLING, [rank])]
-    found["one_has_none"] = [c.token_ids for c in engine.generate([[5]] * rank, SAMPLING, [3] * rank)]
+    found["own"] = [(c.token_ids, c.policy_version) for c in generate(engine, mine, SAMPLING, range(len(mine)))]
+    found["same"] = [c.token_ids for c in generate(engine, [[5], [6]], SAMPLING, [8, 9])]
+    found["other_seeds"] = [c.token_ids for c in generate(engine, [[5]], SAMPLING, [rank])]
+    found["one_has_none"] = [c.token_ids for c in generate(engine, [[5]] * rank, SAMPLING, [3] * rank)]
     found["submitted"] = submitted(engine, rank)
     parameters = Parameters()
     found["difference"], found["compared"] = engine.first_difference(parameters), parameters.taken
@@ -130,15 +134,15 @@ def fail():
     engine, stand_in = started(rank)
     told, parameters = {}, Parameters(float("nan"))
     told["update"], told["taken"] = said(lambda: engine.update_weights(parameters, 1)), parameters.taken
-    told["sampling"] = said(lambda: engine.generate([[1]], SamplingParams(8 + rank), [0]))
+    told["sampling"] = said(lambda: generate(engine, [[1]], SamplingParams(8 + rank), [0]))
     for fault in (EngineDied("it burnt down"), ValueError("no such thing"), ZeroDivisionError("by zero")):
         stand_in.fault = fault
         name = type(fault).__name__
-        told[f"generate {name}"] = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+        told[f"generate {name}"] = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
         told[f"wait {name}"] = said(engine.wait)
         told[f"difference {name}"] = said(lambda: engine.first_difference(Parameters()))
     stand_in.fault = None
-    told["lives on"] = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+    told["lives on"] = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
     told["three"] = said(lambda: started(rank, ranks=3))
     hosts = ("a", "b")
     socket.gethostname = lambda: hosts[rank]
@@ -155,7 +159,7 @@ def lose():
     if rank == 1:
         Path(os.environ["TOLD"]).with_suffix(".gone").write_text("")
         os._exit(0)
-    told = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+    told = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
     Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {told}")
     os._exit(0)
 
@@ -175,7 +179,7 @@ def converse():
         return ConversationRequest([number], "", [], {"turns": turns}, 0, (4, 5, 6, 7), sampling)
 
     def run(requests):
-        found = engine.serve(requests, partial(sampler, check=check)).completions()
+        found = serve(engine, requests, partial(sampler, check=check)).completions()
         return [(len(own.conversation.turn_ends), own.token_ids, own.policy_version) for own in found]
 
     different = [asked(4, 1), asked(5, 3)] if rank == 0 else [asked(6, 2)]

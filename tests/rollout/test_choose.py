@@ -9,12 +9,13 @@ import torch
 from lightning_rlhf.models.loading import FromConfig, save_architecture
 from lightning_rlhf.rollout.choose import choose_engine, weight_bytes
 from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import largest_gap, pushed, source_of
+from tests.rollout.in_process import InProcessVLLMEngine
 
 SMALL = {
     "vocab_size": 18, "hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -128,7 +129,7 @@ def test_long_rope_up_to_its_original_length_has_the_actors_log_probabilities(tm
     try:
         actor = pushed(engine, source)
         prompts = [[4, 5, 6, 7] * 4, [3] * 9]
-        completions = engine.generate(prompts, SamplingParams(16), range(2))
+        completions = generate(engine, prompts, SamplingParams(16), range(2))
         assert largest_gap(actor, prompts, completions) < 1e-5
     finally:
         engine.close()
@@ -168,7 +169,7 @@ def gpus(machine, monkeypatch):
 
 def sizes(engine):
     if isinstance(engine, SharedEngine):
-        return engine.ranks, engine._engine._tensor_parallel_size
+        return engine.traits.ranks, engine._engine._tensor_parallel_size
     return 1, engine._tensor_parallel_size
 
 

@@ -7,7 +7,8 @@ import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.function import CALL_ARGUMENTS, RewardFunction
-from lightning_rlhf.rollout.collect import collect, weighted_sum
+from lightning_rlhf.rollout.scorer import weighted_sum
+from lightning_rlhf.rollout.source import collect
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.helpers import assert_close
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from lightning_rlhf.callbacks.checks import check_overlap
+from lightning_rlhf.callbacks.rollout_settings import check_overlap
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm import gpu_buffer
@@ -89,7 +90,7 @@ def tied(tmp_path_factory, buffer_fault):
 
 def answers(engine, count=8):
     prompts = prompts_of(count)
-    return prompts, engine.generate(prompts, SAMPLING, list(range(count)))
+    return prompts, generate(engine, prompts, SAMPLING, list(range(count)))
 
 
 def same(left, right):

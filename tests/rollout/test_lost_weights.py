@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.callbacks.conftest import Run
@@ -28,7 +29,7 @@ def lose(engines, fault):
             if parameter.ndim == 1:  # new norms are all ones, new biases zeros
                 torch.nn.init.normal_(parameter)
         engines.forgetful.update_weights(parameters_of(actor), 1)
-        completions = engines.forgetful.generate(prompts_of(4), SamplingParams(16), range(4))
+        completions = generate(engines.forgetful, prompts_of(4), SamplingParams(16), range(4))
         return actor, largest_gap(actor, prompts_of(4), completions)
 
     yield lose
@@ -83,7 +84,7 @@ def test_what_was_pushed_is_compared_first(engines, lose):
 def test_looking_changes_nothing(engines, lose):
     actor, _ = lose("nothing")
     first_difference(engines, actor)
-    completions = engines.forgetful.generate(prompts_of(4), SamplingParams(16), range(4))
+    completions = generate(engines.forgetful, prompts_of(4), SamplingParams(16), range(4))
     assert largest_gap(actor, prompts_of(4), completions) < 1e-5
     assert {completion.policy_version for completion in completions} == {1}
 

@@ -42,7 +42,7 @@ def test_a_run_passes_and_samples_the_same_as_without_the_comparison(tmp_path, u
     def record(engine, module, gaps, max_logprob_diff, version):
         compared.append((version, gaps))
 
-    monkeypatch.setattr("lightning_rlhf.callbacks.push_checks.check_gaps", record)
+    monkeypatch.setattr("lightning_rlhf.callbacks.engine_comparison.check_gaps", record)
     with_checks = run_with(tmp_path / "with", VLLMEngine(unfinished=unfinished)).fit()
     assert [version for version, _ in compared] == [1, 2, 3]  # those whose responses were used
     assert all(len(gaps) and gaps.max() < 1e-5 for _, gaps in compared)

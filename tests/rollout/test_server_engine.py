@@ -17,9 +17,9 @@ import torch
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
+from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -125,7 +125,7 @@ def test_a_push_happens_between_requests_and_empties_the_prefix_cache(engine, st
 
 def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub):
     prompts = [[number, 1, 1][: number % 3 + 1] for number in range(300)]
-    completions = engine.generate(prompts, SAMPLING, range(300))
+    completions = generate(engine, prompts, SAMPLING, range(300))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
     assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
     (body,) = (body for path, body in stub.asked if path.endswith("generate") and body["token_ids"] == [3])
@@ -140,14 +140,14 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
         "detokenize": False,
         "ignore_eos": True,
     }
-    assert engine.generate([], SAMPLING, []) == []
+    assert generate(engine, [], SAMPLING, []) == []
 
 
 def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_first(engine, stub):
-    generate = stub.answers["/inference/v1/generate"]
+    answer = stub.answers["/inference/v1/generate"]
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
-    stub.answers["/inference/v1/generate"] = lambda body: (200, {**generate(body)[1], "prompt_logprobs": echoed})
-    (completion,) = engine.generate([[3, 5, 4]], replace(SAMPLING, echo=True), [0])
+    stub.answers["/inference/v1/generate"] = lambda body: (200, {**answer(body)[1], "prompt_logprobs": echoed})
+    (completion,) = generate(engine, [[3, 5, 4]], replace(SAMPLING, echo=True), [0])
     assert stub.asked[-1][1]["sampling_params"]["prompt_logprobs"] == 0
     assert completion.token_ids == [5, 4, 3, 3, 3]
     assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
@@ -163,9 +163,9 @@ def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub)
 
     stub.answers["/inference/v1/generate"] = slow
     finished = []
-    generation = engine.submit([[5], [6, 1]], SAMPLING, [1, 2], lambda *result: finished.append(result))
+    generation = submit(engine, [[5], [6, 1]], SAMPLING, [1, 2], lambda *result: finished.append(result))
     requested.wait(20)
-    assert engine.overlaps
+    assert engine.traits.overlaps
     assert generation.finished_at is None
     threading.Timer(0.2, answered.set).start()
     engine.update_weights(PARAMETERS, 8)
@@ -173,7 +173,7 @@ def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub)
     assert "/pause?mode=wait" in stub.paths()[stub.paths().index("/inference/v1/generate") :]
     assert [(own.token_ids, own.policy_version) for own in generation.completions()] == [([5], 7), ([6, 6], 7)]
     assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.completions()))
-    assert engine.submit([[5]], SAMPLING, [1]).completions()[0].policy_version == 8
+    assert submit(engine, [[5]], SAMPLING, [1]).completions()[0].policy_version == 8
 
 
 def test_conversations_are_requests_of_single_turns(engine, stub):
@@ -193,14 +193,11 @@ def test_conversations_are_requests_of_single_turns(engine, stub):
     )
     sampling = replace(SAMPLING, max_tokens=9)
     asked = [ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)]
-    generation = engine.serve(asked, partial(sampler, check=CompletionCheck(9, 7, 20)))
-    engine.update_weights(PARAMETERS, 8)
+    generation = serve(engine, asked, partial(sampler, check=CompletionCheck(9, 7, 20)))
     rows = generation.completions()
     sampler.close()
     bodies = [body for path, body in stub.asked if path.endswith("generate")]
     assert len(bodies) == 2 * len(asked)
-    push = max(number for number, (path, _) in enumerate(stub.asked) if path == "/update_weights")
-    assert push > max(number for number, (path, _) in enumerate(stub.asked) if path.endswith("generate"))
     for request, row in zip(asked, rows, strict=True):
         own = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
         first, second = sorted(own, key=lambda body: body["sampling_params"]["seed"])
@@ -216,7 +213,7 @@ def test_answers_of_other_weights_are_refused(engine, stub, label):
     with pytest.raises(
         EngineDied, match=f"generated with the weights .'{label}'., not with those of 'run .*, version 7'"
     ):
-        engine.generate([[5]], SAMPLING, [0])
+        generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
@@ -229,14 +226,14 @@ def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
 
     stub.answers["/inference/v1/generate"] = mixed
     with pytest.raises(EngineDied, match=r"generated with the weights \['old', 'run"):
-        engine.generate([[5]], SAMPLING, [0])
+        generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_before_the_first_push_nothing_is_generated(make):
     engine = make()
     engine.wait()
     with pytest.raises(EngineDied, match=r"generated with the weights \['default'\]"):
-        engine.generate([[5]], SAMPLING, [0])
+        generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_a_response_that_was_given_up_is_an_error(engine, stub):
@@ -249,7 +246,7 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
 
     stub.answers["/inference/v1/generate"] = aborted
     with pytest.raises(EngineDied, match=r"aborted a response \(abort\)"):
-        engine.generate([[5]], SAMPLING, [0])
+        generate(engine, [[5]], SAMPLING, [0])
 
 
 @pytest.mark.parametrize(
@@ -384,19 +381,19 @@ def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
     stub.answers["/inference/v1/generate"] = lambda body: None if body["token_ids"] == [1] else time.sleep(3)
     began = time.monotonic()
     with pytest.raises(EngineDied, match=f"the vLLM server at {stub.url} cannot be reached"):
-        engine.generate([[0], [1], [2]], SAMPLING, range(3))
+        generate(engine, [[0], [1], [2]], SAMPLING, range(3))
     assert time.monotonic() - began < 2
 
 
 def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("lightning_rlhf.rollout.generation._HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     monkeypatch.setattr(engine._server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")
     stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
     with pytest.raises(EngineDied, match="no response for 1 s"):
-        engine.generate([[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 responses from {stub.url} for 0 s" in caplog.text
+        generate(engine, [[0], [1]], SAMPLING, range(2))
+    assert f"Waiting for 2 of 2 completions for 0 s; the server is {stub.url}." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -421,7 +418,7 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
 def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, kind, told):
     stub.answers["/inference/v1/generate"] = status, body
     with pytest.raises(kind, match=told) as error:
-        engine.generate([[0]], SAMPLING, [0])
+        generate(engine, [[0]], SAMPLING, [0])
     assert type(error.value) is kind
 
 
@@ -432,7 +429,7 @@ def test_after_a_push_that_failed_the_old_weights_are_refused_too(engine, stub, 
         engine.update_weights(PARAMETERS, 8)
     assert stub.paths()[-1] == "/resume"
     with pytest.raises(EngineDied, match=r"generated with the weights \['unfinished run .*, version 8'\]"):
-        engine.generate([[5]], SAMPLING, [0])
+        generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):

@@ -89,8 +89,8 @@ def test_what_cannot_be_shared_is_refused():
         SharedEngine(VLLMServerEngine("http://127.0.0.1:1"), 2)
     with pytest.raises(RuntimeError, match="not running"):
         SharedEngine(StandIn(), 2).wait()
-    assert SharedEngine(StandIn(), 4).ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).ranks == 4
-    assert StandIn().ranks == 1
+    assert SharedEngine(StandIn(), 4).traits.ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).traits.ranks == 4
+    assert StandIn().traits.ranks == 1
 
 
 def test_one_process_cannot_share(tmp_path):
@@ -154,10 +154,10 @@ def test_an_engine_on_cpus_has_the_threads_of_the_setup_unless_it_has_its_own_nu
     assert child_environment((), 1)["OMP_NUM_THREADS"] == "3"
     assert child_environment((), 1, cpu_threads=2)["OMP_NUM_THREADS"] == "2"
     assert child_environment((), 2)["OMP_NUM_THREADS"] == "1"  # for each of two workers
-    assert VLLMEngine().shares_cores
-    assert not VLLMEngine(cpu_threads=2).shares_cores
+    assert VLLMEngine().traits.shares_cores
+    assert not VLLMEngine(cpu_threads=2).traits.shares_cores
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not VLLMEngine().shares_cores
+    assert not VLLMEngine().traits.shares_cores
 
 
 @pytest.mark.parametrize(

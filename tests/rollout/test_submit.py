@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied, Generation
+from lightning_rlhf.expected_errors import EngineDied, RunError
+from lightning_rlhf.rollout.generation import CompletionCheck, Generation, generate, submit
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
-from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.rollout.engines import END, largest_gap, prompts_of, pushed, setup_of, source_of
+from tests.rollout.in_process import InProcessVLLMEngine
 
 vllm = pytest.mark.vllm
 SAMPLING = SamplingParams(150, stop_token_ids=(END,))
@@ -33,13 +33,13 @@ def test_an_engine_in_the_trainers_process_generates_at_once(tmp_path):
     engine = TransformersEngine()
     engine.start(setup_of(source_of(), tmp_path))
     pushed(engine, source_of(seed=1), version=1)
-    expected = engine.generate(PROMPTS[:4], SAMPLING, range(4))
+    expected = generate(engine, PROMPTS[:4], SAMPLING, range(4))
     finished = []
-    generation = engine.submit(PROMPTS[:4], SAMPLING, range(4), lambda *result: finished.append(result))
+    generation = submit(engine, PROMPTS[:4], SAMPLING, range(4), lambda *result: finished.append(result))
     pushed(engine, source_of(seed=2), version=2)
     assert generation.completions() == expected
     assert finished == list(enumerate(expected))
-    assert not engine.overlaps
+    assert not engine.traits.overlaps
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_tokens_of_later_versions_are_valid_only_where_the_engine_mixes_versions
 def test_a_push_waits_until_the_responses_before_it_are_finished(engines):
     engine = engines.tied
     first = pushed(engine, source_of(seed=1), version=1)
-    expected = engine.generate(PROMPTS, SAMPLING, range(24))
-    generation = engine.submit(PROMPTS, SAMPLING, range(24))
+    expected = generate(engine, PROMPTS, SAMPLING, range(24))
+    generation = submit(engine, PROMPTS, SAMPLING, range(24))
     second = pushed(engine, source_of(seed=2), version=2)  # returns while the engine generates
-    later = engine.submit(PROMPTS, SAMPLING, range(24))
+    later = submit(engine, PROMPTS, SAMPLING, range(24))
     assert generation.completions() == expected
     assert largest_gap(first, PROMPTS, expected) < 1e-5
     assert {completion.policy_version for completion in later.completions()} == {2}
@@ -88,7 +88,7 @@ def test_completions_are_passed_on_before_all_are_finished(engines):
         times.append(time.perf_counter())
         time.sleep(0.001)
 
-    generation = engines.tied.submit(PROMPTS, SAMPLING, range(24), on_finished)
+    generation = submit(engines.tied, PROMPTS, SAMPLING, range(24), on_finished)
     completions = generation.completions()
     assert [calls[index] for index in range(24)] == completions
     assert generation.requested_at < times[0] < generation.finished_at  # the first is passed on before the last exists
@@ -103,8 +103,8 @@ def test_an_error_of_the_callback_is_raised_where_the_completions_are_read(engin
         raise RunError(f"no {index}")
 
     with pytest.raises(RunError, match="no 0"):
-        engines.tied.submit(PROMPTS[:2], SAMPLING, range(2), fail).completions()
-    assert engines.tied.generate(PROMPTS[:1], SAMPLING, [0])
+        submit(engines.tied, PROMPTS[:2], SAMPLING, range(2), fail).completions()
+    assert generate(engines.tied, PROMPTS[:1], SAMPLING, [0])
 
 
 @vllm
@@ -112,19 +112,19 @@ def test_an_error_of_the_callback_is_raised_where_the_completions_are_read(engin
 @pytest.mark.parametrize("unfinished", ["continue", pytest.param("cut", marks=pytest.mark.slow)])
 def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, unfinished):
     engine = VLLMEngine(unfinished=unfinished)
-    assert engine.mixes_versions
+    assert engine.traits.mixes_versions
     engine.start(setup_of(source_of(), tmp_path))
     try:
         first = pushed(engine, source_of(seed=1), version=1)
         longest = SamplingParams(150)  # never stops by itself
         began = time.monotonic()
-        whole = engine.generate(PROMPTS, longest, range(24))
+        whole = generate(engine, PROMPTS, longest, range(24))
         seconds = time.monotonic() - began
-        generation = engine.submit(PROMPTS, longest, range(24))
+        generation = submit(engine, PROMPTS, longest, range(24))
         time.sleep(seconds / 3)
         second = pushed(engine, source_of(seed=2), version=2)
         mixed = generation.completions()
-        after = engine.generate(PROMPTS, SAMPLING, range(24))
+        after = generate(engine, PROMPTS, SAMPLING, range(24))
     finally:
         engine.close()
     assert largest_gap(second, PROMPTS, after) < 1e-5  # the prefix cache of the old weights is not used
@@ -154,7 +154,7 @@ def test_the_death_of_the_engine_is_raised_where_the_completions_are_read(tmp_pa
     engine.start(setup_of(source_of(), tmp_path))
     try:
         pushed(engine, source_of())
-        generation = engine.submit(PROMPTS, SamplingParams(150), range(24))
+        generation = submit(engine, PROMPTS, SamplingParams(150), range(24))
         engine._running.process.kill()
         with pytest.raises(EngineDied, match="killed by signal 9"):
             generation.completions()
@@ -164,10 +164,10 @@ def test_the_death_of_the_engine_is_raised_where_the_completions_are_read(tmp_pa
 
 @vllm
 def test_which_engines_overlap():
-    assert VLLMEngine().overlaps
-    assert VLLMAdapterEngine().overlaps
-    assert not InProcessVLLMEngine().overlaps
-    assert not VLLMEngine().mixes_versions
+    assert VLLMEngine().traits.overlaps
+    assert VLLMAdapterEngine().traits.overlaps
+    assert not InProcessVLLMEngine().traits.overlaps
+    assert not VLLMEngine().traits.mixes_versions
 
 
 @vllm

@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_rlhf.expected_errors import ExpectedError
-from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.expected_errors import EngineDied, ExpectedError
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[2]

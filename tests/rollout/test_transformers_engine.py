@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import SeededSampler, TransformersEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
@@ -87,7 +88,7 @@ def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_diff
     prompts = prompts_of(24)
     for version in range(3):
         actor = pushed(engine, source_of(seed=version), version)
-        completions = engine.generate(prompts, SamplingParams(24, temperature, stop_token_ids=(END,)), range(24))
+        completions = generate(engine, prompts, SamplingParams(24, temperature, stop_token_ids=(END,)), range(24))
         assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
@@ -96,8 +97,8 @@ def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_diff
 def test_with_echo_completions_begin_with_the_prompt_and_its_log_probabilities(engine):
     actor, prompts = pushed(engine, source_of(seed=1), 4), prompts_of(8)
     sampling = SamplingParams(3)
-    without = engine.generate(prompts, sampling, range(8))
-    completions = engine.generate(prompts, replace(sampling, echo=True), range(8))
+    without = generate(engine, prompts, sampling, range(8))
+    completions = generate(engine, prompts, replace(sampling, echo=True), range(8))
     for prompt, completion, sampled in zip(prompts, completions, without, strict=True):
         assert completion.token_ids == [*prompt[1:], *sampled.token_ids]
         assert completion.policy_version == 4
@@ -109,49 +110,49 @@ def test_greedy_tokens_are_the_argmax_whatever_padding_stands_before_the_prompt(
     engine = TransformersEngine()
     engine.start(setup_of(source_of(**changes), tmp_path))
     actor, prompts = pushed(engine, source_of(seed=3, **changes)), prompts_of(6)
-    completions = engine.generate(prompts, SamplingParams(10, temperature=0), [0] * 6)
+    completions = generate(engine, prompts, SamplingParams(10, temperature=0), [0] * 6)
     assert [completion.token_ids for completion in completions] == [greedy(actor, prompt, 10) for prompt in prompts]
 
 
 def test_a_sample_depends_on_its_seed_and_prompt_and_not_on_its_batch(engine):
     pushed(engine, source_of())
     prompts, seeds = prompts_of(20), list(range(20))
-    whole = engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), seeds)
+    whole = generate(engine, prompts, SamplingParams(16, stop_token_ids=(END,)), seeds)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = engine.generate(
-        [prompts[i] for i in order], SamplingParams(16, stop_token_ids=(END,)), [seeds[i] for i in order]
+    shuffled = generate(
+        engine, [prompts[i] for i in order], SamplingParams(16, stop_token_ids=(END,)), [seeds[i] for i in order]
     )
     alone = [
-        engine.generate([p], SamplingParams(16, stop_token_ids=(END,)), [s])[0]
+        generate(engine, [p], SamplingParams(16, stop_token_ids=(END,)), [s])[0]
         for p, s in zip(prompts, seeds, strict=True)
     ]
     for other in ([shuffled[order.index(i)] for i in range(20)], alone):
         assert [completion.token_ids for completion in other] == [completion.token_ids for completion in whole]
-    assert engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), seeds) == whole
-    moved = engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), [seed + 20 for seed in seeds])
+    assert generate(engine, prompts, SamplingParams(16, stop_token_ids=(END,)), seeds) == whole
+    moved = generate(engine, prompts, SamplingParams(16, stop_token_ids=(END,)), [seed + 20 for seed in seeds])
     assert all(a.token_ids != b.token_ids for a, b in zip(moved, whole, strict=True))
 
 
 def test_a_response_ends_after_a_stop_token_and_nothing_else(engine):
     pushed(engine, source_of())
     stops = (END, 17, 23)
-    completions = engine.generate(prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
+    completions = generate(engine, prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
     ended = [c for c in completions if c.finish_reason == "stop"]
     assert {c.token_ids[-1] for c in ended} == set(stops)
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(stops)
         assert completion in ended or len(completion.token_ids) == 30
     # The end token of config.json is a token like any other unless it was asked for.
-    free = engine.generate(prompts_of(64), SamplingParams(30), range(64))
+    free = generate(engine, prompts_of(64), SamplingParams(30), range(64))
     assert any(END in completion.token_ids[:-1] for completion in free)
     assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
 
 
 def test_a_response_that_ends_at_the_limit_has_ended(engine):
     pushed(engine, source_of())
-    (long,) = engine.generate([[5, 6]], SamplingParams(12), [0])
+    (long,) = generate(engine, [[5, 6]], SamplingParams(12), [0])
     fourth = long.token_ids.index(long.token_ids[3])
-    stopped = engine.generate([[5, 6]], SamplingParams(fourth + 1, stop_token_ids=(long.token_ids[3],)), [0])[0]
+    stopped = generate(engine, [[5, 6]], SamplingParams(fourth + 1, stop_token_ids=(long.token_ids[3],)), [0])[0]
     assert (stopped.token_ids, stopped.finish_reason) == (long.token_ids[: fourth + 1], "stop")
 
 
@@ -163,7 +164,7 @@ def test_the_trainers_random_state_is_left_alone(tmp_path):
     engine, actor = TransformersEngine(), source_of().causal()
     engine.start(setup_of(source_of(), tmp_path))
     engine.update_weights(parameters_of(actor), 0)
-    engine.generate([[5, 6]], SamplingParams(8), [1])
+    generate(engine, [[5, 6]], SamplingParams(8), [1])
     assert state() == before
     assert "transformers" in engine.wait()
 
@@ -187,7 +188,7 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path):
     engine.start(setup_of(source, tmp_path))
     actor = pushed(engine, source)
     assert engine.first_difference(parameters_of(actor)) is None
-    completions = engine.generate([[5, 6]] * 4, SamplingParams(8), range(4))
+    completions = generate(engine, [[5, 6]] * 4, SamplingParams(8), range(4))
     assert largest_gap(actor, [[5, 6]] * 4, completions) < 0.1
 
 
@@ -195,10 +196,10 @@ def test_it_may_be_started_again_and_closed_twice(engine, tmp_path):
     engine.close()
     engine.close()
     with pytest.raises(RuntimeError, match="not running"):
-        engine.generate([[5]], SamplingParams(1), [0])
+        generate(engine, [[5]], SamplingParams(1), [0])
     engine.start(setup_of(source_of(), tmp_path))
     pushed(engine, source_of())
-    assert engine.generate([[5]], SamplingParams(3), [0])
+    assert generate(engine, [[5]], SamplingParams(3), [0])
 
 
 def test_bad_arguments_are_refused():

@@ -18,6 +18,7 @@ from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA, base_name, is_adapter, merged
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from lightning_rlhf.types import SamplingParams
@@ -84,10 +85,10 @@ def rounding(model, exact, prompts, completions):
 
 def assert_says_what(model, engine, version, nats=1e-5):
     for _ in range(2):  # the second time from the prefix cache
-        completions = engine.generate([*LONG, [5, 6]], GREEDY, [0] * 4)
+        completions = generate(engine, [*LONG, [5, 6]], GREEDY, [0] * 4)
         assert [c.token_ids for c in completions] == [greedy(model, prompt, 12) for prompt in [*LONG, [5, 6]]]
     prompts = prompts_of(16)
-    completions = engine.generate(prompts, SamplingParams(24, stop_token_ids=(END,)), range(16))
+    completions = generate(engine, prompts, SamplingParams(24, stop_token_ids=(END,)), range(16))
     # Adapters this large make the rounding of transformers visible on some CPUs (2e-5): float64 is the reference.
     exact = copy.deepcopy(model).double()
     assert largest_gap(exact, prompts, completions) < max(nats, 2 * rounding(model, exact, prompts, completions))
@@ -122,7 +123,7 @@ def test_with_echo_the_log_probabilities_of_prompts_are_those_of_the_new_adapter
     for version in (1, 2):
         actor = adapted(TIED, version)
         engine.update_adapters(own(actor, is_adapter), version)
-        completions = engine.generate(prompts, SamplingParams(2, echo=True), range(6))
+        completions = generate(engine, prompts, SamplingParams(2, echo=True), range(6))
         assert [completion.token_ids[:-2] for completion in completions] == [prompt[1:] for prompt in prompts]
         assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-4
 
@@ -234,8 +235,8 @@ def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
 
 def test_other_engines_are_sent_merged_weights():
     pytest.importorskip("vllm")
-    assert not VLLMEngine().swaps_adapters
+    assert not VLLMEngine().traits.swaps_adapters
     with pytest.raises(NotImplementedError, match="VLLMEngine takes merged weights"):
         VLLMEngine().update_adapters([], 0)
-    assert SharedEngine(VLLMAdapterEngine(), ranks=2).swaps_adapters
-    assert not SharedEngine(VLLMEngine(), ranks=2).swaps_adapters
+    assert SharedEngine(VLLMAdapterEngine(), ranks=2).traits.swaps_adapters
+    assert not SharedEngine(VLLMEngine(), ranks=2).traits.swaps_adapters

@@ -9,8 +9,10 @@ import pytest
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
+from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
+from lightning_rlhf.rollout.engine import EngineTraits
+from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.environments import worlds
@@ -38,7 +40,7 @@ def converse(engine, asked, version=0, on_finished=None, **settings):
     sampler = ConversationSampler(settings, PlainBridge(TOKENIZER), TOKENIZER)
     check = CompletionCheck(120, version, ARCHITECTURE["vocab_size"])
     try:
-        return engine.serve(asked, partial(sampler, check=check), on_finished).completions()
+        return serve(engine, asked, partial(sampler, check=check), on_finished).completions()
     finally:
         sampler.close()
 
@@ -46,11 +48,11 @@ def converse(engine, asked, version=0, on_finished=None, **settings):
 class Lockstep:
     """An engine whose requests wait for the turns of all conversations."""
 
-    overlaps = False
+    traits = EngineTraits(overlaps=False)
+    group = None
 
     def __init__(self, engine):
         self.request = engine.request
-        self.serve = partial(VLLMEngine.serve, self)
 
 
 def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engines):
@@ -127,11 +129,11 @@ def test_the_engine_is_busy_while_environments_wait(engines):
 class _Busy:
     """Counts the turns of an engine, and the moments at which it has no request left."""
 
-    overlaps = True
+    traits = EngineTraits(overlaps=True)
+    group = None
 
     def __init__(self, engine):
         self.engine, self.running, self.ended, self.pauses = engine, 0, 0, 0
-        self.serve = partial(VLLMEngine.serve, self)
 
     def _end(self, _):
         self.running -= 1

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,15 +22,16 @@ import pytest
 import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.collect import Collector
-from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
+from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
 from lightning_rlhf.types import PromptBatch, SamplingParams
 from tests.rollout.engines import (
     END,
@@ -44,6 +44,7 @@ from tests.rollout.engines import (
     setup_of,
     source_of,
 )
+from tests.rollout.in_process import InProcessVLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SLOW = Path(__file__).parents[1] / "rewards" / "streamed.py"
@@ -62,7 +63,7 @@ def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_chan
     prompts = prompts_of(24)
     for version in range(3):
         actor = pushed(engine, source_of(seed=version, **changes), version)
-        completions = engine.generate(prompts, SamplingParams(32, stop_token_ids=(END,)), range(24))
+        completions = generate(engine, prompts, SamplingParams(32, stop_token_ids=(END,)), range(24))
         assert largest_gap(actor, prompts, completions) < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
@@ -72,8 +73,8 @@ def test_with_echo_completions_begin_with_the_log_probabilities_of_the_prompt_un
     prompts, engine = [*LONG, *prompts_of(8)], engines.tied
     for version in range(2):
         actor = pushed(engine, source_of(seed=version), version)
-        without = engine.generate(prompts, SamplingParams(3), range(len(prompts)))  # the cache has the prompts now
-        completions = engine.generate(prompts, SamplingParams(3, echo=True), range(len(prompts)))
+        without = generate(engine, prompts, SamplingParams(3), range(len(prompts)))  # the cache has the prompts now
+        completions = generate(engine, prompts, SamplingParams(3, echo=True), range(len(prompts)))
         for prompt, completion, sampled in zip(prompts, completions, without, strict=True):
             assert completion.token_ids == [*prompt[1:], *sampled.token_ids]
             assert completion.policy_version == version
@@ -86,12 +87,11 @@ def test_on_finished_is_called_once_per_response_as_soon_as_it_is_finished(engin
     engines.pause.touch()  # the engine pauses when responses are finished, until on_finished was called
 
     def on_finished(index, completion):
-        assert threading.current_thread() is threading.main_thread()
         assert index not in finished
         finished[index] = completion
         engines.pause.unlink(missing_ok=True)
 
-    completions = engines.tied.generate(prompts, SamplingParams(150, stop_token_ids=(END,)), range(48), on_finished)
+    completions = generate(engines.tied, prompts, SamplingParams(150, stop_token_ids=(END,)), range(48), on_finished)
     assert [finished[index] for index in range(48)] == completions
     assert len({len(completion.token_ids) for completion in completions}) > 10  # they ended at different steps
     shortest = min(len(completion.token_ids) for completion in completions)
@@ -106,18 +106,18 @@ def test_rewards_are_computed_while_vllm_generates_the_rest(engines):
     sampling = SamplingParams(150, stop_token_ids=(END,))
     reward = RewardFunction(f"{SLOW}:a_tenth_of_a_second", timeout_s=30.0)
     with RewardExecutor([reward]) as executor:
-        Collector(batch, executor, tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
-        collector = Collector(batch, executor, tokenizer)
+        Scorer(batch, executor, tokenizer).score(generate(engines.tied, prompts, sampling, range(32)))
+        scorer = Scorer(batch, executor, tokenizer)
         engines.pause.touch()  # the engine pauses when responses are finished, until a reward is computed
 
         def on_finished(index, completion):
-            collector.add(index, completion)
-            call = collector._started[reward.label, index]
+            scorer.add(index, completion)
+            call = scorer._started[reward.label, index]
             call.add_done_callback(lambda done: engines.pause.unlink(missing_ok=True))
 
-        completions = engines.tied.generate(prompts, sampling, range(32), on_finished)
-        rollout, _ = collector.rollout(completions, 1.0)
-    assert rollout.reward.tolist() == [1] * 32
+        completions = generate(engines.tied, prompts, sampling, range(32), on_finished)
+        scored = scorer.score(completions)
+    assert scored.rewards[reward.label].tolist() == [1] * 32
 
 
 def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_prompts_too(engine_and_changes):
@@ -125,7 +125,7 @@ def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_pr
     for seed in (11, 12):
         actor = pushed(engine, source_of(seed=seed, **changes))
         for _ in range(2):  # the second time from the prefix cache
-            completions = engine.generate([*LONG, [5, 6]], SamplingParams(12, temperature=0), [0] * 4)
+            completions = generate(engine, [*LONG, [5, 6]], SamplingParams(12, temperature=0), [0] * 4)
             assert [c.token_ids for c in completions] == [greedy(actor, prompt, 12) for prompt in [*LONG, [5, 6]]]
 
 
@@ -134,31 +134,31 @@ def test_order_batch_size_and_the_engines_past_change_no_bit(engines):
     prompts, seeds = prompts_of(48), list(range(1000, 1048))
     sampling = SamplingParams(48, stop_token_ids=(END,))
     pushed(engines.tied, source_of(seed=1))
-    whole = engines.tied.generate(prompts, sampling, seeds)
+    whole = generate(engines.tied, prompts, sampling, seeds)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = engines.tied.generate([prompts[i] for i in order], sampling, [seeds[i] for i in order])
+    shuffled = generate(engines.tied, [prompts[i] for i in order], sampling, [seeds[i] for i in order])
     assert shuffled == [whole[i] for i in order]
     for size in (1, 7):
         parts = [
-            engines.tied.generate(prompts[i : i + size], sampling, seeds[i : i + size]) for i in range(0, 48, size)
+            generate(engines.tied, prompts[i : i + size], sampling, seeds[i : i + size]) for i in range(0, 48, size)
         ]
         assert [completion for part in parts for completion in part] == whole
     pushed(engines.fresh, source_of(seed=1))
-    assert engines.fresh.generate(prompts, sampling, seeds) == whole
+    assert generate(engines.fresh, prompts, sampling, seeds) == whole
 
 
 def test_each_request_has_a_seed_of_its_own(engines):
     pushed(engines.tied, source_of())
-    same = engines.tied.generate([[5, 6]] * 8, SamplingParams(16), [3] * 8)
+    same = generate(engines.tied, [[5, 6]] * 8, SamplingParams(16), [3] * 8)
     assert all(completion == same[0] for completion in same)
     seeds = [0, 1, 2, 2**31, 2**62 + 3, 2**63 - 1]  # torch's generators on CPUs read the lower 32 bits only
-    assert len({tuple(c.token_ids) for c in engines.tied.generate([[5, 6]] * 6, SamplingParams(16), seeds)}) == 6
+    assert len({tuple(c.token_ids) for c in generate(engines.tied, [[5, 6]] * 6, SamplingParams(16), seeds)}) == 6
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.3, 2.0])  # the bounds that check() knows, and one between
 def test_log_probabilities_are_those_of_the_temperature(engines, temperature):
     actor, prompts = pushed(engines.tied, source_of()), prompts_of(16)
-    completions = engines.tied.generate(prompts, SamplingParams(24, temperature), range(16))
+    completions = generate(engines.tied, prompts, SamplingParams(24, temperature), range(16))
     assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5  # of the logits
 
 
@@ -171,7 +171,7 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
         (SamplingParams(1, top_k=3), ranked[:3]),
         (SamplingParams(1, top_p=0.5), ranked[: int((logprobs[ranked].exp().cumsum(0) < 0.5).sum()) + 1]),
     ):
-        completions = engines.tied.generate([[5, 6]] * 200, sampling, range(200))
+        completions = generate(engines.tied, [[5, 6]] * 200, sampling, range(200))
         renormalised = (logprobs[kept] - logprobs[kept].logsumexp(0)).tolist()
         expected = dict(zip(kept, renormalised, strict=True))
         for completion in completions:
@@ -181,30 +181,30 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
 def test_a_response_ends_after_a_stop_token_and_nothing_else(engines):
     pushed(engines.tied, source_of())
     stops = (END, 17, 23)
-    completions = engines.tied.generate(prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
+    completions = generate(engines.tied, prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
     ended = [c for c in completions if c.finish_reason == "stop"]
     assert {c.token_ids[-1] for c in ended} == set(stops)
     for completion in completions:
         assert not set(completion.token_ids[:-1]) & set(stops)
         assert completion in ended or len(completion.token_ids) == 30
     # The end token of config.json is a token like any other unless it was asked for.
-    free = engines.tied.generate(prompts_of(64), SamplingParams(30), range(64))
+    free = generate(engines.tied, prompts_of(64), SamplingParams(30), range(64))
     assert any(END in completion.token_ids[:-1] for completion in free)
     assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
 
 
 def test_the_engines_own_limit_cuts_a_response(engines):
     pushed(engines.tied, source_of())
-    (completion,) = engines.tied.generate([[7] * (MAX_TOKENS - 9)], SamplingParams(50), [0])
+    (completion,) = generate(engines.tied, [[7] * (MAX_TOKENS - 9)], SamplingParams(50), [0])
     assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_lives_on(engines):
     pushed(engines.tied, source_of())
     with pytest.raises(RuntimeError, match=f"maximum context length is {MAX_TOKENS} tokens.*contains 300"):
-        engines.tied.generate([[5] * 100, [5] * 300, [6]], SamplingParams(64), [0, 1, 2])
+        generate(engines.tied, [[5] * 100, [5] * 300, [6]], SamplingParams(64), [0, 1, 2])
     actor = pushed(engines.tied, source_of(seed=4), version=9)  # refused while anything is running
-    completions = engines.tied.generate([[5]], SamplingParams(8), [0])
+    completions = generate(engines.tied, [[5]], SamplingParams(8), [0])
     assert largest_gap(actor, [[5]], completions) < 1e-5
     assert completions[0].policy_version == 9
 
@@ -236,7 +236,7 @@ def test_the_trainer_is_left_alone(engines, tmp_path):
     unused = VLLMEngine()
     unused.start(setup_of(source, tmp_path))
     engines.tied.update_weights(parameters_of(actor), 0)
-    engines.tied.generate(prompts_of(4), SamplingParams(8), range(4))
+    generate(engines.tied, prompts_of(4), SamplingParams(8), range(4))
     unused.close()
     assert state() == before
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "engine.log"}  # no weights on disk
@@ -260,7 +260,7 @@ def test_a_killed_engine_is_an_error_within_a_second(engines):
     pushed(engine, source_of())
     pid = engine._process.process.pid
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(engine.generate, prompts_of(200), SamplingParams(150), range(200))
+        answer = thread.submit(generate, engine, prompts_of(200), SamplingParams(150), range(200))
         time.sleep(0.3)
         assert not answer.done()
         killed = time.monotonic()
@@ -270,7 +270,7 @@ def test_a_killed_engine_is_an_error_within_a_second(engines):
         ):
             answer.result(60)
     assert time.monotonic() - killed < 1
-    for ask in (lambda: engine.generate([[5]], SamplingParams(1), [0]), lambda: pushed(engine, source_of())):
+    for ask in (lambda: generate(engine, [[5]], SamplingParams(1), [0]), lambda: pushed(engine, source_of())):
         with pytest.raises(EngineDied, match="SIGKILL"):
             ask()
 
@@ -284,7 +284,7 @@ def test_closing_leaves_no_process(engines):
     engine.close()
     assert not any(member.is_running() for member in family)
     with pytest.raises(RuntimeError, match="not running"):
-        engine.generate([[5]], SamplingParams(1), [0])
+        generate(engine, [[5]], SamplingParams(1), [0])
 
 
 # -- further engines, each with a start of its own ---------------------------------------------------------------------
@@ -307,10 +307,10 @@ def test_other_architectures(changes, tmp_path):
     try:
         for seed in range(3):
             actor, prompts = pushed(engine, source_of(seed=seed, **changes)), [*prompts_of(8), *LONG]
-            completions = engine.generate(prompts, SamplingParams(24), range(len(prompts)))
+            completions = generate(engine, prompts, SamplingParams(24), range(len(prompts)))
             assert largest_gap(actor, prompts, completions) < 1e-5
             assert engine.first_difference(parameters_of(actor)) is None
-            (completion,) = engine.generate(LONG[:1], SamplingParams(12, temperature=0), [0])
+            (completion,) = generate(engine, LONG[:1], SamplingParams(12, temperature=0), [0])
             assert completion.token_ids == greedy(actor, LONG[0], 12)
     finally:
         engine.close()
@@ -323,7 +323,7 @@ def test_an_engine_object_starts_again_after_its_process_was_killed(tmp_path):
         for _ in range(2):
             engine.start(setup_of(source_of(), tmp_path))
             pushed(engine, source_of())
-            answers.append(engine.generate(prompts_of(8), SamplingParams(16), range(8)))
+            answers.append(generate(engine, prompts_of(8), SamplingParams(16), range(8)))
             os.kill(engine._process.process.pid, signal.SIGKILL)
             engine.close()
     finally:
@@ -337,7 +337,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
         import os, pickle, random
         from pathlib import Path
         import numpy, torch
-        from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
+        from tests.rollout.in_process import InProcessVLLMEngine
         from lightning_rlhf.types import PromptBatch, SamplingParams
         from tests.rollout.engines import *
 
@@ -353,14 +353,14 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
             assert state() == before, "start"
             for version in range(2):
                 actor = pushed(engine, source_of(seed=version), version)
-                completions = engine.generate(prompts_of(8), SamplingParams(16), range(8))
+                completions = generate(engine, prompts_of(8), SamplingParams(16), range(8))
                 assert largest_gap(actor, prompts_of(8), completions) < 1e-5
                 assert state() == before, "generate"
             try:
-                engine.generate([[5], [5] * 300], SamplingParams(64), [0, 1])
+                generate(engine, [[5], [5] * 300], SamplingParams(64), [0, 1])
             except Exception as error:
                 assert "300" in str(error)
-            assert engine.generate(prompts_of(8), SamplingParams(16), range(8)) == completions
+            assert generate(engine, prompts_of(8), SamplingParams(16), range(8)) == completions
             actor = pushed(engine, source_of(), 2)
             assert engine.first_difference(parameters_of(actor)) is None
             fault.write_text("skip model.norm.weight")
@@ -377,7 +377,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
     assert ran.returncode == 0, ran.stdout + ran.stderr
     pushed(engines.tied, source_of(seed=1), 1)
     theirs = pickle.loads((tmp_path / "answer").read_bytes())
-    assert engines.tied.generate(prompts_of(8), SamplingParams(16), range(8)) == theirs
+    assert generate(engines.tied, prompts_of(8), SamplingParams(16), range(8)) == theirs
 
 
 # -- without an engine -------------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert engine._environment(setup)["VLLM_BATCH_INVARIANT"] == "1"
     assert engine.llm_arguments(setup)["enable_sleep_mode"] is True
-    assert engine.sleeps
+    assert engine.traits.sleeps
     assert "VLLM_BATCH_INVARIANT" not in VLLMEngine()._environment(setup)
     assert "enable_sleep_mode" not in VLLMEngine().llm_arguments(setup)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -478,13 +478,13 @@ def test_a_push_within_the_gpu_to_an_engine_on_several_gpus_is_an_error(installe
 
 
 def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
-    assert VLLMEngine().gpu_share == 0
+    assert VLLMEngine().traits.gpu_share == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert VLLMEngine().gpu_share == 0.4
-    assert VLLMEngine(arguments={"gpu_memory_utilization": 0.7}).gpu_share == 0.7
-    assert VLLMEngine(arguments={"kv_cache_memory_bytes": 1 << 30}).gpu_share == 0
-    assert SharedEngine(VLLMEngine(gpu_memory_utilization=0.5), 2).gpu_share == 0.5
-    assert SharedEngine(VLLMEngine(sleep_while_learning=True), 2).sleeps
+    assert VLLMEngine().traits.gpu_share == 0.4
+    assert VLLMEngine(arguments={"gpu_memory_utilization": 0.7}).traits.gpu_share == 0.7
+    assert VLLMEngine(arguments={"kv_cache_memory_bytes": 1 << 30}).traits.gpu_share == 0
+    assert SharedEngine(VLLMEngine(gpu_memory_utilization=0.5), 2).traits.gpu_share == 0.5
+    assert SharedEngine(VLLMEngine(sleep_while_learning=True), 2).traits.sleeps
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_a_vllm_without_versions_of_weights_is_an_error_before_it_starts(install
 
 def test_what_was_not_started_cannot_be_asked(installed):
     engine = VLLMEngine()
-    for ask in (engine.wait, lambda: engine.generate([[1]], SamplingParams(1), [0])):
+    for ask in (engine.wait, lambda: generate(engine, [[1]], SamplingParams(1), [0])):
         with pytest.raises(RuntimeError, match="not running"):
             ask()
     engine.close()

@@ -15,7 +15,6 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.callbacks.checks import call_reward_functions, check_val_metric, missing_columns
 from lightning_rlhf.cli.config_mistakes import read_settings
 from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
@@ -38,6 +37,8 @@ from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.preview import example_calls, preview
+from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
+from lightning_rlhf.run_checks import check_val_metric
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}

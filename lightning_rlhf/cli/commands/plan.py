@@ -19,7 +19,6 @@ from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, is_class, mak
 from lightning_rlhf.counted import counted
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.dpo import DPOModule
-from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -181,7 +180,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
         evaluates_old=not module.correction.bypass,
         mixed=mixed,
-        reuses_first=FirstForward.suits(module),
+        reuses_first=module.reuses_first_forward,
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
         response_tokens=loop["max_response_tokens"],

@@ -30,10 +30,11 @@ from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.collect import last_turn, sampled_tokens
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
-from lightning_rlhf.rollout.engine import CompletionCheck, EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve
+from lightning_rlhf.rollout.scorer import last_turn, sampled_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION
@@ -191,7 +192,7 @@ class EngineBackend:
         """Generate one response for each request."""
         if self._sampler is None:
             ids = [request.prompt.ids for request in requests]
-            completions = self._engine.generate(ids, self._sampling, [request.seed for request in requests])
+            completions = generate(self._engine, ids, self._sampling, [request.seed for request in requests])
         else:
             completions = self._converse(self._sampler, requests)
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
@@ -216,7 +217,7 @@ class EngineBackend:
             for request in requests
         ]
         check = CompletionCheck(self._sampling.max_tokens, DIRECTORY_VERSION, self._config.get_text_config().vocab_size)
-        return self._engine.serve(conversations, partial(sampler, check=check)).completions()
+        return serve(self._engine, conversations, partial(sampler, check=check)).completions()
 
     def close(self) -> None:
         """End the environments and the engine."""

@@ -13,7 +13,7 @@ import torch
 from lightning_rlhf.cli.commands.response_rows import ALL, ResponseRow, common_columns
 from lightning_rlhf.cli.commands.responses_file import ENVIRONMENT_REWARDS
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.functional.diagnostics import Z, majority_at_k, mean_interval, pass_at_k
+from lightning_rlhf.functional.samples import Z, draw_sizes, majorities, mean_interval, passes
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 
@@ -141,13 +141,11 @@ def _reward_statistics(rows: Sequence[ScoredResponses], name: str, correct_at: f
     result: dict[str, Any] = {"not_applicable": not_applicable}
     result |= mean_interval([values for _, values in applicable])
     sizes = draw_sizes(min(len(values) for _, values in applicable))
-    for k in sizes:
-        correct = [(len(values), sum(value >= correct_at for value in values)) for _, values in applicable]
-        result[f"pass@{k}"] = mean_interval([[pass_at_k(n, c, k)] for n, c in correct])
+    of_prompts = [passes([value >= correct_at for value in values], sizes) for _, values in applicable]
     if all(len(answers) == len(values) for answers, values in applicable):
-        for k in sizes[1:]:
-            result[f"maj@{k}"] = mean_interval([[majority_at_k(answers, values, k)] for answers, values in applicable])
-    return result
+        for statistics_of_prompt, (answers, values) in zip(of_prompts, applicable, strict=True):
+            statistics_of_prompt |= majorities(answers, values, sizes[1:])
+    return result | {name: mean_interval([[own[name]] for own in of_prompts]) for name in of_prompts[0]}
 
 
 def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]) -> dict[str, dict[str, Any]]:
@@ -176,8 +174,3 @@ def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponse
         mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
         result[name] = {"mean": mean, "low": mean - reach, "high": mean + reach}
     return {name: result[name] for name in before[0].rewards if name in result}
-
-
-def draw_sizes(n: int) -> list[int]:
-    """Return 1, 2, 4, ... up to n, and n."""
-    return sorted({2**power for power in range(n.bit_length())} | {n})

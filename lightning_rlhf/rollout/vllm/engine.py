@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -18,7 +19,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageE
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.models.lora import save_adapter
-from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, visible_gpu
+from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
@@ -98,41 +99,20 @@ class VLLMEngine(RolloutEngine):
         self._process: EngineProcess | None = None
 
     @property
-    def gpu_share(self) -> float:
-        """See :meth:`RolloutEngine.gpu_share`; 0 if ``arguments`` set the size of the cache in bytes."""
-        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self._arguments:
-            return 0.0
-        return float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
-
-    @property
-    def sleeps(self) -> bool:
-        """See :meth:`RolloutEngine.sleeps`."""
-        return self._sleeps
-
-    @property
-    def needs_idle_push(self) -> bool:
-        """See :meth:`RolloutEngine.needs_idle_push`."""
-        return self._within_gpu
-
-    def matrix_dtype(self, dtype: str) -> str:
-        """See :meth:`RolloutEngine.matrix_dtype`; ``arguments`` may override it."""
-        named = str(self._arguments.get("dtype", dtype)).removeprefix("torch.")
-        return named if named in ("float32", "bfloat16", "float16") else dtype
-
-    @property
-    def overlaps(self) -> bool:
-        """See :meth:`RolloutEngine.overlaps`."""
-        return True
-
-    @property
-    def shares_cores(self) -> bool:
-        """See :meth:`RolloutEngine.shares_cores`."""
-        return self._cpu_threads is None and not torch.cuda.is_available()
-
-    @property
-    def mixes_versions(self) -> bool:
-        """See :meth:`RolloutEngine.mixes_versions`."""
-        return self._unfinished != "finish"
+    def traits(self) -> EngineTraits:
+        """See :attr:`RolloutEngine.traits`; without a share of the GPU if ``arguments`` set the cache in bytes."""
+        has_gpu = torch.cuda.is_available()
+        share = float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
+        dtype = str(self._arguments.get("dtype", "auto")).removeprefix("torch.")
+        return EngineTraits(
+            overlaps=True,
+            mixes_versions=self._unfinished != "finish",
+            needs_idle_push=self._within_gpu,
+            matrix_dtype=dtype if dtype in ("float32", "bfloat16", "float16") else None,
+            shares_cores=self._cpu_threads is None and not has_gpu,
+            gpu_share=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
+            sleeps=self._sleeps,
+        )
 
     def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`."""
@@ -162,15 +142,19 @@ class VLLMEngine(RolloutEngine):
             environment["OMP_NUM_THREADS"] = str(threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
+        self._log = setup.log
         self._published = PublishedNames(setup.model)
-        self._dtype = self.matrix_dtype(setup.dtype)
+        self._dtype = self.traits.matrix_dtype or setup.dtype
         arguments = self.llm_arguments(setup)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
+    def _matrix_dtype(self, setup: EngineSetup) -> str:
+        return self.traits.matrix_dtype or setup.dtype
+
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
         """Return the variables to add to the inherited environment of the engine's process."""
-        environment = engine_environment(os.environ, torch.cuda.is_available(), self.matrix_dtype(setup.dtype))
+        environment = engine_environment(os.environ, torch.cuda.is_available(), self._matrix_dtype(setup))
         return environment | ({"VLLM_BATCH_INVARIANT": "1"} if self._deterministic else {})
 
     def _devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -208,7 +192,7 @@ class VLLMEngine(RolloutEngine):
         }
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
-        if self.mixes_versions:
+        if self.traits.mixes_versions:
             arguments["async_scheduling"] = False  # it returns tokens one step later, labelled with the newer version
         if torch.cuda.is_available():
             arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
@@ -219,7 +203,7 @@ class VLLMEngine(RolloutEngine):
                 "enforce_eager": True,
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(4096, setup.max_tokens),
-                "kv_cache_memory_bytes": cpu_cache_bytes(config, self.matrix_dtype(setup.dtype), setup.max_tokens),
+                "kv_cache_memory_bytes": cpu_cache_bytes(config, self._matrix_dtype(setup), setup.max_tokens),
                 "block_size": BLOCK_TOKENS,
             }
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
@@ -261,7 +245,7 @@ class VLLMEngine(RolloutEngine):
 
     def _load(self, kind: str, **fields: Any) -> None:
         """Send a command that changes the weights; wait for it, unless responses are still generated."""
-        in_flight = {"in_flight": self.mixes_versions, "cut": self._unfinished == "cut"}
+        in_flight = {"in_flight": self.traits.mixes_versions, "cut": self._unfinished == "cut"}
         self._loading = self._running.command(kind, **fields, **in_flight)
         if not self._generating:
             self._finish_loading()
@@ -276,71 +260,28 @@ class VLLMEngine(RolloutEngine):
         """Return the parameters with the names and dtype that vLLM loads."""
         return in_dtype(self._published(parameters), self._dtype)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`."""
-
-        def on_result(index: int, message: dict[str, Any]) -> None:
-            if on_finished is not None:
-                on_finished(index, as_completion(message))
-
-        self._finish_loading()
-        futures = self._running.generate(as_requests(prompts, sampling, seeds))
-        return [as_completion(message) for message in self._running.results(futures, "completions", on_result)]
-
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> Generation:
-        """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
-        process = self._running
-        generation = Generation(lambda: process.results(completions, "completions"))
-        completions = self.request(prompts, [sampling] * len(prompts), seeds, on_finished)
-        missing = set(completions)
-
-        def on_done(future: Future[Completion]) -> None:
-            missing.discard(future)
-            if not missing:
-                generation.finish()
-
-        for future in completions:
-            future.add_done_callback(on_done)
-        return generation
-
     def request(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; ``on_finished`` may be called in another thread."""
-
-        def on_reply(own: Future[Completion], index: int, reply: Future[dict[str, Any]]) -> None:
-            self._generating.discard(own)
-            try:
-                completion = as_completion(reply.result())
-                if on_finished is not None:
-                    on_finished(index, completion)
-            except Exception as error:  # raised where the completions are read
-                own.set_exception(error)
-            else:
-                own.set_result(completion)
-
+        """See :meth:`RolloutEngine.request`."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(completions)
         replies = self._running.generate(as_requests(prompts, sampling, seeds))
-        for index, (own, reply) in enumerate(zip(completions, replies, strict=True)):
-            reply.add_done_callback(partial(on_reply, own, index))
+        for completion, reply in zip(completions, replies, strict=True):
+            reply.add_done_callback(partial(self._on_reply, completion))
         return completions
+
+    def _on_reply(self, completion: Future[Completion], reply: Future[dict[str, Any]]) -> None:
+        self._generating.discard(completion)
+        try:
+            completion.set_result(as_completion(reply.result()))
+        except Exception as error:  # raised where the completion is read
+            completion.set_exception(error)
+
+    @property
+    def source(self) -> str:
+        """See :attr:`RolloutEngine.source`."""
+        return f"; the engine's log is {self._log}"
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; after a push within the GPU, only lost parameters are found."""
@@ -402,9 +343,9 @@ class VLLMAdapterEngine(VLLMEngine):
         self._pushed: dict[str, Tensor] = {}
 
     @property
-    def swaps_adapters(self) -> bool:
-        """See :meth:`RolloutEngine.swaps_adapters`."""
-        return True
+    def traits(self) -> EngineTraits:
+        """See :attr:`RolloutEngine.traits`."""
+        return replace(super().traits, swaps_adapters=True)
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process without waiting until it is ready.

@@ -30,13 +30,12 @@ def check_temperature(sampling: SamplingParams) -> None:
 
 
 def as_requests(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], seeds: Sequence[int]
+    prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return one request per prompt, with the names of vLLM's sampling parameters."""
-    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     return [
-        {"prompt": list(prompt), "sampling": _fields(own), "seed": seed}
-        for prompt, own, seed in zip(prompts, each, seeds, strict=True)
+        {"prompt": list(prompt), "sampling": _fields(parameters), "seed": seed}
+        for prompt, parameters, seed in zip(prompts, sampling, seeds, strict=True)
     ]
 
 

@@ -22,9 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
-from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 log = logging.getLogger(__name__)

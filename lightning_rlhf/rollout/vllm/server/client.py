@@ -6,17 +6,13 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
-from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied
-from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
+from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 
 log = logging.getLogger(__name__)
 _CONNECTIONS = 256  # largest number of concurrent requests of one rank
@@ -90,21 +86,6 @@ class VLLMServer:
             EngineDied: the server cannot be reached, or failed.
         """
         return self._send(self._request(path, query, json.dumps(body or {}).encode(), True), self._timeout)
-
-    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """Send requests concurrently and yield (index, response) as they finish; log progress every minute."""
-        began = time.monotonic()
-        pool = ThreadPoolExecutor(_CONNECTIONS)
-        try:
-            indices = {pool.submit(self.post, path, body): index for index, body in enumerate(bodies)}
-            for future in as_completed_with_heartbeat(indices, _HEARTBEAT_SECONDS):
-                if future is not None:
-                    yield indices.pop(future), future.result()
-                    continue
-                missing = f"{len(indices)} of {len(bodies)}"
-                log.info("Waiting for %s responses from %s for %.0f s.", missing, self.url, time.monotonic() - began)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def _request(self, path: str, query: dict[str, str], data: bytes | None, with_key: bool) -> Request:
         headers = {"Content-Type": "application/json"}

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.models.positions import rotary_length
-from lightning_rlhf.rollout.engine import (
-    EngineDied,
-    EngineSetup,
-    Generation,
-    OnFinished,
-    RolloutEngine,
-    Serve,
-    in_thread,
-)
-from lightning_rlhf.rollout.ranks import (
-    RankGroup,
-    generate_together,
-    serve_together,
-    submit_together,
-    world_size,
-)
+from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
@@ -41,8 +27,7 @@ _COMPARED_KEYS = (
 )  # fmt: skip
 
 
-_GENERATIONS = 8  # largest number of concurrent generations of one rank
-_REQUESTS = 256  # largest number of concurrent single requests of one rank
+_CONNECTIONS = 256  # largest number of concurrent requests of one rank
 
 
 class VLLMServerEngine(RolloutEngine):
@@ -71,19 +56,17 @@ class VLLMServerEngine(RolloutEngine):
         self._server: VLLMServer | None = None
         self._push: WeightPush | None = None
         self._version = -1
-        self._threads = ThreadPoolExecutor(_GENERATIONS, "generation")
-        self._requests = ThreadPoolExecutor(_REQUESTS, "requests")
-        self._generating = set[Future[Any]]()
+        self._generating = set[Future[Completion]]()
 
     @property
-    def ranks(self) -> int:
-        """See :meth:`RolloutEngine.ranks`."""
-        return self._ranks
+    def traits(self) -> EngineTraits:
+        """See :attr:`RolloutEngine.traits`."""
+        return EngineTraits(ranks=self._ranks, overlaps=True)
 
     @property
-    def overlaps(self) -> bool:
-        """See :meth:`RolloutEngine.overlaps`."""
-        return True
+    def source(self) -> str:
+        """See :attr:`RolloutEngine.source`."""
+        return f"; the server is {self._url}"
 
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""
@@ -103,10 +86,11 @@ class VLLMServerEngine(RolloutEngine):
             )
         check_receives(setup.model, setup.max_tokens)
         self._server = server
+        self._threads = ThreadPoolExecutor(_CONNECTIONS, "requests")
         self._setup = setup
         self._published = PublishedNames(setup.model)
         self._all_ranks = RankGroup(world_size())
-        self._sharing_ranks = RankGroup(self._ranks)
+        self.group = RankGroup(self._ranks) if self._ranks > 1 else None
         # Distinguishes the labels of several runs that push to one server.
         self._run = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
@@ -182,8 +166,7 @@ class VLLMServerEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them."""
-        wait(self._generating)
-        self._generating.clear()
+        wait(list(self._generating))
         self._all_ranks.gather(None)  # barrier: push only after all ranks have received their responses
         self._version = version
 
@@ -197,81 +180,24 @@ class VLLMServerEngine(RolloutEngine):
     def _label(self) -> str:
         return f"run {self._run}, version {self._version}"
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`.
-
-        Raises:
-            EngineDied: the server has ended, or generated with weights other than those of the last push.
-        """
-        return generate_together(
-            self._sharing_ranks, self._request_all, prompts=prompts, sampling=sampling, seeds=seeds,
-            on_finished=on_finished,
-        )  # fmt: skip
-
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> Generation:
-        """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
-        return submit_together(
-            self._sharing_ranks, self._submit_all, prompts=prompts, sampling=sampling, seeds=seeds,
-            on_finished=on_finished,
-        )  # fmt: skip
-
-    def _submit_all(self, *request: Any) -> Generation:
-        return self._in_thread(lambda: self._request_all(*request))
-
-    def _in_thread(self, generate: Callable[[], list[Completion]]) -> Generation:
-        """Call a function in another thread; the next push waits for its completions."""
-        return in_thread(generate, lambda run: self._generating.add(self._threads.submit(run)))
-
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; each request has a separate connection."""
-        return [
-            self._requests.submit(lambda *one: self._request_all(*one)[0], [prompt], own, [seed], None)
-            for prompt, own, seed in zip(prompts, sampling, seeds, strict=True)
-        ]
+        """See :meth:`RolloutEngine.request`; each request has a separate connection.
 
-    def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
-        """See :meth:`RolloutEngine.serve`."""
+        A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
+        """
+        futures = [self._threads.submit(self._requested, body) for body in as_requests(prompts, sampling, seeds)]
+        self._generating.update(futures)
+        for future in futures:
+            future.add_done_callback(self._generating.discard)
+        return futures
 
-        def serve_all(all_requests: list[Any], on_any_finished: OnFinished | None) -> Generation:
-            return self._in_thread(lambda: handle(self, all_requests, on_any_finished))
-
-        return serve_together(self._sharing_ranks, serve_all, requests, on_finished)
-
-    def _request_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None,
-    ) -> list[Completion]:
-        fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True}
-        bodies = [
-            {
-                "token_ids": request["prompt"],
-                "sampling_params": {**request["sampling"], **fixed, "seed": request["seed"]},
-            }
-            for request in as_requests(prompts, sampling, seeds)
-        ]
-        completions = dict[int, Completion]()
-        for index, response in self._running.post_all("/inference/v1/generate", bodies):
-            completions[index] = self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
-            if on_finished is not None:
-                on_finished(index, completions[index])
-        return [completions[index] for index in range(len(bodies))]
+    def _requested(self, request: dict[str, Any]) -> Completion:
+        fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True, "seed": request["seed"]}
+        body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
+        response = self._running.post("/inference/v1/generate", body)
+        return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
 
     def _completion(self, choice: dict[str, Any], prompt: list[dict[str, Any] | None]) -> Completion:
         versions = {span["version"] for span in choice["weight_versions"] or []}
@@ -302,6 +228,8 @@ class VLLMServerEngine(RolloutEngine):
         """Close the connection; the server keeps running."""
         if self._push is not None:
             self._push.close()
+        if self._server is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
         self._server = None
         self._push = None
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, WeightSender
 

@@ -1,11 +1,13 @@
-"""Rollout engine that runs vLLM in the trainer's process."""
+"""vLLM in the process of the tests, which can look into it."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, finished
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, check_receives
@@ -48,7 +50,7 @@ class InProcessVLLMEngine(VLLMEngine):
     def start(self, setup: EngineSetup) -> None:
         """Start the engine and wait until it is ready."""
         self._published = PublishedNames(setup.model)
-        self._dtype = self.matrix_dtype(setup.dtype)
+        self._dtype = self._matrix_dtype(setup)
         environment = self._environment(setup)
         arguments = self.llm_arguments(setup)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
@@ -59,14 +61,9 @@ class InProcessVLLMEngine(VLLMEngine):
             self._core = VLLMCore(arguments)
 
     @property
-    def shares_cores(self) -> bool:
-        """See :meth:`RolloutEngine.shares_cores`; it computes with the trainer's threads."""
-        return False
-
-    @property
-    def overlaps(self) -> bool:
-        """See :meth:`RolloutEngine.overlaps`."""
-        return False
+    def traits(self) -> EngineTraits:
+        """See :attr:`RolloutEngine.traits`; it computes with the trainer's threads."""
+        return replace(super().traits, overlaps=False, shares_cores=False)
 
     def wait(self) -> str:
         """See :meth:`RolloutEngine.wait`."""
@@ -81,27 +78,17 @@ class InProcessVLLMEngine(VLLMEngine):
         with _preserved_random_state():
             self._core.load(self._sender.write(self._converted(parameters)), version)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        on_finished: OnFinished | None = None,
-    ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`."""
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request`."""
         completions: dict[int, Completion] = {}
         with _preserved_random_state():
             requests = as_requests(prompts, sampling, seeds)
             self._core.add([{**request, "id": str(index)} for index, request in enumerate(requests)])
             while self._core.busy:
-                for message in self._core.step():
-                    index = int(message["id"])
-                    completions[index] = as_completion(message)
-                    if on_finished is not None:
-                        on_finished(index, completions[index])
-        return [completions[index] for index in range(len(prompts))]
-
-    submit = RolloutEngine.submit
+                completions |= {int(message["id"]): as_completion(message) for message in self._core.step()}
+        return finished(completions[index] for index in range(len(prompts)))
 
     def _first_lost(self) -> str | None:
         with _preserved_random_state():

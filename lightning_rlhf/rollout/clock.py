@@ -15,17 +15,24 @@ from lightning_rlhf.strategies.ranks import from_all_ranks
 
 
 class Clock:
-    """Accumulates seconds by name."""
+    """Accumulates seconds by name: those of a step, and those since the start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.total: dict[str, float] = defaultdict(float)
+
+    def start_step(self) -> None:
+        """Begin to count the seconds of another step."""
+        self.seconds.clear()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the time inside a ``with`` block."""
         started = time.perf_counter()
         yield
-        self.seconds[name] += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.seconds[name] += seconds
+        self.total[name] += seconds
 
 
 def means_over_ranks(metrics: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

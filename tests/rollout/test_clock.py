@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_rlhf.callbacks import clock
-from lightning_rlhf.callbacks.clock import means_over_ranks
+from lightning_rlhf.rollout import clock
+from lightning_rlhf.rollout.clock import means_over_ranks
 
 
 def test_means_are_over_the_terms_of_all_ranks_although_they_have_different_names(monkeypatch):

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.objectives.base import AdvantageEstimator
+from lightning_rlhf.rollout.clock import sum_over_ranks
+from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
 from lightning_rlhf.types import PromptBatch, Rollout
 
 
@@ -35,14 +38,17 @@ class DynamicSampling:
         if self.prompts_per_step < 1:
             raise UsageError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
 
-    def check(self, batch_size: int, group_size: int, weights: Mapping[str, float], module: RLHFModule) -> None:
+    def check(
+        self, batch_size: int, group_size: int, weights: Mapping[str, float], advantages: AdvantageEstimator, ranks: int
+    ) -> None:
         """Validate the settings before anything is generated.
 
         Args:
             batch_size: batch size of the data.
             group_size: responses per prompt.
             weights: weight of each reward by its name.
-            module: module of the run.
+            advantages: estimator of the advantages.
+            ranks: number of ranks that share the step.
 
         Raises:
             ValueError: sizes are not divisible, no reward can be compared, or greedy responses are needed.
@@ -62,12 +68,11 @@ class DynamicSampling:
                 f"dynamic sampling compares the values of a reward function: {self.reward or 'any'} is not among "
                 f"{names}; the score of a reward model is computed later"
             )
-        if module.advantages.needs_greedy:
+        if advantages.needs_greedy:
             raise UsageError(
-                f"dynamic sampling does not support the greedy responses of {type(module.advantages).__name__}: "
+                f"dynamic sampling does not support the greedy responses of {type(advantages).__name__}: "
                 f"remove dynamic_sampling"
             )
-        ranks = module.data_ranks.size
         if batch_size % ranks or self.prompts_per_step % ranks:
             raise UsageError(
                 f"with dynamic sampling {ranks} ranks share batch_size {batch_size} and prompts_per_step "
@@ -137,3 +142,52 @@ class DynamicSampling:
             for reduce in ("amin", "amax")
         )
         return (low != high)[rollout.group]
+
+
+@dataclass(frozen=True)
+class WithContrast(Source):
+    """Generates in rounds of another source, until enough prompts have responses with different rewards.
+
+    Args:
+        source: source of the responses to some prompts.
+        settings: settings of the rounds.
+        ranks: ranks that share the step.
+        device: device of reductions over ranks.
+        share_engine: whether ranks with different prompts share an engine, so that they need the same number of rounds.
+    """
+
+    source: Source
+    settings: DynamicSampling
+    ranks: DataRanks
+    device: torch.device
+    share_engine: bool
+
+    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
+        """Request the responses of the first round; see :meth:`Source.start`."""
+        first = prompts[: self.settings.prompts_per_step // self.ranks.size]
+        return replace(self.source.start(first, step, in_background), prompts=prompts)
+
+    def finish(self, requests: Requests) -> SampledRollout:
+        """Generate the other rounds; see :meth:`Source.finish`."""
+        rounds: list[SampledRollout] = []
+
+        def generate(prompts: PromptBatch) -> Rollout:
+            wanted = replace(requests, prompts=prompts)
+            if rounds:
+                wanted = self.source.start(prompts, requests.requests[0].step)
+            rounds.append(self.source.finish(wanted).scored())
+            return rounds[-1].rollout
+
+        rollout, counts = self.settings(requests.prompts, generate, self.ranks.size, self._any_rank)
+        return SampledRollout(
+            rollout,
+            requests=tuple(request for each in rounds for request in each.requests),
+            reward_sums=tuple(sums for each in rounds for sums in each.reward_sums),
+            metrics=self.settings.metrics(sum_over_ranks(counts, self.ranks, self.device)),
+        )
+
+    def _any_rank(self, needs_more: bool) -> bool:
+        """Return whether any rank that shares the engine needs another round; then all of them generate."""
+        if not self.share_engine:
+            return needs_more
+        return bool(self.ranks.max(torch.tensor(float(needs_more), device=self.device)))

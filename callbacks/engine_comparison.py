@@ -1,0 +1,249 @@
+"""Comparison of the log-probs of engine and actor, which finds damaged weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
+from lightning_rlhf.rollout.generation import Generation, submit
+from lightning_rlhf.rollout.sampler import ResponseSampler
+from lightning_rlhf.rollout.source import Request, collect
+from lightning_rlhf.types import Completion, Rollout, SamplingParams
+
+_MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
+# Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
+# in bf16-mixed differs from the engine's bfloat16 by 0.037 to 0.057 on average, and by 0.23 or more if one of the
+# matrices of its layers is lost.
+_BOUNDS = {("float32", "cpu"): (1e-3, 5e-5), ("bfloat16", "cpu"): (1.0, 0.1), ("float32", "cuda"): (1e-2, 5e-4)}
+_BFLOAT16_BOUNDS = (1.0, 0.05)
+_TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
+_COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
+
+
+@torch.no_grad()
+def actor_logprobs(module: RLHFModule, rollout: Rollout) -> Tensor:
+    """Return the (B, T) log-probs of the responses of a rollout under the actor's current weights. All ranks."""
+    with module.trainer.precision_plugin.forward_context():
+        return module.actor_scores("actor", rollout.to(module.device)).logprobs
+
+
+def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_logprob_diff: float | None) -> None:
+    """Raise an error if the engine does not compute the same log-probabilities as the actor. All ranks.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rollout: responses of the engine.
+        max_logprob_diff: argument of :func:`check_gaps`.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank.
+    """
+    gaps = (actor_logprobs(module, rollout).cpu() - rollout.rollout_logprobs.cpu()).abs()
+    check_gaps(engine, module, gaps[rollout.response_mask.cpu()], max_logprob_diff, module.trainer.global_step)
+
+
+def check_first_rows(
+    engine: RolloutEngine, module: RLHFModule, rows: int, max_logprob_diff: float | None, rollout: Rollout
+) -> None:
+    """Compare log-probs of engine and actor on the first responses of a rollout; see :func:`check_engine`.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rows: number of responses; 0 compares none.
+        max_logprob_diff: argument of :func:`check_gaps`.
+        rollout: responses of the engine.
+    """
+    if rows:
+        check_engine(engine, module, rollout[list(range(min(rows, len(rollout))))], max_logprob_diff)
+
+
+def check_gaps(
+    engine: RolloutEngine, module: RLHFModule, gaps: Tensor, max_logprob_diff: float | None, version: int
+) -> None:
+    """Raise an error if log-probabilities of engine and actor differ too much. All ranks.
+
+    Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
+    nat, while a lost weight changes most tokens.
+
+    Args:
+        engine: engine, to which the actor's current weights were pushed.
+        module: module with the actor.
+        gaps: (N,) absolute differences of the log-probs of engine and actor of this rank's tokens, nats.
+        max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
+            both by dtype and device.
+        version: version of the policy that both computed with: the number of steps before its push.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
+    """
+    # Reduced over ranks, so that all ranks raise or none does.
+    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps).to(module.device)).tolist()
+    dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
+    bound, mean_bound = _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUNDS)
+    if max_logprob_diff is not None:
+        bound, mean_bound = max_logprob_diff, max_logprob_diff * _MEAN_SHARE
+    if mean <= mean_bound and percentile <= bound:
+        return
+    roles = module.role_strategy
+    parameters = roles.iter_adapters("actor") if engine.traits.swaps_adapters else roles.iter_full_params("actor")
+    name = engine.first_difference(parameters)
+    deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
+    if name:
+        cause = f"the first parameter that differs is {name}"
+    else:
+        cause = (
+            "all weights of the last push were transferred correctly, so the engine damaged them or computes "
+            "differently: set precision to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is "
+            "allowed a twentieth of it)"
+        )
+    raise RunError(
+        f"engine and actor have the same weights, but after the push of step {version} their log-probabilities of the "
+        f"same tokens differ by {mean:.3g} nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th "
+        f"percentile (allowed: {bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
+    )
+
+
+def gap_statistics(gaps: Tensor) -> Tensor:
+    """Return mean, 99th percentile and maximum of the differences; infinity if one of them is NaN.
+
+    With fewer than a hundred tokens, the percentile is the maximum.
+
+    Args:
+        gaps: (N,) absolute differences of the tokens, nats; may be empty.
+    """
+    gaps = torch.cat([gaps.double().nan_to_num(nan=torch.inf), gaps.new_zeros(1, dtype=torch.float64)])
+    count = len(gaps) - 1  # without the 0, which was added for an empty rollout
+    ordered = gaps.sort(descending=True).values
+    return torch.stack([gaps.sum() / max(count, 1), ordered[count // 100], ordered[0]])
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Texts that the engine evaluates after a push, with the actor's log-probs of their ends under the same weights.
+
+    Args:
+        version: version of the policy that was pushed.
+        texts: token ids of each text.
+        logprobs: the actor's log-probs of the last tokens of each text.
+        generation: the engine's log-probs of the texts.
+    """
+
+    version: int
+    texts: list[list[int]]
+    logprobs: list[Tensor]
+    generation: Generation
+
+    def gaps(self) -> Tensor:
+        """Wait for the engine; return (N,) absolute differences of log-probs, nats.
+
+        An engine that loads weights while it generates may evaluate a text with those of a later push; it is left out.
+
+        Raises:
+            RuntimeError: the engine returned no log-probs of the texts, or used older weights.
+        """
+        gaps = [torch.zeros(0)]
+        for text, logprobs, completion in zip(self.texts, self.logprobs, self.generation.completions(), strict=True):
+            if len(completion.logprobs) != len(text):
+                raise RunError(
+                    f"the engine returned {len(completion.logprobs)} log-probabilities for a prompt of {len(text)} "
+                    f"tokens with SamplingParams.echo, which needs {len(text)}: implement it in the engine, or set "
+                    f"check_rows to 0, which disables the check of pushed weights"
+                )
+            if completion.policy_version < self.version:
+                raise RunError(
+                    f"the engine used weights of version {completion.policy_version} after version {self.version} was "
+                    f"pushed: its weights are not the actor's"
+                )
+            if completion.policy_version == self.version:
+                end = slice(len(text) - 1 - len(logprobs), len(text) - 1)  # after it, the engine sampled a token
+                gaps.append((torch.tensor(completion.logprobs[end]) - logprobs).abs())
+        return torch.cat(gaps)
+
+
+@dataclass
+class PushChecks:
+    """Comparisons of engine and actor that are not finished, one for each push.
+
+    With ``max_staleness``, the engine may load pushed weights only after the responses that it is generating, for which
+    the trainer does not wait. So the actor evaluates short texts at the push, the engine evaluates them as prompts when
+    it has loaded the weights, and the results are compared before responses of these weights are used.
+
+    Args:
+        sampler: sampler of the responses.
+        module: module with the actor.
+        rows: number of prompts whose first response is used; 0 compares none.
+        max_logprob_diff: argument of :func:`check_gaps`.
+    """
+
+    sampler: ResponseSampler
+    module: RLHFModule
+    rows: int
+    max_logprob_diff: float | None
+    _pending: deque[_Comparison] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def begin(self, request: Request, version: int) -> None:
+        """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
+
+        Args:
+            request: finished responses to at least one prompt.
+            version: version of the policy that was pushed.
+        """
+        if not self.rows:
+            return
+        sampler = self.sampler
+        prompts = request.prompts[: self.rows]
+        responses = request.completions()[: len(prompts) * request.sampling.samples : request.sampling.samples]
+        longest = min(_TEXT_TOKENS, sampler.max_length - 1)  # the engine samples a token after the text
+        parts = [
+            shortened(prompt, response.token_ids, longest)
+            for prompt, response in zip(prompts.token_ids, responses, strict=True)
+        ]
+        known = replace(prompts, token_ids=[prompt for prompt, _ in parts])
+        ends = [end for _, end in parts]
+        texts = [[*prompt, *end] for prompt, end in parts]
+        completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
+        logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+        generation = submit(sampler.engine, texts, SamplingParams(1, echo=True), [0] * len(texts))
+        unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
+        self._pending.append(_Comparison(version, texts, unpadded, generation))
+
+    def finish(self, version: int) -> None:
+        """Wait for the comparisons of pushes up to a version. All ranks; the engine has the actor's weights.
+
+        Args:
+            version: largest version of the policy.
+
+        Raises:
+            RuntimeError: log-probs differ by more than a bound.
+        """
+        while self._pending and self._pending[0].version <= version:
+            comparison = self._pending.popleft()
+            check_gaps(self.sampler.engine, self.module, comparison.gaps(), self.max_logprob_diff, comparison.version)
+
+
+def shortened(prompt: Sequence[int], response: Sequence[int], longest: int) -> tuple[list[int], list[int]]:
+    """Return the parts of a prompt and its response that are compared, together at most ``longest`` tokens.
+
+    They are the prompt's first token, without which some models compute badly, then the last tokens of the prompt, then
+    the first ones of the response.
+
+    Args:
+        prompt: token ids, at least one.
+        response: token ids.
+        longest: largest number of tokens, at least 1.
+    """
+    end = list(response[: min(_COMPARED_TOKENS, longest - 1)])
+    before = longest - 1 - len(end)  # most tokens of the prompt after its first
+    return [prompt[0], *prompt[1:][max(0, len(prompt) - 1 - before) :]], end

@@ -1,0 +1,169 @@
+"""Settings of the rollouts of a run, and their validation against module, data and strategy."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.positions import check_positions
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.scorer import check_reward_functions
+from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
+
+from .checks import tensor_ranks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of the rollouts of a run; see RolloutLoop for their meaning."""
+
+    rewards: list[RewardFunction]
+    group_size: int
+    max_response_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    check_rows: int
+    max_logprob_diff: float | None
+    dynamic_sampling: DynamicSampling | None
+    max_staleness: int
+    environment: EnvironmentSettings | None
+    val_metric: str | None
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of each reward by its name."""
+        weights = {reward.label: reward.weight for reward in self.rewards}
+        return weights if self.environment is None else {**weights, ENVIRONMENT: self.environment.weight}
+
+    def prompts_per_step(self, data: PromptDataModule) -> int:
+        """Return the number of prompts that a step trains on."""
+        return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
+
+    def check(self, trainer: Trainer, module: RLHFModule, executor: RewardExecutor) -> None:
+        """Validate the settings against module and data; warn about doubtful ones.
+
+        Args:
+            trainer: trainer of the run.
+            module: module of the run.
+            executor: executor of the reward functions, which are called once.
+
+        Raises:
+            ValueError: the settings are incompatible.
+        """
+        data = trainer.datamodule
+        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
+            raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+        callbacks: list[Any] = trainer.callbacks
+        count = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
+        check_loops(type(module).__name__, count, provided=True)
+        labels = list(self.reward_weights)
+        if not labels and "reward_model" not in module.sources:
+            raise UsageError(
+                "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
+            )
+        if self.environment is not None and ENVIRONMENT in [reward.label for reward in self.rewards]:
+            raise UsageError(
+                f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"
+            )
+        check_val_metric(self.val_metric, labels)
+        if self.val_metric is not None and "val" not in data.reports:
+            log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
+        if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
+            log.info(
+                "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
+                "callbacks=lightning_rlhf.callbacks.complete([...])"
+            )
+        for warning in filter(None, (data.ignored_tools, data.end_token_warning(self.stop_token_ids))):
+            log.warning(warning)
+        if self.dynamic_sampling is not None:
+            weights, ranks = self.reward_weights, module.data_ranks.size
+            self.dynamic_sampling.check(data.batch_size, self.group_size, weights, module.advantages, ranks)
+        check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
+        roles = {f"the {name}": source for name, source in module.sources.items()}
+        check_positions(roles, data.longest_text, self.max_response_tokens, module.has_pairs)
+        check_reward_functions(self.rewards, executor, data, self.environment)
+
+    def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.
+
+        Raises:
+            ValueError: ranks that have the same prompts have different engines.
+        """
+        splitting = tensor_ranks(trainer, module)
+        if engine is not None and engine.traits.ranks % splitting:
+            raise UsageError(
+                f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
+                f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+            )
+        if self.max_staleness and module.correction.level is None and not module.correction.bypass:
+            log.warning(
+                "max_staleness is %d, so responses are from older weights, and the module does not correct for that: "
+                "set correction of the module to RolloutCorrection with level token or sequence",
+                self.max_staleness,
+            )
+
+
+def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
+    """Validate that the engine can generate while the module learns; warn if it generates before instead.
+
+    Args:
+        engine: engine of the run.
+        max_staleness: argument of RolloutLoop.
+
+    Raises:
+        ValueError: the engine sleeps while the module learns, or gets weights only while it is idle.
+    """
+    name = type(engine).__name__
+    if max_staleness and engine.traits.sleeps:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, {name} generates while the module learns, so it cannot sleep then: "
+            f"remove sleep_while_learning, or set max_staleness to 0"
+        )
+    if max_staleness and engine.traits.needs_idle_push:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, weights are pushed while {name} generates: remove push_within_gpu, "
+            f"or set max_staleness to 0"
+        )
+    if max_staleness and not engine.traits.overlaps:
+        log.warning(
+            "max_staleness %d saves no time with %s, which generates in the trainer's process", max_staleness, name
+        )
+
+
+def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, group_size: int) -> None:
+    """Validate the batch arithmetic of a step; warn about a policy loss that is only correct for one update.
+
+    Args:
+        module: module of the run.
+        data: data module of the run.
+        prompts: prompts that a step trains on.
+        group_size: responses per prompt.
+
+    Raises:
+        ValueError: mini-batches do not divide a step, or a rank would have no prompt or response.
+    """
+    if module.advantages.needs_groups:
+        check_group_size(type(module.advantages).__name__, group_size)
+    responses = prompts * group_size
+    updates = responses / module.minibatch_size * module.update_epochs
+    if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
+        log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)
+    check_minibatch_size(prompts, group_size, module.minibatch_size)
+    ranks = module.data_ranks.size
+    if data.batch_size < ranks or module.minibatch_size < ranks:
+        raise UsageError(
+            f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "
+            f"both must be at least {ranks}"
+        )

@@ -1,0 +1,86 @@
+"""Metrics of the rollout of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import MetricSums
+from lightning_rlhf.rollout.ahead import RestoredGeneration, covered
+from lightning_rlhf.rollout.clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
+from lightning_rlhf.rollout.source import PendingRewards, SampledRollout
+from lightning_rlhf.types import Rollout
+
+
+@dataclass(frozen=True)
+class LoggedRewards:
+    """Rewards that a module adds to its rollout; their metrics and the wait for them are then logged.
+
+    Args:
+        pending: rewards that are computed.
+        earlier: metrics of other rewards of the step.
+        module: module of the run.
+        clock: clock of the step.
+    """
+
+    pending: PendingRewards
+    earlier: tuple[MetricSums, ...]
+    module: RLHFModule
+    clock: Clock
+
+    def add_to(self, rollout: Rollout) -> Rollout:
+        """Wait for the rewards, log their metrics, and return the rollout with them. All ranks."""
+        rollout, sums = self.pending.wait(rollout)
+        waited = {"time/reward_s": self.clock.seconds["time/reward_s"]}
+        metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
+        self.module.log_step("rewards", metrics | reward_metrics((*self.earlier, sums), self.module))
+        return rollout
+
+
+def reward_metrics(sums: tuple[MetricSums, ...], module: RLHFModule) -> dict[str, float]:
+    """Return the metrics of the reward functions over all ranks; ranks with the same data count once. All ranks."""
+    return means_over_ranks(sums if module.role_strategy.is_group_leader else [])
+
+
+def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, max_staleness: int) -> dict[str, float]:
+    """Return times, speed, staleness and reward metrics of the step over all ranks. All ranks.
+
+    Args:
+        sampled: rollout of the step.
+        module: module of the run.
+        clock: clock of the step.
+        max_staleness: largest allowed difference of the step and the version of a token.
+
+    Raises:
+        RuntimeError: a token is from older weights than allowed.
+    """
+    ranks, device = module.data_ranks, module.device
+    tokens = sum(len(each.token_ids) for request in sampled.requests for each in request.completions())
+    largest = {**clock.seconds, "generation": clock.seconds["time/generate_s"]}
+    if sampled.pending is not None:
+        largest.pop("time/reward_s", None)  # LoggedRewards logs it, and the metrics of the rewards
+    if not all(request.is_current for request in sampled.requests):
+        largest["generation"] = covered([request.interval for request in sampled.requests], -inf, inf)
+    summed = {"tokens": float(tokens)}
+    if max_staleness:
+        versions = sampled.rollout.policy_version[sampled.rollout.response_mask]
+        staleness = module.trainer.global_step - versions.double()
+        largest["rollout/staleness_max"] = float(staleness.max())
+        summed |= {"staleness": float(staleness.sum()), "trained": float(len(staleness))}
+    metrics = max_over_ranks(largest, ranks, device)  # all ranks wait for the slowest
+    total = sum_over_ranks(summed, ranks, device)
+    seconds = metrics.pop("generation")
+    if not any(isinstance(request.generation, RestoredGeneration) for request in sampled.requests):
+        metrics["rollout/tokens_per_s"] = total["tokens"] / seconds
+    if max_staleness:
+        metrics["rollout/staleness_mean"] = total["staleness"] / total["trained"]
+        if metrics["rollout/staleness_max"] > max_staleness:
+            raise RunError(
+                f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
+                f"max_staleness {max_staleness} allows"
+            )
+    if sampled.pending is None:
+        metrics |= reward_metrics(sampled.reward_sums, module)
+    return metrics | sampled.metrics

@@ -1,0 +1,137 @@
+"""Samplers: responses of the engine to prompts, with the settings of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, generate, submit
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Number and kind of the responses to each prompt.
+
+    Args:
+        samples: responses per prompt, at least 1.
+        temperature: temperature of the sampling; 0 is greedy.
+        purpose: purpose of the responses, from which their seeds are derived.
+    """
+
+    samples: int
+    temperature: float
+    purpose: Literal["train", "validation"] = "train"
+
+
+class Sampler(Protocol):
+    """Source of responses with the settings of a run."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer that decodes responses for reward functions."""
+
+    @property
+    def environment(self) -> EnvironmentSettings | None:
+        """Settings of the environment whose conversations the responses are; None without one."""
+
+    def start(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        step: int,
+        version: int,
+        on_finished: OnFinished | None = None,
+        in_background: bool = False,
+    ) -> Generation:
+        """Request responses, grouped by prompt, each from a different seed. All ranks that share an engine.
+
+        Args:
+            prompts: prompts of this rank.
+            sampling: number and kind of the responses.
+            step: number of finished steps before the one that uses the responses.
+            version: version of the policy that was pushed last.
+            on_finished: callback with the index of a response and the response, as soon as it is finished.
+            in_background: whether the engine begins now, while the caller continues; otherwise it begins when the
+                caller waits.
+        """
+
+
+@dataclass(frozen=True)
+class ResponseSampler:
+    """Samples responses of one turn.
+
+    Args:
+        engine: engine that generates.
+        tokenizer: tokenizer that decodes responses for reward functions.
+        max_tokens: longest response.
+        max_length: longest prompt and response together.
+        stop_token_ids: tokens that end a response.
+        vocabulary: V, number of tokens of the actor.
+    """
+
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    max_length: int
+    stop_token_ids: tuple[int, ...]
+    vocabulary: int
+
+    @property
+    def environment(self) -> EnvironmentSettings | None:
+        """Settings of the environment whose conversations the responses are; None without one."""
+        return None
+
+    def start(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        step: int,
+        version: int,
+        on_finished: OnFinished | None = None,
+        in_background: bool = False,
+    ) -> Generation:
+        """See :meth:`Sampler.start`."""
+        check = CompletionCheck(self.max_tokens, version, self.vocabulary, self.engine.traits.mixes_versions)
+        generation = self._generation(prompts, sampling, check, on_finished, in_background)
+
+        def checked() -> list[Completion]:
+            completions = generation.completions()
+            check.check_all(completions, len(prompts) * sampling.samples)
+            return completions
+
+        return Generation(checked, generation)
+
+    def _generation(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        check: CompletionCheck,
+        on_finished: OnFinished | None,
+        in_background: bool,
+    ) -> Generation:
+        ids = [ids for ids in prompts.token_ids for _ in range(sampling.samples)]
+        arguments = ids, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished)
+        if in_background:
+            return submit(self.engine, *arguments)
+        return Generation(partial(generate, self.engine, *arguments))
+
+    def parameters(self, sampling: Sampling) -> SamplingParams:
+        """Return the sampling parameters of the engine."""
+        return SamplingParams(self.max_tokens, sampling.temperature, stop_token_ids=self.stop_token_ids)
+
+    def close(self) -> None:
+        """End the environments of the sampler, if it has any."""
+
+
+def seeds_of(prompts: PromptBatch, sampling: Sampling) -> list[int]:
+    """Return the seed of each response; validations have the same seeds every time."""
+    epoch = prompts.epoch if sampling.purpose == "train" else 0
+    run = run_seed()
+    return [derive_seed(run, sampling.purpose, epoch, i, k) for i in prompts.indices for k in range(sampling.samples)]

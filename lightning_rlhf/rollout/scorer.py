@@ -1,0 +1,262 @@
+"""Rewards of the completions of a rollout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.conversation import StopReason, last_turn_start
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.environments.worker import FaultKind
+from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
+from lightning_rlhf.rewards.function import (
+    CONVERSATION_COLUMNS,
+    ENVIRONMENT,
+    RewardFunction,
+    TrainerState,
+    check_rewards,
+)
+from lightning_rlhf.types import Completion, PromptBatch, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Reward functions of one request: completions are scored as they finish, or at the end.
+
+    Args:
+        prompts: N prompts.
+        executor: executor of the reward functions.
+        tokenizer: tokenizer that decodes responses for the functions; special tokens are left out.
+        samples: G, responses per prompt.
+        state: progress of the run, for functions that use ``trainer_state``.
+        environment: settings of the environment whose conversations the completions are; None without one.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptBatch,
+        executor: RewardExecutor,
+        tokenizer: PreTrainedTokenizerBase,
+        samples: int = 1,
+        state: TrainerState | None = None,
+        environment: EnvironmentSettings | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._samples = samples
+        self._state = state
+        self._environment = environment
+        self._started: Calls = {}
+        self._completions: Sequence[Completion] = ()
+        self._finish: Callable[[], RolloutRewards] | None = None
+
+    def add(self, index: int, completion: Completion) -> None:
+        """Start scoring a completion before others are finished, if a reward function supports that.
+
+        Args:
+            index: index of the completion in the rollout.
+            completion: finished completion.
+        """
+        if self._executor.has_streaming:
+            self._started |= self._executor.start(index, self._columns([index], [completion]), self._state)
+
+    def begin(self, completions: Sequence[Completion]) -> None:
+        """Start the reward functions for all completions.
+
+        Args:
+            completions: B = N x G completions, grouped by prompt.
+        """
+        columns = self._columns(range(len(completions)), completions)
+        self._completions = completions
+        self._finish = self._executor.begin(columns, self._state, self._started)
+
+    def wait(self) -> RolloutRewards:
+        """Wait for the reward functions that :meth:`begin` has started, and return their results.
+
+        Raises:
+            RuntimeError: a reward function failed.
+        """
+        assert self._finish is not None
+        scored = self._finish()
+        if self._environment is None:
+            return scored
+        return with_environment(scored, self._completions, self._environment.on_error == "zero")
+
+    def score(self, completions: Sequence[Completion]) -> RolloutRewards:
+        """Score all completions, and return the results; see :meth:`begin` and :meth:`wait`."""
+        self.begin(completions)
+        return self.wait()
+
+    def add_rewards(self, rollout: Rollout, scored: RolloutRewards) -> Rollout:
+        """Return a rollout with the results of the reward functions and their weighted sum, on its device."""
+        terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
+        if self._environment is not None:
+            terms.append((self._environment.weight, scored.rewards[ENVIRONMENT]))
+        device = rollout.reward.device
+        rewards = {name: values.to(device) for name, values in scored.rewards.items()}
+        return replace(rollout, rewards=rewards, reward=weighted_sum(terms, len(rollout)).to(device))
+
+    def dry_run(self) -> None:
+        """Call the reward functions with the prompts in place of responses, and with empty responses.
+
+        Raises:
+            ValueError: a function fails.
+        """
+        end = [self._tokenizer.eos_token_id]
+        rows = self._prompts.token_ids * self._samples
+        responses = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(rows)]
+        completions = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in responses]
+        self._executor.dry_run(self._columns(range(len(completions)), completions))
+
+    def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """Return the values that reward functions can have as arguments, for the completions with these indices."""
+        prompts = self._prompts
+        numbers = [index // self._samples for index in indices]
+        ids = [sampled_tokens(completion) for completion in completions]
+        texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
+        return {
+            **({} if self._environment is None else _conversation_columns(completions, texts)),
+            "prompts": [prompts.texts[i] for i in numbers],
+            "completions": texts,
+            "completion_ids": ids,
+            "finished": [completion.finish_reason == "stop" for completion in completions],
+            **{name: [values[i] for i in numbers] for name, values in prompts.columns.items()},
+            "messages": [prompts.messages[i] for i in numbers] if prompts.messages else [],
+        }
+
+
+def _conversation_columns(completions: Sequence[Completion], texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the columns of conversations; the completions of a dry run have no records.
+
+    Args:
+        completions: conversations.
+        texts: text of the last turn of each.
+    """
+    pairs = [(completion.conversation, text) for completion, text in zip(completions, texts, strict=True)]
+    return {
+        "conversations": [
+            [{"role": "assistant", "content": text}] if record is None else record.messages for record, text in pairs
+        ],
+        "turns": [1 if record is None else len(record.turn_ends) for record, _ in pairs],
+        "environment_rewards": [0.0 if record is None else sum(record.turn_rewards) for record, _ in pairs],
+        "stop_reasons": ["done" if record is None else record.stop for record, _ in pairs],
+    }
+
+
+def sampled_tokens(completion: Completion) -> list[int]:
+    """Return the tokens of a completion that the policy sampled."""
+    if completion.sampled is None:
+        return completion.token_ids
+    return [token for token, sampled in zip(completion.token_ids, completion.sampled, strict=True) if sampled]
+
+
+def last_turn(completion: Completion) -> list[int]:
+    """Return the tokens of a completion, or those of the last turn of a conversation."""
+    if completion.conversation is None:
+        return completion.token_ids
+    return completion.token_ids[last_turn_start(completion.conversation.turn_ends, completion.sampled or ()) :]
+
+
+def with_environment(
+    scored: RolloutRewards, completions: Sequence[Completion], zero_failed: bool = False
+) -> RolloutRewards:
+    """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
+
+    Args:
+        scored: results of the reward functions.
+        completions: conversations.
+        zero_failed: whether all rewards of conversations whose environment failed become 0.
+    """
+    records = [each.conversation for each in completions if each.conversation is not None]
+    rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(own.turn_rewards) for own in records])}
+    if zero_failed:
+        failed = torch.tensor([own.fault is not None for own in records])
+        rewards = {name: values.masked_fill(failed, 0.0) for name, values in rewards.items()}
+    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions))
+
+
+def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
+    """Return the metrics of conversations: for each the sum and the number of its terms."""
+    records = [each.conversation for each in completions if each.conversation is not None]
+    count = float(len(records))
+    tokens = float(sum(len(each.token_ids) for each in completions))
+    written = sum((each.sampled or ()).count(False) for each in completions)
+    totals: dict[str, float] = {
+        "turns": sum(len(own.turn_ends) for own in records),
+        "tool_calls": sum(own.tool_calls for own in records),
+        "malformed_calls": sum(own.malformed for own in records),
+    }
+    totals |= {f"stop_{reason}": sum(own.stop == reason for own in records) for reason in get_args(StopReason)}
+    totals |= {f"fault_{kind}": sum(own.fault == kind for own in records) for kind in get_args(FaultKind)}
+    for name in sorted({name for own in records for name in own.metrics} - totals.keys()):
+        totals[name] = sum(own.metrics.get(name, 0.0) for own in records)
+    sums = {f"env/{name}": (float(total), count) for name, total in totals.items()}
+    seconds = sum(own.environment_s for own in records)
+    return {**sums, "env/written_share": (float(written), tokens), "time/environment_s": (seconds, count)}
+
+
+def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
+    """Return the (B,) sum of weight times reward; NaN, for a reward that did not apply, counts as 0."""
+    total = torch.zeros(rows)
+    for weight, values in terms:
+        total += weight * values.nan_to_num(0.0)
+    return total
+
+
+def check_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
+    """Validate reward functions against the first rows of the data, and call them once; warn about missing columns.
+
+    Arguments and errors are those of :func:`call_reward_functions`.
+    """
+    call_reward_functions(rewards, executor, data, environment)
+    for reward in rewards:
+        for line in missing_columns(reward, data):
+            log.warning("%s", line)
+
+
+def call_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
+    """Validate reward functions against the first rows of the data, and call them once.
+
+    Args:
+        rewards: reward functions of the run; may be empty.
+        executor: executor of these functions.
+        data: data module that was set up.
+        environment: environment of the run, whose conversations are then passed to the functions, too.
+
+    Raises:
+        ValueError: names of rewards are not valid, a column is missing, or a function cannot be called.
+    """
+    firsts = [examples[:2] for examples in data.examples.values() if examples]
+    batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
+    columns = sorted({name for batch in batches for name in batch.columns})
+    check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
+    for batch in batches[:1]:
+        Scorer(batch, executor, data.tokenizer, samples=3 - len(batch), environment=environment).dry_run()
+
+
+def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
+    """Return a line for each column that a reward function needs and some rows lack."""
+    lines = []
+    for name, examples in data.examples.items():
+        report = data.reports[name]
+        lines += reward.missing_columns([row.columns for row in examples], report.name, report.locations)
+    return lines

@@ -12,7 +12,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 2
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all test-gpu docs mutants benchmark lint lock clean
+.PHONY: help install quickstart test test-all test-gpu docs mutants benchmark lint release lock clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,11 +46,18 @@ mutants: install  ## change the mathematics one operator at a time; ARGS="--ever
 benchmark: install  ## compare with TRL, which takes about an hour and writes docs/performance.md
 	$(BIN)/python -m benchmarks.compare --write docs/performance.md $(ARGS)
 
-lint: install  ## style, types and spelling
+lint: install  ## style, types, spelling, and the workflows of GitHub
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/uvx --quiet check-jsonschema@0.14.3 --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/uvx --quiet zizmor@1.32.0 --quiet --offline --config .github/zizmor.yml .github/workflows
+
+release: install  ## wheel and source distribution in dist/, checked: the quickstart's first run works from the wheel
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation
+	constraints/check_release.sh dist
 
 lock: install  ## make the version locks under constraints/ anew from setup.cfg
 	constraints/lock.sh

@@ -21,7 +21,7 @@ def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
     ("every", "kept"), [(2, 6), pytest.param(1, 7, marks=pytest.mark.slow), pytest.param(5, 5, marks=pytest.mark.slow)]
 )
 def test_every_n_steps_counts_rollouts(forge, tmp_path, every, kept):
-    place = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop.verify"
+    place = "lightning_rlhf.rollout.weights:EngineWeights.check"
     assert forge.attempt(tmp_path, ppo(every, background=False), place=(place, 8, "before")) == KILLED
     assert checkpoint(tmp_path)["global_step"] == kept
 
@@ -47,7 +47,7 @@ def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge,
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": "log", "name": "", "version": "v"},
     }
-    place = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop.on_validation_start"
+    place = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation.on_validation_start"
     assert forge.attempt(tmp_path, config, place=(place, 3, "before")) == KILLED  # at step 6, which has a checkpoint
     (tmp_path / "log").rename(tmp_path / "log of the killed run")
     assert forge.attempt(tmp_path, config, resume="last") == 0

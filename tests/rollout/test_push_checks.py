@@ -44,7 +44,7 @@ def test_a_run_passes_and_samples_the_same_as_without_the_comparison(tmp_path, u
 
     monkeypatch.setattr("lightning_rlhf.callbacks.engine_comparison.check_gaps", record)
     with_checks = run_with(tmp_path / "with", VLLMEngine(unfinished=unfinished)).fit()
-    assert [version for version, _ in compared] == [1, 2, 3]  # those whose responses were used
+    assert [version for version, _ in compared] == [0, 1, 2, 3]  # of the first responses, then pushes that were used
     assert all(len(gaps) and gaps.max() < 1e-5 for _, gaps in compared)
     if unfinished == "finish":
         without = run_with(tmp_path / "without", VLLMEngine(), check_rows=0).fit()

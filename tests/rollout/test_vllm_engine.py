@@ -337,6 +337,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
         import os, pickle, random
         from pathlib import Path
         import numpy, torch
+        from lightning_rlhf.rollout.generation import generate
         from tests.rollout.in_process import InProcessVLLMEngine
         from lightning_rlhf.types import PromptBatch, SamplingParams
         from tests.rollout.engines import *

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, Timer
 
 from lightning_rlhf.compat import optimizer_at
 from lightning_rlhf.counted import counted
@@ -177,7 +177,7 @@ class Console(Callback):
         total = _steps_of(trainer)
         quarter = math.isfinite(total) and trainer.global_step % math.ceil(total / 4) == 0
         if self._steps == _TIMED_STEPS or (quarter and self._steps > _TIMED_STEPS):
-            remaining = remaining_time(total - trainer.global_step, self._seconds)
+            remaining = remaining_time(total - trainer.global_step, self._seconds, _time_limit(trainer))
             if remaining and trainer.is_global_zero and not _draws_a_bar(trainer):
                 print(remaining, flush=True)
 
@@ -209,20 +209,30 @@ class Console(Callback):
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
 
 
-def remaining_time(steps: float, seconds: Collection[float]) -> str:
+def remaining_time(steps: float, seconds: Collection[float], limit: float = math.inf) -> str:
     """Return a line about the time of the remaining steps; empty if it is short.
 
     Args:
         steps: number of remaining steps; infinite without an end.
         seconds: seconds of the last steps.
+        limit: seconds until ``max_time`` ends the run; infinite without it.
     """
     total = steps * median(seconds)
+    if limit < total:
+        return f"{limit / 60:.0f} minutes left of max_time: about {limit / median(seconds):.0f} more steps"
     if not _SHORT_SECONDS < total < math.inf:
         return ""
     duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     return (
         f"{counted(steps, 'step')} left: about {duration}, at {median(seconds):.3g} s for a step, without validations"
     )
+
+
+def _time_limit(trainer: Trainer) -> float:
+    """Return the seconds until ``max_time`` ends the run; infinity without it."""
+    timers = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+    left = [timer.time_remaining() for timer in timers]
+    return min((seconds for seconds in left if seconds is not None), default=math.inf)
 
 
 def _steps_of(trainer: Trainer) -> float:

@@ -238,6 +238,11 @@ def test_the_remaining_time_is_estimated(steps, seconds, line):
     assert remaining_time(steps, seconds) == line
 
 
+def test_the_remaining_time_is_that_of_max_time_if_it_ends_the_run_before():
+    assert remaining_time(21, [60.0] * 3, limit=300) == "5 minutes left of max_time: about 5 more steps"
+    assert remaining_time(21, [60.0] * 3, limit=3000).startswith("21 steps left: about 21 minutes")
+
+
 def test_the_remaining_time_is_printed_after_three_steps_and_each_quarter(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
     run(callbacks=[Console()], trainer={"max_steps": 7, "max_epochs": 10}).fit()

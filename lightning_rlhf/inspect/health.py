@@ -12,6 +12,7 @@ from lightning_rlhf.inspect.run_history import FIRST_STEPS, Row, RunHistory, is_
 # Nats per response token. The quickstart, whose policy changes much, stays below 0.08; answers of few words in another
 # form than the model's own can cost more than one each while it learns well.
 MAX_KL_PER_TOKEN = 0.1
+_NEARLY_LARGEST = 0.9  # part of the largest reward that is nothing to improve on
 _MAX_KL_PER_TOKEN_OF_RISING_SCORE = 0.3  # without reward functions, while the score of a reward model has risen
 
 
@@ -142,8 +143,10 @@ def _lost_reward(history: RunHistory) -> _Failure | None:
 
 def _equal_groups(history: RunHistory) -> _Failure | None:
     share, reward = (history.mean(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
-    if not share > 0.9 or math.isnan(reward) or history.has_risen(reward):  # all are right
+    if not share > 0.9 or math.isnan(reward):
         return None
+    if history.has_risen(reward):
+        return _equal_but_wrong(history, share, reward)
     if _lost_reward(history):
         return None
     return (
@@ -153,6 +156,23 @@ def _equal_groups(history: RunHistory) -> _Failure | None:
         f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %): these "
         "prompts teach nothing",
         "Use prompts of another difficulty, a larger group_size, a reward with more values, or dynamic_sampling",
+    )
+
+
+def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failure | None:
+    """Return a failure if groups are equal although some of them have less than the largest reward."""
+    largest = history.mean("reward/max", 5)
+    if not largest > 0 or reward > _NEARLY_LARGEST * largest:
+        return None
+    return (
+        "group/equal_reward_fraction",
+        share,
+        0.9,
+        f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %), and the "
+        f"mean reward is {reward:.3g} of at most {largest:.3g}: the policy repeats its answers, right and wrong ones, and "
+        "further steps change little",
+        "Resume from a checkpoint before that with half the learning rate, kl_loss with a coef of 0.001 to 0.04, or "
+        "ent_coef; or use other prompts",
     )
 
 

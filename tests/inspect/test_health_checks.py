@@ -199,6 +199,21 @@ def test_groups_that_are_equal_because_all_responses_are_right_are_no_fault():
     assert not findings(rows)
 
 
+@pytest.mark.parametrize(("mean", "fails"), [(0.74, True), (0.95, False)])
+def test_equal_groups_below_the_largest_reward_fail_although_the_reward_has_risen(mean, fails):
+    rows = steps(
+        12,
+        group__equal_reward_fraction=lambda i: 0.2 if i < 5 else 0.95,
+        reward__std=0.4,
+        reward__mean=lambda i: 0.1 if i < 5 else mean,
+        reward__max=1.0,
+    )
+    found = {finding.check: finding for finding in findings(rows)}
+    assert ("equal groups" in found) is fails
+    if fails:
+        assert "the mean reward is 0.74 of at most 1: the policy repeats its answers" in found["equal groups"].message
+
+
 def test_equal_groups_after_a_damaged_policy_are_not_blamed_on_the_prompts():
     lost = {"reward__mean": lambda i: 0.1 * (i < 1), "reward__std": lambda i: 0.3 * (i < 1)}
     rows = steps(9, group__equal_reward_fraction=lambda i: 0.75 + 0.25 * (i > 0), **lost)

@@ -168,9 +168,9 @@ def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failu
         "group/equal_reward_fraction",
         share,
         0.9,
-        f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %), and the "
-        f"mean reward is {reward:.3g} of at most {largest:.3g}: the policy repeats its answers, right and wrong ones, and "
-        "further steps change little",
+        f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %), and "
+        f"the mean reward is {reward:.3g} of at most {largest:.3g}: the policy repeats its answers, right and wrong "
+        "ones, and further steps change little",
         "Resume from a checkpoint before that with half the learning rate, kl_loss with a coef of 0.001 to 0.04, or "
         "ent_coef; or use other prompts",
     )

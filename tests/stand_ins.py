@@ -209,9 +209,9 @@ class ScriptedEngine(RolloutEngine):
     ) -> list[Future[Completion]]:
         if not prompts:
             return []
-        longest = replace(sampling[0], max_tokens=max(own.max_tokens for own in sampling))
+        longest = replace(sampling[0], max_tokens=max(parameters.max_tokens for parameters in sampling))
         completions = self.generate(prompts, longest, seeds)
-        limits = [own.max_tokens for own in sampling][: len(completions)]
+        limits = [parameters.max_tokens for parameters in sampling][: len(completions)]
         return finished(
             completion if limit == longest.max_tokens else completion.cut(limit)
             for completion, limit in zip(completions, limits, strict=True)

@@ -89,8 +89,8 @@ def submit(
         sampling: sampling parameters, the same on all ranks that share the engine.
         seeds: one per prompt, in [0, 2**63).
         on_finished: callback with the index of a prompt and its completion as soon as that is finished, possibly in
-            another thread, on the first of the ranks that share the engine only. All calls have returned when
-            :meth:`Generation.completions` returns.
+            another thread, but one call at a time, on the first of the ranks that share the engine only. All calls have
+            returned when :meth:`Generation.completions` returns.
 
     Raises:
         EngineDied: the engine has ended.
@@ -156,13 +156,15 @@ def _gathered(
     completions: list[Future[Completion]] = [Future() for _ in replies]
     generation = Generation(lambda: wait_for(completions, engine))
     missing = set(completions)
+    one_at_a_time = threading.Lock()  # the replies of a server arrive in many threads
 
     def on_reply(index: int, reply: Future[Completion]) -> None:
         future = completions[index]
         try:
             completion = reply.result()
             if on_finished is not None:
-                on_finished(index, completion)
+                with one_at_a_time:
+                    on_finished(index, completion)
         except BaseException as error:  # raised where the completions are read
             missing.discard(future)
             future.set_exception(error)

@@ -28,14 +28,14 @@ class _MadeUpTurns(RolloutEngine):
         self._turns = turns
 
     def start(self, setup: EngineSetup) -> None:
-        """Accept the call; there is no model."""
+        """Start nothing: there is no model."""
 
     def wait(self) -> str:
         """Return a description."""
         return "made-up turns"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Accept the call; there is no model."""
+        """Ignore the weights: there is no model."""
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]

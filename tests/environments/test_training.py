@@ -1,6 +1,8 @@
 """Training on conversations: rollouts, rewards at turns, metrics, checkpoints."""
 
 import copy
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -42,15 +44,14 @@ def count_a(completions):
     return [float(text.count("a")) for text in completions]
 
 
-def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, **options):
+def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, engine=None, **options):
     rows, val = InMemory([{"prompt": "abc"}, {"prompt": "ga"}] * 4), InMemory([{"prompt": "ab"}] * 2)
     data = PromptDataModule(rows, LETTERS, val=val, batch_size=2, max_tokens=8)
     actor = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 4}
     more = {"critic": TinyModel(seed=1), "critic_optimizer": SGD} if module is PPOModule else {}
     module = module(**actor, **more)
-    loop = RolloutLoop(
-        list(rewards), TransformersEngine(), group_size=4, max_response_tokens=16, environment=environment, **options
-    )
+    engine = engine or TransformersEngine()
+    loop = RolloutLoop(list(rewards), engine, group_size=4, max_response_tokens=16, environment=environment, **options)
     trainer = quiet_trainer(callbacks=[loop, *callbacks], default_root_dir=tmp_path, max_steps=steps, max_epochs=-1)
     torch.manual_seed(0)
     trainer.fit(module, datamodule=data)
@@ -171,6 +172,24 @@ def test_conversations_one_step_ahead_have_the_weights_of_their_step(tmp_path, m
     versions = rollout.policy_version[rollout.response_mask]
     assert versions.unique().tolist() == [3 - max_staleness]
     assert trainer.callback_metrics["rollout/staleness_max"] == max_staleness
+
+
+class LateTurns(TransformersEngine):
+    """Returns each turn after the step in which it was requested, so that conversations last until the next push."""
+
+    def request(self, prompts, sampling, seeds):
+        turns = [future.result() for future in super().request(prompts, sampling, seeds)]
+        futures = [Future() for _ in turns]
+        for future, turn in zip(futures, turns, strict=True):
+            threading.Timer(0.3, future.set_result, [turn]).start()
+        return futures
+
+
+def test_a_push_waits_for_the_conversations_that_were_requested_before(tmp_path):
+    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
+    module, _ = run(tmp_path, settings, steps=4, engine=LateTurns(), max_staleness=2, validate_at_ends=False)
+    rollout = module.last_step.experience.rollout
+    assert rollout.policy_version[rollout.response_mask].unique().tolist() == [1]
 
 
 class Breaks(Environment):

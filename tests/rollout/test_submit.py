@@ -1,6 +1,8 @@
 """Generation while the caller continues: weights that are pushed meanwhile, errors, callbacks."""
 
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -57,6 +59,34 @@ def test_tokens_of_later_versions_are_valid_only_where_the_engine_mixes_versions
         CompletionCheck(2, 3, 9).check_one(mixed)
     with pytest.raises(RunError, match="policy version"):
         CompletionCheck(2, 4, 9, allows_newer=True).check_one(mixed)
+
+
+class ManyThreads(TransformersEngine):
+    """Finishes all completions at the same time, each in a thread."""
+
+    def request(self, prompts, sampling, seeds):
+        futures, begin = [Future() for _ in prompts], threading.Barrier(len(prompts))
+
+        def finish(future):
+            begin.wait()
+            future.set_result(Completion([1], [0.0], "stop", 0))
+
+        for future in futures:
+            threading.Thread(target=finish, args=[future]).start()
+        return futures
+
+
+def test_finished_completions_are_passed_on_one_at_a_time():
+    running, most = [], []
+
+    def on_finished(index, completion):
+        running.append(index)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.remove(index)
+
+    generate(ManyThreads(), PROMPTS[:8], SAMPLING, range(8), on_finished)
+    assert most == [1] * 8
 
 
 # -- vLLM ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 
 log = logging.getLogger(__name__)
-_CONNECTIONS = 256  # largest number of concurrent requests of one rank
 _GET_SECONDS = 30
 _HEARTBEAT_SECONDS = 60
 _HOW_TO_START = "docs/rollouts.md has the command that starts one"

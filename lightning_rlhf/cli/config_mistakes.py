@@ -156,8 +156,8 @@ def _unknown_in(used: UsedClass, config: dict[str, Any]) -> Iterator[str]:
     is_reward = used.kind is not None and used.kind.path == _REWARD
     if is_reward and isinstance(reference, str) and (message := _missing_function(reference)):
         yield f"reward function {reference!r}: {message}"
-    loss = used.arguments.get("policy_loss")
-    if isinstance(loss, str) and (message := _missing_loss(loss)):
+    loss = used.arguments.get("policy_loss", {})
+    if not isinstance(loss, dict) and (message := _missing_loss(loss)):
         yield f"{used.label}: policy_loss {loss!r}: {message}"
 
 
@@ -194,11 +194,11 @@ def _missing_function(reference: str) -> str:
     return f"{name!r} was not found in {source}{near or available}"
 
 
-def _missing_loss(name: str) -> str:
+def _missing_loss(name: Any) -> str:
     """Return a message about a policy loss that does not exist; empty if it exists or is unknown."""
-    if "." in name or ":" in name:
+    if isinstance(name, str) and ("." in name or ":" in name):
         return _missing_function(name)
-    if named_class(name) is not None:
+    if isinstance(name, str) and named_class(name) is not None:
         return ""
     return "expected the name of a class such as ReinforceLoss, or of a function such as losses.py:my_loss"
 

@@ -8,7 +8,7 @@ from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import Aggregation, SequenceMeanTokenMean, SequenceMeanTokenSum
-from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
+from lightning_rlhf.objectives.base import AdvantageEstimator, AnyPolicyLoss
 from lightning_rlhf.objectives.group_advantages import GPG, GRPO, OPO, RLOO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss, SAPOLoss
@@ -83,7 +83,7 @@ class DAPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GRPO(),
-        policy_loss: PolicyLoss = ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28),
+        policy_loss: AnyPolicyLoss = ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
@@ -106,7 +106,7 @@ class GSPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GRPO(),
-        policy_loss: PolicyLoss = GSPOLoss(),
+        policy_loss: AnyPolicyLoss = GSPOLoss(),
         aggregation: Aggregation = SequenceMeanTokenMean(),
         **kwargs: Any,
     ) -> None:
@@ -130,7 +130,7 @@ class GMPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GRPO(),
-        policy_loss: PolicyLoss = GMPOLoss(),
+        policy_loss: AnyPolicyLoss = GMPOLoss(),
         aggregation: Aggregation = SequenceMeanTokenMean(),
         **kwargs: Any,
     ) -> None:
@@ -153,7 +153,7 @@ class CISPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GRPO(),
-        policy_loss: PolicyLoss = CISPOLoss(),
+        policy_loss: AnyPolicyLoss = CISPOLoss(),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
@@ -176,7 +176,7 @@ class SAPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GRPO(),
-        policy_loss: PolicyLoss = SAPOLoss(),
+        policy_loss: AnyPolicyLoss = SAPOLoss(),
         aggregation: Aggregation = SequenceMeanTokenMean(),
         **kwargs: Any,
     ) -> None:
@@ -199,7 +199,7 @@ class GPGModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = GPG(),
-        policy_loss: PolicyLoss = ReinforceLoss(),
+        policy_loss: AnyPolicyLoss = ReinforceLoss(),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
@@ -221,7 +221,7 @@ class OPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = OPO(),
-        policy_loss: PolicyLoss = ReinforceLoss(),
+        policy_loss: AnyPolicyLoss = ReinforceLoss(),
         **kwargs: Any,
     ) -> None:
         super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
@@ -246,7 +246,7 @@ class RLOOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = RLOO(),
-        policy_loss: PolicyLoss = ReinforceLoss(),
+        policy_loss: AnyPolicyLoss = ReinforceLoss(),
         kl_reward: KLTerm = KLTerm(0.05),
         aggregation: Aggregation = SequenceMeanTokenSum(),
         **kwargs: Any,
@@ -280,7 +280,7 @@ class ReMaxModule(RLHFModule):
         self,
         actor: str | ModelSource,
         advantages: AdvantageEstimator = ReMax(),
-        policy_loss: PolicyLoss = ReinforceLoss(),
+        policy_loss: AnyPolicyLoss = ReinforceLoss(),
         kl_reward: KLTerm = KLTerm(0.05),
         aggregation: Aggregation = SequenceMeanTokenSum(),
         **kwargs: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
 from lightning_rlhf.objectives.base import (
     AdvantageEstimator,
     AdvantageInputs,
+    AnyPolicyLoss,
     FunctionLoss,
     PolicyLoss,
-    PolicyTokens,
     approx_kl,
     log_ratio_of,
 )
@@ -113,7 +113,7 @@ class RLHFModule(RoleModule):
         ref: str | ModelSource | None = None,
         reward_model: str | ModelSource | None = None,
         advantages: AdvantageEstimator = ReinforcePlusPlus(),
-        policy_loss: PolicyLoss | str | Callable[[PolicyTokens], Tensor] = ClippedPolicyLoss(),
+        policy_loss: AnyPolicyLoss = ClippedPolicyLoss(),
         aggregation: Aggregation = TokenMean(),
         correction: RolloutCorrection | None = None,
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
@@ -536,7 +536,7 @@ class RLHFModule(RoleModule):
         return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}
 
 
-def as_policy_loss(loss: PolicyLoss | Callable[[PolicyTokens], Tensor] | str) -> PolicyLoss:
+def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:
     """Return a policy loss.
 
     Args:
@@ -548,6 +548,8 @@ def as_policy_loss(loss: PolicyLoss | Callable[[PolicyTokens], Tensor] | str) ->
     if isinstance(loss, PolicyLoss):
         return loss
     function = load_function(loss) if isinstance(loss, str) else loss
+    if not callable(function):
+        raise UsageError(f"policy_loss must be a policy loss, a function or its reference, got {function!r}")
     if isinstance(function, type):
         raise UsageError(f"policy_loss: {function.__name__} is a class: set class_path to it, or pass an object of it")
     return FunctionLoss(function)

@@ -30,7 +30,7 @@ class AdvantageInputs:
         greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
             ``needs_sum_pi_squared``.
-        logprobs: (B, T) the actor's before the first update; None where the actor was not evaluated.
+        logprobs: (B, T) the actor's before the first update; None unless ``needs_sum_pi_squared``.
         weights: (B, T) importance weights of a rollout correction; None without one.
     """
 
@@ -181,6 +181,10 @@ class PolicyLoss(ABC):
         raise NotImplementedError
 
 
+# A policy loss, a function of PolicyTokens that returns the (B, T) losses, or its reference, such as losses.py:my_loss.
+AnyPolicyLoss = PolicyLoss | str | Callable[[PolicyTokens], Tensor]
+
+
 @dataclass(frozen=True)
 class FunctionLoss(PolicyLoss):
     """A plain function as policy loss.
@@ -199,12 +203,22 @@ class FunctionLoss(PolicyLoss):
             ValueError: the function does not return one loss for each token.
         """
         returned = self.function(tokens)
-        losses, diagnostics = returned if isinstance(returned, tuple) else (returned, {})
+        losses, diagnostics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         if not isinstance(losses, Tensor) or losses.shape != tokens.logprobs.shape:
             shown = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise UsageError(
                 f"policy_loss: {self.name} must return a tensor with the loss of each token, shape "
                 f"{tuple(tokens.logprobs.shape)}, got {shown}"
+            )
+        if not isinstance(diagnostics, dict):
+            raise UsageError(
+                f"policy_loss: the diagnostics of {self.name} must be a dictionary of tensors, got "
+                f"{type(diagnostics).__name__}"
+            )
+        if tokens.logprobs.requires_grad and not losses.requires_grad:
+            raise UsageError(
+                f"policy_loss: the losses of {self.name} have no gradient: compute them from tokens.logprobs or "
+                f"tokens.log_ratio"
             )
         return losses, diagnostics
 

@@ -113,6 +113,30 @@ def test_an_algorithm_and_the_values_that_all_share_have_no_mistake(path):
     assert [*mistakes(merged), *mistakes_of_settings(merged)] == []
 
 
+@pytest.mark.parametrize("kind", ["GRPOModule", "RLOOModule"])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (3, "policy_loss 3: expected the name of a class such as ReinforceLoss, or of a function such as losses.py:my"),
+        ("ReinforceLos", "policy_loss 'ReinforceLos': expected the name of a class such as ReinforceLoss, or of a"),
+        ("losses.py:mine", "policy_loss 'losses.py:mine': 'mine' was not found in losses.py; available: yours"),
+        ("losses.py:yours", None),
+        ("ReinforceLoss", None),
+        ({"class_path": "ReinforceLoss"}, None),
+    ],
+    ids=str,
+)
+def test_policy_losses_that_do_not_exist_are_mistakes(tmp_path, monkeypatch, kind, loss, message):
+    monkeypatch.chdir(tmp_path)
+    find_module.cache_clear()
+    Path("losses.py").write_text("def yours(tokens):\n    return -tokens.log_ratio\n")
+    model = {"class_path": f"lightning_rlhf.{kind}", "init_args": {"actor": "x", "policy_loss": loss}}
+    data = {"class_path": "lightning_rlhf.PromptDataModule", "init_args": {"train": "x", "tokenizer": "x"}}
+    found = list(mistakes({"model": model, "data": data}))
+    assert len(found) == (message is not None)
+    assert message is None or found[0].startswith(f"model ({kind}): {message}")
+
+
 def test_lists_of_equal_length_are_merged_entry_by_entry_as_in_a_run(tmp_path):
     first = {
         "rewards": [{"function": "lightning_rlhf.data.addition.exact", "name": "right", "weight": 2.0}],

@@ -59,18 +59,22 @@ def test_the_loss_by_hand(written):
     assert metrics["ratio_distance"].item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("form", ["parts", "function", "module"])
+@pytest.mark.parametrize("form", ["parts", "function", "function of a preset", "module"])
 def test_a_run_with_them(written, fit, config, form):
     settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}
     if form != "module":
         (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
         model = yaml.safe_load(block)["model"]
-        loss = "losses.py:plain_ratio" if form == "function" else {"class_path": "my_algorithms.SquaredRatio"}
+        is_function = form.startswith("function")
+        loss = "losses.py:plain_ratio" if is_function else {"class_path": "my_algorithms.SquaredRatio"}
         model["init_args"] |= settings | {"policy_loss": loss}
+        if form == "function of a preset":
+            model["class_path"] = "lightning_rlhf.RLOOModule"
+            del model["init_args"]["advantages"]
     else:
         model = {"class_path": "my_module.MyModule", "init_args": {**settings, "strength": 0.5}}
     config["model"] = model
     config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
     result = fit(config)
     assert (result.code, result.err) == (0, "")
-    assert ("policy/ratio_distance" in next(written.rglob("metrics.csv")).read_text()) == (form != "function")
+    assert ("policy/ratio_distance" in next(written.rglob("metrics.csv")).read_text()) == (form in ("parts", "module"))

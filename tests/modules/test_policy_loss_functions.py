@@ -40,10 +40,13 @@ def test_a_function_is_a_policy_loss_with_the_gradient_of_the_class_that_compute
     [
         (lambda tokens: tokens.advantages.mean(), r"the loss of each token, shape \(4, \d+\), got shape \(\)"),
         (lambda tokens: 1.0, "must return a tensor with the loss of each token.*got float"),
+        (lambda tokens: (tokens.log_ratio, 1.0), "diagnostics of <lambda> must be a dictionary of tensors, got float"),
+        (lambda tokens: tokens.advantages, "have no gradient: compute them from tokens.logprobs or tokens.log_ratio"),
+        (3, "policy_loss must be a policy loss, a function or its reference, got 3"),
         (ClippedPolicyLoss, "policy_loss: ClippedPolicyLoss is a class: set class_path to it, or pass an object of it"),
         ("losses_that_do_not_exist.py:loss", "file not found: losses_that_do_not_exist.py"),
     ],
-    ids=["one number for all", "no tensor", "class", "no file"],
+    ids=["one number for all", "no tensor", "no dictionary", "no gradient", "no function", "class", "no file"],
 )
 def test_a_function_that_is_not_a_policy_loss_raises(loss, message):
     def train():

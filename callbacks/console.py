@@ -218,10 +218,10 @@ def remaining_time(steps: float, seconds: Collection[float], limit: float = math
         limit: seconds until ``max_time`` ends the run; infinite without it.
     """
     total = steps * median(seconds)
+    if not _SHORT_SECONDS < min(total, limit) < math.inf:
+        return ""
     if limit < total:
         return f"{limit / 60:.0f} minutes left of max_time: about {limit / median(seconds):.0f} more steps"
-    if not _SHORT_SECONDS < total < math.inf:
-        return ""
     duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     return (
         f"{counted(steps, 'step')} left: about {duration}, at {median(seconds):.3g} s for a step, without validations"

@@ -74,21 +74,21 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 
     Args:
-        metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
+        metrics: metrics of the validation; the share of correct responses is read, else the only reward in [0, 1].
     """
     names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
     if "val/share_correct" in names:
-        judged = "val/share_correct"
+        measure = "val/share_correct"
     elif len(names) == 1:
-        judged = names[0]
+        measure = names[0]
     else:
         return ""
-    if f"{judged}_greedy" not in metrics:
+    if f"{measure}_greedy" not in metrics:
         return ""
-    greedy, sampled = (metrics[f"{judged}_{kind}"] for kind in ("greedy", "sampled"))
+    greedy, sampled = (metrics[f"{measure}_{kind}"] for kind in ("greedy", "sampled"))
     if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
         return ""
-    shares = f"before training, {judged} is {greedy:.3f} for greedy responses and {sampled:.3f} for sampled ones"
+    shares = f"before training, {measure} is {greedy:.3f} for greedy responses and {sampled:.3f} for sampled ones"
     others = [name for name in names if metrics[f"{name}_sampled"] > sampled]
     if sampled < _FEW and greedy < _NEARLY_ALL - 0.1 and others:
         parts = ", ".join(f"{name} ({metrics[f'{name}_sampled']:.3f} for sampled responses)" for name in others)

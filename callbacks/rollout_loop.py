@@ -183,7 +183,7 @@ class RolloutLoop(Callback):
         )
 
     def _add_validation(self, trainer: Any) -> None:
-        """Add the callback that validates behind this one, in place of that of an earlier run."""
+        """Add the callback that validates after this one, in place of that of an earlier run."""
         if self._validation in trainer.callbacks:
             trainer.callbacks.remove(self._validation)
         settings = ValidationSettings(

@@ -72,10 +72,10 @@ class _Quantity:
             statistics["sampled_std"] = (deviation**2).mean(dim=1).sqrt()
         rows = sampled.tolist()
         votes: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
-        of_prompts = [self._of_prompt(row, own) for row, own in zip(rows, votes, strict=True)]
+        of_prompts = [self._of_prompt(row, answer) for row, answer in zip(rows, votes, strict=True)]
         count = sampled.shape[1]
         for name in self._of_prompt([0.0] * count, None if answers is None else [None] * count):
-            statistics[name] = torch.tensor([own.get(name, math.nan) for own in of_prompts], dtype=torch.float64)
+            statistics[name] = torch.tensor([values.get(name, math.nan) for values in of_prompts], dtype=torch.float64)
         return {f"{self.prefix}{name}": values for name, values in statistics.items()}
 
     def _of_prompt(self, row: list[float], answers: Sequence[Hashable] | None) -> dict[str, float]:

@@ -39,7 +39,7 @@ from lightning_rlhf.cli.errors import (
 )
 from lightning_rlhf.cli.parser import ConfigParser, reports_errors
 from lightning_rlhf.cli.screen import configure_messages, last_line
-from lightning_rlhf.cli.trainer_settings import find_strategy, process_count
+from lightning_rlhf.cli.strategy_choice import find_strategy, process_count
 from lightning_rlhf.compat import is_lightning_error
 from lightning_rlhf.expected_errors import EngineDied, ExpectedError, UsageError
 from lightning_rlhf.loggers import log_configuration, save_run_ids, with_run_ids

@@ -239,7 +239,8 @@ def test_the_remaining_time_is_estimated(steps, seconds, line):
 
 
 def test_the_remaining_time_is_that_of_max_time_if_it_ends_the_run_before():
-    assert remaining_time(21, [60.0] * 3, limit=300) == "5 minutes left of max_time: about 5 more steps"
+    assert remaining_time(21, [60.0] * 3, limit=600) == "10 minutes left of max_time: about 10 more steps"
+    assert remaining_time(21, [60.0] * 3, limit=-1) == ""  # the time is over
     assert remaining_time(21, [60.0] * 3, limit=3000).startswith("21 steps left: about 21 minutes")
 
 

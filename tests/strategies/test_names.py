@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf import PPOModule
-from lightning_rlhf.cli.trainer_settings import process_count
+from lightning_rlhf.cli.strategy_choice import process_count
 from lightning_rlhf.strategies.names import OURS, our_name
 from tests.stand_ins import TinyModel, fit, quiet_trainer, responses, rollout_of
 

@@ -173,12 +173,13 @@ def table(reports: Sequence[dict[str, Any]]) -> Table:
     correct = f"correct: a reward of at least {reports[0]['correct_at']:g} (--correct-at)" if has_passes else None
     single = len(reports) == 1
     result = Table(title=reports[0]["file"] if single else None, caption=correct, caption_justify="left")
-    sourced = ["source"] if {source for _, source, *_ in entries} != {NO_SOURCE} else []
-    columns = (*sourced, "reward", "prompts", "responses", *left_out, "mean", "95 % interval", *draws, "tokens", "cut")
+    source_column = ["source"] if {source for _, source, *_ in entries} != {NO_SOURCE} else []
+    counts = ("prompts", "responses", *left_out)
+    columns = (*source_column, "reward", *counts, "mean", "95 % interval", *draws, "tokens", "cut")
     for column in columns if single else ("file", *columns):
         result.add_column(column, justify="left" if column in ("file", "source", "reward") else "right")
     for file, source, name, total, values in entries:
-        cells = [*([] if single else [file]), *(source for _ in sourced), name]
+        cells = [*([] if single else [file]), *(source for _ in source_column), name]
         cells += [str(total["prompts"]), str(total["responses"])]
         cells += [str(values["not_applicable"]) for _ in left_out]
         cells += [_number(values["mean"]), f"{_number(values.get('low'))} to {_number(values.get('high'))}"]

@@ -145,7 +145,7 @@ def _reward_statistics(rows: Sequence[ScoredResponses], name: str, correct_at: f
     if all(len(answers) == len(values) for answers, values in applicable):
         for statistics_of_prompt, (answers, values) in zip(of_prompts, applicable, strict=True):
             statistics_of_prompt |= majorities(answers, values, sizes[1:])
-    return result | {name: mean_interval([[own[name]] for own in of_prompts]) for name in of_prompts[0]}
+    return result | {name: mean_interval([[values[name]] for values in of_prompts]) for name in of_prompts[0]}
 
 
 def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,10 @@ _FLAGS = (
 )  # fmt: skip
 
 
+class CommandError(Exception):
+    """Chromium answered a command with an error."""
+
+
 class Browser:
     """One tab; :attr:`problems` collects errors of the console and requests to the network."""
 
@@ -53,7 +57,8 @@ class Browser:
         while True:
             message = json.loads(self._socket.recv(timeout=60))
             if message.get("id") == number:
-                assert "error" not in message, message["error"]
+                if "error" in message:
+                    raise CommandError(message["error"])
                 return message["result"]
             self._note(message)
 
@@ -75,11 +80,19 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression):
-        """Wait until an expression is true."""
+        """Wait until an expression is true; a page that a click replaces meanwhile is asked again."""
         end = time.monotonic() + 30
-        while not self.evaluate(expression):
+        while not self._evaluated(expression):
             assert time.monotonic() < end, f"not true in 30 s: {expression}"
             time.sleep(0.05)
+
+    def _evaluated(self, expression):
+        try:
+            return self.evaluate(expression)
+        except CommandError as error:
+            if "navigated" not in str(error):
+                raise
+            return None
 
     def open(
         self, address, width=1280, height=900, dark=False, ready="document.documentElement?.dataset.ready === 'yes'"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.inspect.run_directory import read_metrics
+from lightning_rlhf.report.run_directory import read_metrics
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions

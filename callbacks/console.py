@@ -19,11 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, Timer
 
 from lightning_rlhf.compat import optimizer_at
-from lightning_rlhf.counted import counted
-from lightning_rlhf.inspect.run_directory import read_metrics
+from lightning_rlhf.expected_errors import counted
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.report.run_directory import read_metrics
 
 from .checks import check_at_least, check_module
 from .held_out import before_and_after, left_to_learn, shown_names, with_interval

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from lightning_rlhf.compat import disable_signal_handlers
-from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.interrupts import Interrupted, signal_name
+from lightning_rlhf.expected_errors import Interrupted, UsageError, signal_name
 from lightning_rlhf.strategies import ranks
 
 from .checkpoint import last_checkpoint

@@ -11,12 +11,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.inspect.health import HealthMonitor
-from lightning_rlhf.inspect.run_directory import HEALTH_SETTINGS, precedes, read_metrics
-from lightning_rlhf.inspect.run_history import is_validation
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
+from lightning_rlhf.report.health import HealthMonitor
+from lightning_rlhf.report.run_directory import HEALTH_SETTINGS, precedes, read_metrics
+from lightning_rlhf.report.run_history import is_validation
 
 from .policy_check import PolicyCheck
 from .rollout_loop import RolloutLoop
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class HealthChecks(Callback):
     """Warns once for each health check that fails, with the number, its bound and the next action.
 
-    The checks are in :mod:`lightning_rlhf.inspect.health`. A resumed run reads ``metrics.csv``, if there is one, and
+    The checks are in :mod:`lightning_rlhf.report.health`. A resumed run reads ``metrics.csv``, if there is one, and
     does not repeat its warnings. The file ``health.json`` has the names of the checked rewards and of the checks that
     do not apply, and the bounds of PolicyCheck, for the report.
     """

@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.inspect.run_directory import precedes, read_metrics
-from lightning_rlhf.inspect.run_history import VALIDATION_MARK, is_validation
+from lightning_rlhf.report.run_directory import precedes, read_metrics
+from lightning_rlhf.report.run_history import VALIDATION_MARK, is_validation
 
 from .checks import check_at_least
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
@@ -23,7 +24,6 @@ from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.source import collect
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
 from .checks import check_at_least

@@ -12,8 +12,8 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.inspect.run_directory import read_metrics
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.report.run_directory import read_metrics
 
 from .held_out import before_and_after
 from .metrics_csv import MetricsCSV

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.inspect.page import report_page
-from lightning_rlhf.inspect.run_directory import RUN_END, RunDirectory
+from lightning_rlhf.report.page import report_page
+from lightning_rlhf.report.run_directory import RUN_END, RunDirectory
 
 log = logging.getLogger(__name__)
 _LONGEST_ERROR = 4000  # characters

@@ -14,10 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from lightning_rlhf.inspect.run_directory import ROLLOUT_FILE
-from lightning_rlhf.inspect.values import finite
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.report.run_directory import ROLLOUT_FILE
+from lightning_rlhf.report.values import finite
 
 from .checks import check_at_least, check_module, last_step_of
 from .rollout_loop import RolloutLoop

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.compat import is_taking_snapshot
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import EngineDied, UsageError
@@ -22,7 +21,7 @@ from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
 from lightning_rlhf.rollout.weights import check_finite
-from lightning_rlhf.types import PromptBatch, SamplingParams
+from lightning_rlhf.types import ConversationRecord, PromptBatch, SamplingParams
 
 from .checks import check_at_least
 from .rollout_parts import RolloutParts, make_parts, make_sampler

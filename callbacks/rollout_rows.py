@@ -10,9 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.chat import common_prefix
-from lightning_rlhf.types import Experience, PromptBatch, Rollout
+from lightning_rlhf.types import ConversationRecord, Experience, PromptBatch, Rollout
 
 _FEWEST_TOKENS = 16  # first tokens of a response with values
 

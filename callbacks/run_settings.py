@@ -12,10 +12,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_rlhf.functional.seeding import run_seed
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.seeding import run_seed
 
 from .rollout_loop import RolloutLoop
 

@@ -18,8 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
 
 from .checks import check_module

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.functional.samples import draw_sizes, extremes, majorities, mean_interval, passes
 from lightning_rlhf.modules.metrics import MeanAccumulator

@@ -1,6 +1,12 @@
-"""Expected errors, which the command line prints as one line; for any other error it prints a traceback."""
+"""Errors and interrupts, which the command line prints as one line, and counts in messages.
+
+For any other error the command line prints a traceback.
+"""
 
 from __future__ import annotations
+
+import math
+import signal
 
 
 class ExpectedError(Exception):
@@ -32,3 +38,39 @@ class NonFiniteError(ExpectedError, FloatingPointError):
 
 class EngineDied(RunError):
     """Error for an engine that has ended; the message contains the cause and the path of its log."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Interrupt of a run, raised where the run's state is consistent, or at once after a second signal.
+
+    Args:
+        number: number of the signal.
+        reason: short reason for messages; None uses the name of the signal.
+    """
+
+    def __init__(self, number: int, reason: str | None = None) -> None:
+        self.number = number
+        self.reason = reason or f"by {signal_name(number)}"
+        super().__init__(self.reason)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code as reported by shells, 128 plus the signal's number: 143 after SIGTERM, 130 after Ctrl-C."""
+        return 128 + self.number
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal for messages: ``Ctrl-C`` for SIGINT, otherwise, for example, ``SIGTERM``."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun, such as ``1 row``, ``3 rows`` or, for infinity, ``any number of rows``.
+
+    Args:
+        number: count; infinite for the steps of a run without an end.
+        noun: singular noun whose plural ends with s or es.
+    """
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    amount = "any number of" if number == math.inf else number
+    return f"{amount} {noun}{ending if number != 1 else ''}"

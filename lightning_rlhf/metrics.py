@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error
 from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_k, wilson_interval, worst_at_k
 

@@ -7,17 +7,84 @@ token attends to it, and no attention mask is needed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.tensor_batch import TensorBatch, expect_shape
 
 FinishReason = Literal["stop", "length"]
+_Batch = TypeVar("_Batch", bound="TensorBatch")
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Base class of dataclasses of tensors with equal numbers of rows, which are moved and indexed together."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows())))
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) number of tokens of each row in a model's input; both texts of a pair are padded to the longer one."""
+        raise NotImplementedError
+
+    @property
+    def real_lengths(self) -> Tensor:
+        """(B,) number of tokens of each row if rows are packed without padding."""
+        return self.total_lengths
+
+    def prompt_numbers(self) -> Tensor | None:
+        """Return the (3, B) number of each row's prompt and the tokens of prompt and response; None without them.
+
+        Rows with the same number have the same prompt, which a packed row of tokens contains once.
+        """
+        return None
+
+    def _rows(self) -> Iterator[Tensor]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, TensorBatch):
+                yield from value._rows()
+            elif isinstance(value, Tensor):
+                yield value
+
+    def map(self: _Batch, function: Callable[[Tensor], Tensor]) -> _Batch:
+        """Apply a function to every tensor of the batch."""
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, TensorBatch):
+                return value.map(function)
+            if isinstance(value, Tensor):
+                return function(value)
+            if isinstance(value, Mapping):
+                return {key: convert(item) for key, item in value.items()}
+            return value
+
+        return dataclasses.replace(self, **{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
+        """Move the batch to a device."""
+        return self.map(lambda tensor: tensor.to(device, **kwargs))
+
+    def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
+        """Return the rows with the given indices, or those for which a mask is True."""
+        index = torch.as_tensor(rows)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
+        return self.map(lambda tensor: tensor[index.to(tensor.device)])
+
+
+def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
+    """Validate the shape of a tensor.
+
+    Raises:
+        ValueError: the shape differs; the message contains the name and both shapes.
+    """
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
 @dataclass(frozen=True)
@@ -50,6 +117,40 @@ class SamplingParams:
             raise UsageError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class ConversationRecord:
+    """Record of a conversation with an environment: its messages, rewards and counts.
+
+    Args:
+        prompt_ids: tokens of the prompt with the messages that the environment appended to it at the start.
+        messages: messages behind the prompt, of policy and environment.
+        turn_ends: number of tokens behind the prompt after each turn of the policy.
+        turn_rewards: reward of each turn; the first contains that of the start.
+        stop: reason of the end: ``done`` (the environment or agent ended it), ``max_turns``, ``truncated`` (a limit cut
+            a turn), ``tokens`` (none were left for another turn), ``malformed`` (the bridge could not continue the
+            turn) or ``fault``.
+        tool_calls: number of tool calls.
+        malformed: number of turns with a tool call that could not be parsed.
+        fault: kind of the environment's failure; None without one.
+        metrics: numbers that the environment logged, summed over its replies.
+        environment_s: seconds in which the environment was called.
+        text_starts: number of tokens behind the prompt before each further branch of an agent, which begins there with
+            its prompt.
+    """
+
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]]
+    turn_ends: list[int]
+    turn_rewards: list[float]
+    stop: str
+    tool_calls: int = 0
+    malformed: int = 0
+    fault: str | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    environment_s: float = 0.0
+    text_starts: list[int] = dataclasses.field(default_factory=list)
 
 
 _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0

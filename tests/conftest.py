@@ -104,7 +104,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium."""
-    from tests.inspect.browser import CHROMIUM, Browser
+    from tests.report.browser import CHROMIUM, Browser
 
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")

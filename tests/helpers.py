@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf import objectives
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 
 T = TypeVar("T")
 

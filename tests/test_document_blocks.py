@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
-from lightning_rlhf.cli.commands.data_check import DataCheckCLI
-from lightning_rlhf.cli.commands.plan import PlanCLI
-from lightning_rlhf.cli.run_config import ConfigCLI, parse_run_config
+from lightning_rlhf.tools.commands.data_check import DataCheckCLI
+from lightning_rlhf.tools.commands.plan import PlanCLI
+from lightning_rlhf.tools.commands.run_config import ConfigCLI, parse_run_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [

@@ -12,7 +12,7 @@ from lightning_rlhf.expected_errors import ExpectedError
 ROOT = Path(__file__).resolve().parents[1]
 BUILT_IN = {"ValueError", "RuntimeError", "FileNotFoundError", "ModuleNotFoundError", "FloatingPointError"}
 # An error in these is an error of the caller, and shows its traceback.
-MATHEMATICS = ("lightning_rlhf/functional/", "lightning_rlhf/tensor_batch.py")
+MATHEMATICS = ("lightning_rlhf/functional/", "lightning_rlhf/types.py")
 CLASSES = [kind for kind in vars(expected_errors).values() if isinstance(kind, type) and kind is not ExpectedError]
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import yaml
 
 from lightning_rlhf import GRPOModule
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.source_classes import find_class
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.references import load_function
 from tests.modules.test_schedules import optimizer
 from tests.stand_ins import TinyModel, responses, rollout_of
 

@@ -24,7 +24,6 @@ from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, 
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
-from lightning_rlhf.inspect.definitions import definitions, expanded
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
@@ -32,6 +31,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import DROLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
+from lightning_rlhf.report.definitions import definitions, expanded
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
 from tests.environments import worlds

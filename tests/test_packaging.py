@@ -51,11 +51,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
-    assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
+    assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/report/assets/*")}
     assert len(assets) == 13
-    templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/cli/templates/*/*.[yj]*")}
+    templates = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/tools/commands/templates/*/*.[yj]*")
+    }
     assert len(templates) == 19
-    assets |= {*templates, "lightning_rlhf/inspect/metrics.json"}
+    assets |= {*templates, "lightning_rlhf/report/metrics.json"}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 
@@ -67,7 +69,7 @@ def test_wheel_has_the_callbacks_folder_in_place_of_its_door(wheel):
 def test_wheel_has_the_configurations_of_the_quickstart(wheel):
     archive = zipfile.ZipFile(wheel)
     for name in ("sft.yaml", "reward.yaml", "ppo.yaml"):
-        packed = archive.read(f"lightning_rlhf/cli/templates/quickstart/{name}").decode()
+        packed = archive.read(f"lightning_rlhf/tools/commands/templates/quickstart/{name}").decode()
         assert packed == (ROOT / "configs/quickstart" / name).read_text()
 
 

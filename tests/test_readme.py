@@ -23,7 +23,7 @@ RUN_BY = {
         "tests/learning/test_quickstart.py"
     ),
     ".venv/bin/lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8": "tests/cli/test_plan.py",
-    ".venv/bin/lightning-rlhf inspect runs/quickstart/ppo": "tests/inspect/test_inspector.py, with other runs",
+    ".venv/bin/lightning-rlhf inspect runs/quickstart/ppo": "tests/report/test_inspector.py, with other runs",
     **dict.fromkeys(own_task(), "tests/learning/test_own_task.py"),
 }
 

@@ -11,8 +11,8 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 # function or an environment raises is counted or ends the run, as is configured; threads pass it on
 # to the thread that waits.
 PASSED_ON = {
-    "lightning_rlhf/cli/commands/doctor.py": 1,
-    "lightning_rlhf/cli/commands/doctor_try.py": 1,
+    "lightning_rlhf/tools/commands/doctor.py": 1,
+    "lightning_rlhf/tools/commands/doctor_try.py": 1,
     "lightning_rlhf/environments/worker.py": 2,
     "lightning_rlhf/rollout/endpoint.py": 1,
     "lightning_rlhf/rollout/generation.py": 3,

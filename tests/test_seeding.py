@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from tests.helpers import properties
 
 parts = st.lists(st.integers() | st.text(st.characters(exclude_characters="\x1f")), max_size=4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.types import Rollout, SequenceBatch, UnpairedBatch
 
 

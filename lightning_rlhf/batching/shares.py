@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import TensorBatch
 
 
 def balanced_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:

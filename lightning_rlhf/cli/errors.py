@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.expected_errors import ExpectedError
-from lightning_rlhf.interrupts import Interrupted
+from lightning_rlhf.expected_errors import ExpectedError, Interrupted
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_rlhf.data.rows import Row
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.functional.seeding import derive_seed
 
 CHARACTERS = "0123456789+=: "
 _COLUMNS = 3

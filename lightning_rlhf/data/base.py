@@ -24,9 +24,9 @@ from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_r
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.seeding import run_seed
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.seeding import run_seed
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tool_methods import without_self
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.references import load_function
 
 Message = dict[str, Any]
 _ROLES = {

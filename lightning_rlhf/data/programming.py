@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlhf.data.rows import Row
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.functional.seeding import derive_seed
 
 CHARACTERS = "abdefgilmnorstuwx0123456789 ,:=+*()"
 _TEST_OFFSETS = (2, 5, 13)  # ends of the ranges in the hidden tests, relative to the start

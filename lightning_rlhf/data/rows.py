@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from lightning_rlhf.counted import counted
 from lightning_rlhf.data.columns import AmbiguousColumns
 from lightning_rlhf.data.columns import text_of as text_of
 from lightning_rlhf.data.files import FILE_KINDS, Files, expand, is_url, looks_like_a_path
@@ -18,7 +17,7 @@ from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
 from lightning_rlhf.data.row import SkippedRow
-from lightning_rlhf.expected_errors import MissingFileError, UsageError
+from lightning_rlhf.expected_errors import MissingFileError, UsageError, counted
 from lightning_rlhf.paths import describe_missing_path, hub_error_message
 
 OnBadRow = Literal["error", "skip"]

@@ -15,7 +15,7 @@ import torch
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.functional.seeding import derive_seed
 
 
 @runtime_checkable

@@ -15,12 +15,12 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments import worker
 from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.protocol import Reply
 from lightning_rlhf.environments.worker import Call, Fault, Spec
-from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import DaemonThreads
 from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit, worker_context
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.environments.worker import arguments_of
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.references import load_function
 
 
 @dataclass(frozen=True)

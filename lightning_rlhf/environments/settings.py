@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.parsers import ToolCallParser
 from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.environments.renderers_bridge import RenderersBridge
 from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.references import load_function
 
 # Arguments that are passed to the methods of environments and of agents; a method has those that it uses.
 _OF_ENVIRONMENTS: dict[str, tuple[str, ...]] = {

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.data.tool_methods import tool_methods
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
 from lightning_rlhf.environments.worker import arguments_of
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.references import load_function
 
 _PLAIN_TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),

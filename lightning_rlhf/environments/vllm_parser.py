@@ -15,9 +15,9 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.parsers import STRICT_JSON, ParsedTurn, ToolCallParser, call_of
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker, worker_context
 
 _LOAD_SECONDS = 600.0  # for the import of vLLM

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn, as_reply
-from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker
 
 _LARGEST_TRACE = 20_000  # characters

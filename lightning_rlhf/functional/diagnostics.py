@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered, masked_mean
 from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 

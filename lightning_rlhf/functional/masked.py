@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_sum
 
 LOG_BOUND = 20.0  # exp(20) is 5e8; a larger ratio of one token would hide the rest of the batch

@@ -22,8 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.models.attention import Attention, check_attention_package
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import (
     check_sizes,
@@ -42,7 +43,6 @@ from lightning_rlhf.paths import (
     hub_error_message,
     read_error_message,
 )
-from lightning_rlhf.seeding import derive_seed, run_seed
 
 log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.seeding import derive_seed, run_seed
 
 _NAME = "default"  # name of the adapter in peft
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}

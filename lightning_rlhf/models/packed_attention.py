@@ -19,9 +19,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightning_rlhf.attention import Attention, set_attention
 from lightning_rlhf.batching.packing import PackedLengths
-from lightning_rlhf.tensor_batch import expect_shape
+from lightning_rlhf.models.attention import Attention, set_attention
+from lightning_rlhf.types import expect_shape
 
 NAME = "packed"
 # Architectures for which tests compare log-probs and gradients with those of padded texts.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.shares import shuffled
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.modules.evaluation import Evaluation, OldScores
 from lightning_rlhf.modules.metrics import MeanAccumulator

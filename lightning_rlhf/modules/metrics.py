@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.diagnostics import explained_variance
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.mismatch import maxima_over_ranks, means_over_ranks

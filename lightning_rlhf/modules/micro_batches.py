@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import TensorBatch
 
 SummedLoss = Callable[[Any, MeanAccumulator], Tensor]  # rows to their summed loss; adds metrics of the rows
 

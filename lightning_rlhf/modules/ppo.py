@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.micro_batches import SummedLoss
@@ -17,7 +18,6 @@ from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Experience, Rollout
 
 

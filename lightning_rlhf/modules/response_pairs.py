@@ -21,8 +21,7 @@ from lightning_rlhf.objectives.group_advantages import GRPO, BestAgainstWorst
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
-from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, StepRollout
+from lightning_rlhf.types import Experience, StepRollout, TensorBatch
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.evaluation import EngineScores, Evaluation, OldScores, SeparatePass
 from lightning_rlhf.modules.first_forward import FirstForward
@@ -38,12 +40,9 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
-from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
-from lightning_rlhf.seeding import derive_seed, run_seed
-from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout
+from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TensorBatch
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
@@ -39,7 +39,7 @@ from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpo
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
-from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import TensorBatch
 
 
 class RoleModule(LightningModule):

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
 from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pad_parts
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
@@ -24,8 +24,7 @@ from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.tensor_batch import TensorBatch
-from lightning_rlhf.types import Rollout
+from lightning_rlhf.types import Rollout, TensorBatch
 
 log = logging.getLogger(__name__)
 CPU_TOKENS = 2048

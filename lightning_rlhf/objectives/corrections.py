@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.mismatch import (
     LOG_BOUND,
     effective_share,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss

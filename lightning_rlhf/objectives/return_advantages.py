@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import discounted_sums, masked_whiten
 from lightning_rlhf.functional.segments import segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs

@@ -15,8 +15,8 @@ from functools import cached_property, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from lightning_rlhf.attention import check_attention_package, set_attention
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.attention import check_attention_package, set_attention
 from lightning_rlhf.paths import READ_ERRORS
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from lightning_rlhf.counted import counted
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, counted
 
 RESERVED_METRICS = ("errors", "timeouts", "not_applicable")  # counted by the executor as reward_<reward>/...
 _FLOAT32_MAX = 3.4028234663852886e38

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.generation import Generation, OnFinished
@@ -18,7 +17,7 @@ from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.source import Request, Requests, SampledRollout, Source
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.types import Completion, PromptBatch
+from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch
 
 _Prompt = tuple[int, int, float, int]  # step, responses per prompt, temperature, number of the prompt in the data
 Upcoming = Callable[[], Iterable[tuple[int, PromptBatch]]]

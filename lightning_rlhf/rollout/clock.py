@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.strategies.ranks import from_all_ranks
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
 from lightning_rlhf.environments.host import Host
@@ -25,7 +24,7 @@ from lightning_rlhf.environments.worker import Call, Fault, digest_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, ConversationRecord, SamplingParams
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0

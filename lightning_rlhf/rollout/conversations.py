@@ -17,13 +17,13 @@ from lightning_rlhf.environments.hosts import make_host
 from lightning_rlhf.environments.protocol import Message
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, serve
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rollout.clock import sum_over_ranks
 from lightning_rlhf.rollout.source import Requests, SampledRollout, Source

@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, generate, submit
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
 

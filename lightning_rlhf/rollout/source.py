@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
@@ -28,7 +27,7 @@ from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
+from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch, Rollout, StepRollout
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished

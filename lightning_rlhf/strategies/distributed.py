@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.strategies.failure import EndsTogether
 from lightning_rlhf.strategies.roles import RoleStrategy
 

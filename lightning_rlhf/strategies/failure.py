@@ -31,8 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.compat import is_lightning_error
-from lightning_rlhf.expected_errors import ExpectedError, RunError
-from lightning_rlhf.interrupts import Interrupted
+from lightning_rlhf.expected_errors import ExpectedError, Interrupted, RunError
 from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from lightning_rlhf.strategies.joining import check_launch, joining
 

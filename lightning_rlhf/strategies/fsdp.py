@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.compat import set_group_timeout
-from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of

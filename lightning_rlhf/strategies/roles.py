@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS

@@ -6,9 +6,9 @@ from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV
 from lightning_rlhf.callbacks.health import skipped_checks
-from lightning_rlhf.inspect.health import HealthMonitor
-from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
+from lightning_rlhf.report.health import HealthMonitor
+from lightning_rlhf.report.run_directory import RunDirectory
 from lightning_rlhf.rewards.function import RewardFunction
 
 

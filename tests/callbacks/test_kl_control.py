@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import KLControl
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.modules.rlhf import TrainedStep
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 

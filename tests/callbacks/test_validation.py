@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.validation import Validation, sources_in
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.data_ranks import ONE_RANK
+from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.functional.samples import draw_sizes, wilson_interval
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch

@@ -13,11 +13,11 @@ from lightning.pytorch import Callback
 
 import lightning_rlhf
 from lightning_rlhf import callbacks
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.config_mistakes import mistakes
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, find_class, find_module
 from lightning_rlhf.cli.used_classes import merge
-from lightning_rlhf.references import load_function
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"tokenizer.yaml", "jobset.yaml"}

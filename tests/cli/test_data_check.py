@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli.commands import data_check as command
+from lightning_rlhf.tools.commands import data_check as command
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz?!:| \n"
 TOKENIZER = {

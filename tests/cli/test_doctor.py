@@ -16,9 +16,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_rlhf.cli.commands import doctor
-from lightning_rlhf.cli.commands.doctor import launcher_findings
 from lightning_rlhf.launch_environment import VARIABLES, Machine
+from lightning_rlhf.tools.commands import doctor
+from lightning_rlhf.tools.commands.doctor import launcher_findings
 
 ROOT = Path(__file__).resolve().parents[2]
 Usage = namedtuple("Usage", "total used free")

@@ -6,10 +6,9 @@ import sys
 import pytest
 import torch
 
-from lightning_rlhf.cli import separate_process
-from lightning_rlhf.cli.commands import doctor, doctor_try
 from lightning_rlhf.rollout import choose
 from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.tools.commands import doctor, doctor_try, separate_process
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_each_check_runs_in_a_process_whose_crash_or_hang_does_not_end_the_other
     limits = {}
 
     def run_apart(command, seconds):
-        assert command[:3] == [sys.executable, "-m", "lightning_rlhf.cli.commands.doctor_try"]
+        assert command[:3] == [sys.executable, "-m", "lightning_rlhf.tools.commands.doctor_try"]
         limits[command[3]] = seconds
         return answers[command[3]]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli.commands import evaluate as command
-from lightning_rlhf.cli.commands.scores import ScoredResponses, difference, draw_sizes, statistics
+from lightning_rlhf.tools.commands import evaluate as command
+from lightning_rlhf.tools.commands.scores import ScoredResponses, difference, draw_sizes, statistics
 from tests.helpers import assert_close
 
 REWARDS = '''
@@ -231,7 +231,8 @@ def test_mistakes_are_found_without_torch():
     Path("rewards.py").write_text("def right(completions, missing):\n    return []\n")
     Path("responses.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     code = (
-        "import sys, lightning_rlhf.cli.commands.evaluate as own; own.run(sys.argv[1:]); print('torch' in sys.modules)"
+        "import sys; from lightning_rlhf.tools.commands import evaluate; evaluate.run(sys.argv[1:]); "
+        "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, "responses.jsonl", "--reward", "rewards.py:right"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -13,9 +13,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from lightning_rlhf.cli.commands import export as command
-from lightning_rlhf.cli.commands import generate
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.tools.commands import export as command
+from lightning_rlhf.tools.commands import generate
 
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
 EXPORTS = {"class_path": "lightning_rlhf.callbacks.HFExport", "init_args": {"every_n_steps": 1}}
@@ -215,7 +215,10 @@ def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, argum
 
 def test_mistakes_are_found_without_torch():
     Path("run.yaml").write_text("model: {class_path: lightning_rlhf.PPOModule}\n")
-    code = "import sys, lightning_rlhf.cli.commands.export as own; own.run(sys.argv[1:]); print('torch' in sys.modules)"
+    code = (
+        "import sys; from lightning_rlhf.tools.commands import export; export.run(sys.argv[1:]); "
+        "print('torch' in sys.modules)"
+    )
     command = [sys.executable, "-c", code, "--config", "run.yaml", "--to", "out"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.cli.commands import generate as command
-from lightning_rlhf.cli.commands.response_backends import weights_digest
-from lightning_rlhf.cli.commands.responses_file import ResponsesFile, read_lines
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.tools.commands import generate as command
+from lightning_rlhf.tools.commands.response_backends import weights_digest
+from lightning_rlhf.tools.commands.responses_file import ResponsesFile, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"what is {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from lightning_rlhf.cli.commands import evaluate, generate
-from lightning_rlhf.cli.commands.responses_file import read_lines
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.tools.commands import evaluate, generate
+from lightning_rlhf.tools.commands.responses_file import read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 WORLD = '''

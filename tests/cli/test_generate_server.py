@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli.commands import generate as command
-from lightning_rlhf.cli.commands import response_backends
-from lightning_rlhf.cli.commands.responses_file import read_lines
 from lightning_rlhf.rewards import endpoint
+from lightning_rlhf.tools.commands import generate as command
+from lightning_rlhf.tools.commands import response_backends
+from lightning_rlhf.tools.commands.responses_file import read_lines
 
 KEY = "0123456789abcdef"
 MODELS = {"data": [{"id": "m"}]}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.cli.commands import data_check, new
+from lightning_rlhf.tools.commands import data_check, new
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
 from lightning_rlhf.cli.source_classes import find_class
-from lightning_rlhf.references import load_function
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli.commands import plan as command
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.planning.plan import plan
-from lightning_rlhf.planning.setup import Zero
+from lightning_rlhf.tools.commands import plan as command
+from lightning_rlhf.tools.planning.plan import plan
+from lightning_rlhf.tools.planning.setup import Zero
 from tests.cli.conftest import LLAMA
 
 SERVER = "lightning_rlhf.rollout.vllm.server.engine.VLLMServerEngine"

@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from lightning_rlhf.cli.commands import plan as command
 from lightning_rlhf.models.loading import FromConfig, Pretrained
-from lightning_rlhf.planning.architecture import architecture as planned_for
-from lightning_rlhf.planning.plan import GIB, plan
+from lightning_rlhf.tools.commands import plan as command
+from lightning_rlhf.tools.planning.architecture import architecture as planned_for
+from lightning_rlhf.tools.planning.plan import GIB, plan
 from tests.cli.published_architectures import PUBLISHED
 from tests.cli.small_recipes import RECIPES, ROOT, given, models_of, published, saved_tokenizer, shrunk, write_data
 

@@ -6,9 +6,9 @@ import time
 
 import psutil
 
-from lightning_rlhf.cli.separate_process import run_apart
+from lightning_rlhf.tools.commands.separate_process import run_apart
 
-PRINT = "from lightning_rlhf.cli.separate_process import print_result; "
+PRINT = "from lightning_rlhf.tools.commands.separate_process import print_result; "
 
 
 def run(code, seconds=30.0, **options):

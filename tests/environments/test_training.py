@@ -14,7 +14,6 @@ from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.rollout_rows import segments_of
 from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, MarkedToolCalls, Reply, Tools
@@ -25,7 +24,7 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import Completion
+from lightning_rlhf.types import Completion, ConversationRecord
 from tests.environments import worlds
 from tests.stand_ins import Response, TinyModel, fit, quiet_trainer, rollout_of
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_rlhf.data_ranks import ONE_RANK
+from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.functional.mismatch import (
     effective_share,
     maxima_over_ranks,

@@ -8,7 +8,7 @@ from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import Pretrained
-from tests.planning.fakes import source
+from tests.tools.planning.fakes import source
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import argparse
 import pytest
 from transformers import AutoConfig
 
-from lightning_rlhf.cli.commands import serve
 from lightning_rlhf.models import kv_cache
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
-from tests.planning.fakes import source
+from lightning_rlhf.tools.commands import serve
+from tests.tools.planning.fakes import source
 
 SMOLLM2 = AutoConfig.for_model(
     "llama", num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3

@@ -7,7 +7,7 @@ import torch
 
 from lightning_rlhf import KTOModule, UnpairedDataModule
 from lightning_rlhf.batching.sequences import with_next_rows_response
-from lightning_rlhf.data_ranks import ONE_RANK
+from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 from tests.data.rows_given import Given, Letters

@@ -3,7 +3,7 @@ import math
 import torch
 from hypothesis import given
 
-from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from tests.helpers import assert_close, masks, normal, over_ranks, properties, seeds
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenSum
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, pad_columns, properties, seeds
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_rlhf.references import load_function
+from lightning_rlhf.calls.references import load_function
 
 SOURCE = """
 import math

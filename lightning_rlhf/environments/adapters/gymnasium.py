@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.protocol import Environment, Reply
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
-from lightning_rlhf.references import load_function
 
 _SEEDS = 2**31  # gymnasium's environments have seeds below 2**32, and some of numpy's below 2**31
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_rlhf.data.row import Row
 from lightning_rlhf.environments.protocol import ToolError
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.functional.seeding import derive_seed
 
 CHARACTERS = "0123456789+=[]Ero: "
 

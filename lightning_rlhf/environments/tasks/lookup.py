@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_rlhf.data.row import Row
 from lightning_rlhf.environments.protocol import Environment, Reply
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.functional.seeding import derive_seed
 
 KEYS = "abcdefgh"
 LINKS = "rstuvwxy"

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.vllm.availability import lost_weights, other_rotary_factors

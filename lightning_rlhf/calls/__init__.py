@@ -1,0 +1,1 @@
+"""Calls of user code: rewards, environments and agents, in threads, processes and event loops."""

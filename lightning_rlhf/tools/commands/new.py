@@ -1,0 +1,260 @@
+"""``lightning-rlhf new``: write a small project to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from safetensors import SafetensorError, safe_open
+
+from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.tools.commands.options import command_parser
+from lightning_rlhf.tools.commands.responses_file import write_errors
+
+_TEMPLATES = Path(__file__).parent / "templates"
+KINDS = {
+    "grpo": "a reward function of Python, and groups of responses",
+    "ppo": "a reward model from pairs of answers, then PPO with it",
+    "sft": "supervised fine-tuning on conversations",
+    "dpo": "pairs of a better and a worse answer",
+    "environment": "conversations of several turns with an environment",
+    "quickstart": "SFT, a reward model and PPO from random weights, in minutes on a CPU, without any download",
+}
+_ORDER = ("sft.yaml", "reward.yaml", "ppo.yaml", "run.yaml")  # of the runs of a project
+_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_USUAL_PARAMETERS = 0.5e9
+_USUAL_POSITIONS = 4096
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Learning rates for models of a size; those of docs/hyperparameters.md.
+
+    Args:
+        below: smallest number of parameters that is too large.
+        response_tokens: longest response.
+        full: rate for all weights, for RL, SFT, reward models and DPO.
+        lora: rate for adapters; empty where all weights are trained.
+    """
+
+    below: float
+    response_tokens: int
+    full: dict[str, float]
+    lora: dict[str, float]
+
+
+_RATES = (
+    _Rates(2e7, 128, {"rl": 1e-4, "sft": 1e-3, "reward": 1e-3, "dpo": 1e-5}, {}),
+    _Rates(
+        3e8,
+        128,
+        {"rl": 1e-5, "sft": 2e-5, "reward": 2e-5, "dpo": 1e-6},
+        {"rl": 2e-4, "sft": 5e-4, "reward": 2e-4, "dpo": 2e-5},
+    ),
+    _Rates(
+        1e10,
+        256,
+        {"rl": 1e-6, "sft": 1e-5, "reward": 1e-5, "dpo": 5e-7},
+        {"rl": 5e-5, "sft": 2e-4, "reward": 1e-4, "dpo": 1e-5},
+    ),
+    _Rates(
+        math.inf,
+        256,
+        {"rl": 1e-6, "sft": 5e-6, "reward": 5e-6, "dpo": 5e-7},
+        {"rl": 1e-5, "sft": 1e-4, "reward": 5e-5, "dpo": 5e-6},
+    ),
+)
+_EPILOG = """The directory then has a configuration, rows of data in the expected format, the reward or
+environment, its test, and a README.md with the commands. Learning rates, lengths and LoRA are those for
+a model of this size, which is read from the model's directory, or from the name of a model of the hub.
+
+{kinds}
+
+  lightning-rlhf new my_task --kind grpo --model Qwen/Qwen2.5-0.5B-Instruct
+"""
+_README = """# {title}
+
+{description}. Made by `lightning-rlhf new`.
+
+```bash
+cd {directory}
+{commands}
+```
+
+{further}
+"""
+_NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
+
+Measure the prompt before training, with `lightning-rlhf generate` and `lightning-rlhf evaluate`: where nearly no
+response has a reward, worked examples in the prompt help more than any setting.
+
+Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
+_NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, with a fault that PPO
+then mends. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    kinds = "\n".join(f"  {name:<12} {description}" for name, description in KINDS.items())
+    parser = command_parser("new", "Write a small project to begin with.", _EPILOG.format(kinds=kinds))
+    parser.add_argument("directory", type=Path, metavar="DIR", help="new directory")
+    parser.add_argument("--kind", choices=list(KINDS), default="grpo", help="(default: grpo)")
+    parser.add_argument(
+        "--model",
+        help=f"chat model: a directory, or a model of the hub (default: {_MODEL}; the quickstart makes its own)",
+    )
+    return parser
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Write the project.
+
+    Returns:
+        Exit code: 0, or 2 if the directory is not empty or cannot be written.
+    """
+    options = make_parser().parse_args(arguments)
+    directory = options.directory
+    with write_errors(directory, "choose another directory"):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(f"{directory} exists already and is not empty: choose another directory")
+        values, summary = {}, ""
+        if options.kind != "quickstart":
+            size = model_size(options.model or _MODEL)
+            values = settings_for(options.model or _MODEL, size)
+            summary = f"{size.origin}: {values['summary']}\n"
+        elif options.model:
+            raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in sorted((_TEMPLATES / options.kind).iterdir()):
+            if path.is_file():
+                _write(path, directory, values)
+        (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
+    print(
+        f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n"
+        + "\n".join(f"  {own}" for own in _commands(directory))
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of a model.
+
+    Args:
+        parameters: number of parameters.
+        positions: longest text that it can read, tokens.
+        origin: sentence about where the numbers are from.
+    """
+
+    parameters: float
+    positions: int
+    origin: str
+
+
+def model_size(model: str) -> ModelSize:
+    """Return the size of a model from its files, or from its name.
+
+    Args:
+        model: a directory, or a model of the hub.
+
+    Raises:
+        UsageError: the directory has no ``config.json``, or a damaged file.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        named = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower())
+        parameters = float(named[1]) * {"b": 1e9, "m": 1e6}[named[2]] if named else _USUAL_PARAMETERS
+        how = "from its name" if named else "assumed, because its name has no number"
+        return ModelSize(parameters, _USUAL_POSITIONS, f"{model}, {_billions(parameters)} parameters ({how})")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        parameters = sum(map(_parameters_in, folder.glob("*.safetensors"))) or _USUAL_PARAMETERS
+        text = config.get("text_config") or config
+        positions = int(text.get("max_position_embeddings") or text.get("n_positions") or _USUAL_POSITIONS)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"{model} is not the directory of a model: {type(error).__name__}: {error}") from error
+    if positions < 2:
+        raise UsageError(f"{model} is not the directory of a model: its config.json has {positions} positions")
+    return ModelSize(parameters, positions, f"{folder.resolve().name}, {_billions(parameters)} parameters")
+
+
+def settings_for(model: str, size: ModelSize) -> dict[str, str]:
+    """Return the values of the templates for a model.
+
+    Args:
+        model: a directory, whose path becomes absolute, because the run starts in the project; or a model of the hub.
+        size: its size.
+    """
+    row = next(row for row in _RATES if size.parameters < row.below)
+    path = os.path.abspath(model) if Path(model).is_dir() else model
+    path = path if re.fullmatch(r"[\w./-]+", path) else json.dumps(path, ensure_ascii=False)  # as YAML reads it
+    prompt, response, text = (
+        min(own, size.positions // n) for own, n in ((256, 2), (row.response_tokens, 2), (512, 1))
+    )
+    values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
+    lora = f"LoRA, lr {row.lora['rl']:g}" if row.lora else f"all weights, lr {row.full['rl']:g}"
+    values["summary"] = f"{lora} for RL, responses of at most {response} tokens"
+    for kind, rate in (row.lora or row.full).items():
+        values[f"{kind}_lr"] = _yaml(rate)
+        all_weights = f"  # remove this line to train all weights, with lr {_yaml(row.full[kind])}"
+        source = f"\n      class_path: lightning_rlhf.Pretrained\n      init_args:\n        path: {path}"
+        values[f"{kind}_source"] = (
+            f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}" if row.lora else f" {path}"
+        )
+    return values
+
+
+def _parameters_in(file: Path) -> int:
+    """Return the number of values in a file of weights, whose header has their shapes."""
+    with safe_open(file, framework="numpy") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 (no mapping)
+
+
+def _billions(parameters: float) -> str:
+    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+
+
+def _yaml(rate: float) -> str:
+    """Return a number that YAML reads as one: with a point."""
+    digits, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _write(path: Path, directory: Path, values: dict[str, str]) -> None:
+    """Write a file of a template."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".yaml":
+        text = Template(text).substitute(values)
+    folder = directory / "data" if path.suffix == ".jsonl" else directory
+    folder.mkdir(exist_ok=True)
+    (folder / path.name).write_text(text, encoding="utf-8")
+
+
+def _commands(directory: Path) -> list[str]:
+    """Return the commands that check and run a project."""
+    configurations = [name for name in _ORDER if (directory / name).is_file()]
+    tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
+    commands = ("data check", "fit") if (directory / "data").is_dir() else ("fit",)
+    runs = [f"lightning-rlhf {own} --config {name}" for name in configurations for own in commands]
+    return [*tests, *runs, "lightning-rlhf inspect runs"]
+
+
+def _readme(kind: str, directory: Path) -> str:
+    scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
+    files = "".join(f" and `{name}`" for name in scripts)
+    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files)
+    return _README.format(
+        title=directory.resolve().name,
+        description=KINDS[kind][0].upper() + KINDS[kind][1:],
+        directory=directory,
+        commands="\n".join(_commands(directory)),
+        further=further,
+    )

@@ -1,0 +1,102 @@
+"""Rows of a file of responses, for evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rlhf.data.chat import messages_of
+from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
+from lightning_rlhf.data.row import BadRow, Row
+from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.tools.commands.responses_file import (
+    ENVIRONMENT_REWARDS,
+    FINISH_REASONS,
+    OF_CONVERSATIONS,
+    OUTPUT_COLUMNS,
+    RESPONSES,
+    TOKENS,
+)
+
+ALL = "all"  # name of the statistics over all sources
+NO_SOURCE = "data"  # source of rows without a column data_source
+_NOT_FOR_REWARDS = ("prompt", "messages", "responses", *OUTPUT_COLUMNS)
+
+
+@dataclass(frozen=True)
+class ResponseRow:
+    """A prompt with its responses.
+
+    ``tokens``, ``truncated`` and the columns ``of_conversations`` are empty if the row does not contain them.
+    """
+
+    prompt: str
+    messages: list[Any]
+    responses: list[str]
+    tokens: list[int]
+    truncated: list[bool]
+    source: str
+    columns: dict[str, Any]
+    of_conversations: dict[str, list[Any]]
+
+
+def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[ResponseRow]:
+    """Read rows with responses.
+
+    Raises:
+        ValueError: rows have no responses, and ``on_bad_row`` is ``error``.
+    """
+    finder = Columns(columns, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS))
+
+    def convert(row: Row) -> ResponseRow:
+        fields = finder.find(row)
+        if "responses" not in fields:
+            raise BadRow(f"no column {RESPONSES!r}, which lightning-rlhf generate writes", "no responses")
+        responses = fields["responses"]
+        responses = [responses] if isinstance(responses, str) else responses
+        if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
+            raise BadRow("the responses are neither a text nor a list of texts", "no responses")
+        name = next((name for name in ("messages", "prompt") if name in fields), None)
+        prompt = "" if name is None else fields[name] or ""
+        messages = [] if isinstance(prompt, str) else messages_of(prompt, "prompt")
+        tokens = _list_of(row, TOKENS, len(responses))
+        reasons = _list_of(row, FINISH_REASONS, len(responses))
+        return ResponseRow(
+            prompt=prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in messages),
+            messages=messages,
+            responses=responses,
+            tokens=[value for value in tokens if isinstance(value, int)],
+            truncated=[reason == "length" for reason in reasons],
+            source=str(fields["data_source"]) if "data_source" in fields else NO_SOURCE,
+            columns=finder.other_columns(fields, exclude=_NOT_FOR_REWARDS),
+            of_conversations=_conversation_columns(row, len(responses)),
+        )
+
+    rows, report = use_rows(path, path, convert, on_bad_row)
+    print(report)
+    return rows
+
+
+def _list_of(row: Row, name: str, count: int) -> list[Any]:
+    """Return a column that is a list with one value per response, else an empty list."""
+    values = row.get(name)
+    return values if isinstance(values, list) and len(values) == count else []
+
+
+def _conversation_columns(row: Row, count: int) -> dict[str, list[Any]]:
+    """Return the columns of conversations of a row, by the argument of reward functions.
+
+    Raises:
+        BadRow: a reward of the environment is neither a number nor null.
+    """
+    columns = {name: _list_of(row, column, count) for name, column in OF_CONVERSATIONS.items()}
+    for value in columns["environment_rewards"]:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise BadRow(f"{ENVIRONMENT_REWARDS!r} has {value!r}, expected numbers and null", "rewards not numbers")
+    return {name: values for name, values in columns.items() if values}
+
+
+def common_columns(rows: Sequence[ResponseRow]) -> list[str]:
+    """Return the columns of conversations that every row contains."""
+    return [name for name in OF_CONVERSATIONS if all(name in row.of_conversations for row in rows)]

@@ -1,0 +1,1 @@
+"""Pages about runs that continue, and tables of runs."""

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
-from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
+from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, Command
 from lightning_rlhf.expected_errors import UsageError
 
 _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
@@ -44,7 +44,7 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
-    module, description = COMMANDS.get(name, (LIGHTNING, ""))
+    module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
@@ -63,12 +63,12 @@ def main() -> int:
 
 def _mistakes(name: str, arguments: list[str]) -> str | None:
     """Return a message about the configuration of a run, found before libraries are imported; None if it is right."""
-    if name not in COMMANDS or (COMMANDS[name][0] != LIGHTNING and name not in ("data", "plan")):
+    if name not in COMMANDS or not COMMANDS[name].reads_run:
         return None
     from lightning_rlhf.cli.config_mistakes import check_settings
 
     try:
-        check_settings(arguments, name if COMMANDS[name][0] == LIGHTNING else "")
+        check_settings(arguments, name if COMMANDS[name].module == LIGHTNING else "")
     except UsageError as error:
         return str(error)
     return None
@@ -85,18 +85,16 @@ def _show(text: str) -> int:
 
 def overview() -> str:
     """Return the list of all commands."""
-    lines = [f"  {name:<10} {description}" for name, (_, description) in COMMANDS.items()]
+    lines = [f"  {name:<10} {description}" for name, (_, description, _) in COMMANDS.items()]
     return "\n".join(
         ["usage: lightning-rlhf COMMAND ...", "", *lines, "", "lightning-rlhf COMMAND --help describes its options"]
     )
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name, ["data check", *COMMANDS], n=1)
-    if not near:
-        return "lightning-rlhf --help lists all"
-    command = "data check" if near[0] == "data" else near[0]
-    return f"did you mean {command!r}?"
+    parts = [command for command in COMMANDS if name in command.split("-")]
+    near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"did you mean {near[0]!r}?" if near else "lightning-rlhf --help lists all"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
-from lightning_rlhf.tools.commands.data_check import DataCheckCLI
+from lightning_rlhf.tools.commands.check_data import CheckDataCLI
 from lightning_rlhf.tools.commands.plan import PlanCLI
 from lightning_rlhf.tools.commands.run_config import ConfigCLI, parse_run_config
 
@@ -151,9 +151,8 @@ def parse(command, *arguments):
         parse_run_config(list(arguments), ConfigCLI)
     elif command == "plan":
         parse_run_config(list(arguments), PlanCLI)
-    elif command == "data":
-        assert arguments[0] == "check"
-        parse_run_config(list(arguments[1:]), DataCheckCLI)
+    elif command == "check-data":
+        parse_run_config(list(arguments), CheckDataCLI)
     else:
         import_module(module).make_parser().parse_args(arguments)
 

@@ -1,23 +1,43 @@
-"""Table of the commands."""
+"""Table of the commands, in the order of use. The module of a command is imported when the command runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 LIGHTNING = "lightning_rlhf.cli.main"
 _TOOLS = "lightning_rlhf.tools.commands"
-# Commands in the order of use: (module, description) by name. A module is imported when its command runs, and has a
-# function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns of arguments.
+
+
+class Command(NamedTuple):
+    """A command of ``lightning-rlhf``.
+
+    Args:
+        module: module with a function ``run(arguments)`` that returns the exit code; ``LIGHTNING`` reads ``sys.argv``.
+        description: half a sentence about the command.
+        reads_run: whether its arguments are those of ``fit``, which are checked before libraries are imported.
+    """
+
+    module: str
+    description: str
+    reads_run: bool = False
+
+
 COMMANDS = {
-    "new": (f"{_TOOLS}.new", "write a small project to begin with"),
-    "doctor": (f"{_TOOLS}.doctor", "check this machine and its installation"),
-    "data": (f"{_TOOLS}.data_check", "data check: check and describe the data of a run"),
-    "plan": (f"{_TOOLS}.plan", "estimate the memory of a run on a number of GPUs, without a GPU"),
-    "fit": (LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml"),
-    "validate": (LIGHTNING, "evaluate a checkpoint on the validation data"),
-    "test": (LIGHTNING, "run a module's own test loop"),
-    "predict": (LIGHTNING, "run a module's own predict loop"),
-    "export": (f"{_TOOLS}.export", "write a checkpoint as a directory that transformers and vLLM load"),
-    "generate": (f"{_TOOLS}.generate", "generate responses of a model or a server to a file of prompts"),
-    "evaluate": (f"{_TOOLS}.evaluate", "score a file of responses, with confidence intervals"),
-    "inspect": (f"{_TOOLS}.inspect", "serve a page about runs, with a viewer of their responses"),
-    "report": (f"{_TOOLS}.report", "write a page with curves, health checks and responses of runs"),
-    "serve": (f"{_TOOLS}.serve", "start vLLM's OpenAI server with an API key and limits"),
-    "completion": (f"{_TOOLS}.completion", "print a script that completes commands and options in a shell"),
+    "new": Command(f"{_TOOLS}.new", "write a small project to begin with"),
+    "doctor": Command(f"{_TOOLS}.doctor", "check this machine and its installation"),
+    "check-data": Command(f"{_TOOLS}.check_data", "check and describe the data of a run", reads_run=True),
+    "plan": Command(
+        f"{_TOOLS}.plan", "estimate the memory of a run on GPUs, without a GPU", reads_run=True
+    ),
+    "fit": Command(LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml", reads_run=True),
+    "validate": Command(LIGHTNING, "evaluate a checkpoint on the validation data", reads_run=True),
+    "test": Command(LIGHTNING, "run a module's own test loop", reads_run=True),
+    "predict": Command(LIGHTNING, "run a module's own predict loop", reads_run=True),
+    "export": Command(f"{_TOOLS}.export", "write a checkpoint as a directory that transformers and vLLM load"),
+    "generate": Command(f"{_TOOLS}.generate", "generate responses of a model or a server to a file of prompts"),
+    "evaluate": Command(f"{_TOOLS}.evaluate", "score a file of responses, with confidence intervals"),
+    "inspect": Command(f"{_TOOLS}.inspect", "serve a page about runs, with a viewer of their responses"),
+    "report": Command(f"{_TOOLS}.report", "write a page with curves, health checks and responses of runs"),
+    "serve": Command(f"{_TOOLS}.serve", "start vLLM's OpenAI server with an API key and limits"),
+    "completion": Command(f"{_TOOLS}.completion", "print a script that completes commands and options in a shell"),
 }

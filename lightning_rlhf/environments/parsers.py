@@ -59,7 +59,7 @@ class ToolCallParser(ABC):
         """
 
     def example(self, call: ToolCall) -> str | None:
-        """Return the text of a turn with one call, for ``data check``; None if the parser cannot write its format."""
+        """Return the text of a turn with one call, for ``check-data``; None if the parser cannot write its format."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most parsers have nothing to release)

@@ -1,1 +1,1 @@
-"""Tools beside the library, which imports none of them: planner, server, inspector and their commands."""
+"""Tools that use the library and that it never imports: planner, server, inspector and their commands."""

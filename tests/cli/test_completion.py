@@ -7,7 +7,8 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from lightning_rlhf.cli.commands import COMMANDS, completion, data_check, plan
+from lightning_rlhf.cli.commands import COMMANDS
+from lightning_rlhf.tools.commands import check_data, completion, plan
 
 # Calls the function that the script registers, as bash does when the tab key is pressed behind the last word.
 CALL = """
@@ -41,8 +42,8 @@ def script(tmp_path_factory):
         ("fit --model.init_args.minib", ["--model.init_args.minibatch_size"]),
         ("fit --data.init_args.batch", ["--data.init_args.batch_size"]),
         ("fit --model GRP", ["GRPOModule"]),
-        ("data ch", ["check"]),
-        ("data check --js", ["--json"]),
+        ("check", ["check-data"]),
+        ("check-data --js", ["--json"]),
         ("plan --gp", ["--gpus", "--gpu-memory-gib"]),
         ("generate --engine v", ["vllm"]),
         ("inspect ru", ["runs"]),
@@ -58,10 +59,10 @@ def test_bash_completes(script, tmp_path, line, expected):
     assert set(result.stdout.split()) == set(expected)
 
 
-@pytest.mark.parametrize(("name", "usage"), [("data", data_check._USAGE), ("plan", plan._USAGE)])
+@pytest.mark.parametrize(("name", "usage"), [("check-data", check_data._USAGE), ("plan", plan._USAGE)])
 def test_options_of_commands_that_read_a_configuration_are_those_of_their_help(name, usage):
     commands = completion.all_commands()._subparsers._group_actions[0].choices
-    command = commands[name] if name == "plan" else commands[name]._subparsers._group_actions[0].choices["check"]
+    command = commands[name]
     named = set(re.findall(r"^  (--[a-z-]+)", usage, re.MULTILINE))
     assert named
     assert named <= command._option_string_actions.keys()

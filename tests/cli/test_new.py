@@ -1,4 +1,4 @@
-"""``lightning-rlhf new``: each project passes its own test and data check, and trains."""
+"""``lightning-rlhf new``: each project passes its own test and check-data, and trains."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.tools.commands import data_check, new
+from lightning_rlhf.tools.commands import check_data, new
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 
@@ -64,9 +64,9 @@ def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
     for name in sorted(path.name for path in Path().glob("*.yaml")):
         if (kind, name) == ("ppo", "run.yaml"):
             continue  # its reward model does not exist yet
-        assert f"lightning-rlhf data check --config {name}" in commands
+        assert f"lightning-rlhf check-data --config {name}" in commands
         Path("small.yaml").write_text(yaml.safe_dump(small(name)))
-        assert (data_check.run(["check", "--config", "small.yaml"]), capsys.readouterr().err) == (0, ""), name
+        assert (check_data.run(["--config", "small.yaml"]), capsys.readouterr().err) == (0, ""), name
         Path("small.yaml").unlink()
 
 

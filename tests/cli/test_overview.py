@@ -73,9 +73,9 @@ def test_it_takes_none_of_the_heavy_libraries():
         ("servee", "did you mean 'serve'?"),
         ("fti", "did you mean 'fit'?"),
         ("exportt", "did you mean 'export'?"),
-        ("check", "did you mean 'data check'?"),
-        ("data-check", "did you mean 'data check'?"),
-        ("dta", "did you mean 'data check'?"),
+        ("check", "did you mean 'check-data'?"),
+        ("check-dta", "did you mean 'check-data'?"),
+        ("data", "did you mean 'check-data'?"),
         ("xyzzy", "lightning-rlhf --help lists all"),
     ],
 )

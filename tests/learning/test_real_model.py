@@ -86,7 +86,7 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
     Path("reward.py").write_text(REWARD)
     Path("run.yaml").write_text(yaml.safe_dump(GRPO))
 
-    shown = command("data", "check", "--config", "run.yaml")
+    shown = command("check-data", "--config", "run.yaml")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompt = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert f"least {len(prompt)}," in shown  # templated once

@@ -275,7 +275,7 @@ def test_only_requests_with_the_key_and_the_own_host_are_answered(serve, run_dir
 
 @pytest.mark.parametrize("command", ["inspect", "report", "new"])
 def test_commands_that_compute_nothing_import_no_torch(command):
-    code = f"import sys, lightning_rlhf.cli.commands.{command}; print('torch' in sys.modules)"
+    code = f"import sys, lightning_rlhf.tools.commands.{command}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

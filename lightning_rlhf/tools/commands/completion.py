@@ -57,14 +57,13 @@ def all_commands() -> argparse.ArgumentParser:
     """Return a parser with the options of all commands, which completes and is not used to parse."""
     parser = argparse.ArgumentParser("lightning-rlhf")
     commands = parser.add_subparsers(dest="command")
-    for name, (module, description) in COMMANDS.items():
+    for name, (module, description, _) in COMMANDS.items():
         parent = getattr(import_module(module), "make_parser", None)
         if parent is not None:
             commands.add_parser(name, help=description, parents=[parent()], add_help=False)
             continue
         command = commands.add_parser(name, help=description)
-        if name == "data":
-            command = command.add_subparsers(dest="part").add_parser("check", help=description)
+        if name == "check-data":
             command.add_argument("--json", action="store_true")
         if name == "plan":
             for option in ("--gpus", "--gpu-memory-gib", "--nodes"):

@@ -242,7 +242,7 @@ def _commands(directory: Path) -> list[str]:
     """Return the commands that check and run a project."""
     configurations = [name for name in _ORDER if (directory / name).is_file()]
     tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
-    commands = ("data check", "fit") if (directory / "data").is_dir() else ("fit",)
+    commands = ("check-data", "fit") if (directory / "data").is_dir() else ("fit",)
     runs = [f"lightning-rlhf {own} --config {name}" for name in configurations for own in commands]
     return [*tests, *runs, "lightning-rlhf inspect runs"]
 

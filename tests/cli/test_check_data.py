@@ -1,4 +1,4 @@
-"""``lightning-rlhf data check``: reads a run's data, says what it made of them, and makes no model."""
+"""``lightning-rlhf check-data``: reads a run's data, says what it made of them, and makes no model."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from lightning_rlhf import __main__
-from lightning_rlhf.tools.commands import data_check as command
+from lightning_rlhf.tools.commands import check_data as command
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz?!:| \n"
 TOKENIZER = {
@@ -35,7 +35,7 @@ def needs_level(completions, level):
 
 @pytest.fixture
 def checked(config, tmp_path, capsys):
-    """Runs ``data check`` with a configuration whose data are these rows."""
+    """Runs ``check-data`` with a configuration whose data are these rows."""
 
     def checked(
         *arguments,
@@ -69,7 +69,7 @@ def checked(config, tmp_path, capsys):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
             try:
-                code = command.run(["check", "--config", str(path), *arguments])
+                code = command.run(["--config", str(path), *arguments])
             except SystemExit as end:
                 code = end.code
         shown = capsys.readouterr()
@@ -216,12 +216,12 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
         ({"train": "nothing.jsonl"}, "no data at 'nothing.jsonl'"),
         ({"tokenizer": "./nothing"}, "no tokenizer at './nothing'"),
         ({"batch_size": 3}, "batch_size is 3, but the training data have only 2 usable rows"),
-        ({"rewards": [{"function": "tests.cli.test_data_check.needs_level"}]}, "'level'"),
+        ({"rewards": [{"function": "tests.cli.test_check_data.needs_level"}]}, "'level'"),
         ({"columns": {}}, "no column 'prompt', only ['answer', 'question']"),
         ({"tokenzier": "x"}, "did you mean 'tokenizer'?"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"bad_rows": "."}, "bad_rows '.' cannot be written: Is a directory"),
-        ({"rewards": [{"function": "tests.cli.test_data_check.nothing"}]}, "'nothing' was not found in"),
+        ({"rewards": [{"function": "tests.cli.test_check_data.nothing"}]}, "'nothing' was not found in"),
     ],
 )
 def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, said):
@@ -350,25 +350,16 @@ def test_options_of_fit_change_what_is_checked(checked):
 
 
 def test_help_is_short_and_says_where_the_rest_is(capsys):
-    for arguments in (["--help"], ["check", "--help"], ["check", "-h", "--config", "none.yaml"]):
+    for arguments in (["--help"], ["-h", "--config", "none.yaml"]):
         assert command.run(arguments) == 0
         shown = capsys.readouterr().out
-        assert shown.startswith("usage: lightning-rlhf data check --config x.yaml [--json]")
+        assert shown.startswith("usage: lightning-rlhf check-data --config x.yaml [--json]")
         assert "lightning-rlhf fit --help" in shown
         assert len(shown.splitlines()) < 20
 
 
-def test_another_word_than_check_is_answered_with_what_was_meant(capsys):
-    assert command.run([]) == 2
-    assert command.run(["chekc", "--config", "x.yaml"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "lightning-rlhf: did you mean 'data check'?",
-        "lightning-rlhf: unknown command 'data chekc'; did you mean 'data check'?",
-    ]
-
-
 def test_it_is_a_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "data", "check", "--help"])
+    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "check-data", "--help"])
     assert __main__.main() == 0
     assert "the trained part in" in capsys.readouterr().out
 
@@ -380,7 +371,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart"
 def test_the_quickstart_is_understood(name, capsys):
     path = QUICKSTART / f"{name}.yaml"
     tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
-    code = command.run(["check", "--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
+    code = command.run(["--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
     assert (code, capsys.readouterr().err) == (0, "")
 
 
@@ -409,7 +400,7 @@ def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(che
 
 CALLS = {
     "factory": "lightning_rlhf.environments.Tools",
-    "arguments": {"functions": ["tests.cli.test_data_check:repeat", "tests.cli.test_data_check:count"]},
+    "arguments": {"functions": ["tests.cli.test_check_data:repeat", "tests.cli.test_check_data:count"]},
     "parser": {"class_path": "lightning_rlhf.environments.JSONToolCalls", "init_args": {"start": "<", "end": ">"}},
     "bridge": "plain",
     "timeout_s": None,
@@ -459,7 +450,7 @@ def test_a_val_metric_that_is_not_a_reward_is_an_error(checked):
 
 def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    found = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_data_check:count"], max_tokens=64)
+    found = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)
     assert "warning: the chat template does not render tools, so no prompt describes count: describe" in found.out
     plain = checked(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
     assert "does not render tools" not in plain.out

@@ -1,4 +1,4 @@
-"""``lightning-rlhf data check --config x.yaml``: check and describe the data of a run, without model weights."""
+"""``lightning-rlhf check-data --config x.yaml``: check and describe the data of a run, without model weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.
 _OPEN, _CLOSE = "⟦", "⟧"
 _MADE_UP_TURN = "0"  # text of each turn in the conversation that is shown
 _MOST_CHARACTERS = 100  # longest value of a column in the report
-_USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options of fit]
+_USAGE = """usage: lightning-rlhf check-data --config x.yaml [--json] [options of fit]
 
 Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
 used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
@@ -56,12 +56,12 @@ first row as the model reads it, with the trained part in ⟦ ⟧. Each reward f
 
 All options of fit are accepted; lightning-rlhf fit --help lists them:
 
-  lightning-rlhf data check --config examples/own_task/sft.yaml --data.init_args.max_tokens 16
+  lightning-rlhf check-data --config examples/own_task/sft.yaml --data.init_args.max_tokens 16
 
 Exit code 0, or 2 if fit would reject the data."""
 
 
-class DataCheckCLI(ConfigCLI):
+class CheckDataCLI(ConfigCLI):
     """Parses the configuration of a run, and ``--json``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -79,12 +79,9 @@ def run(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(_USAGE)
         return 0
-    if arguments[:1] != ["check"]:
-        unknown = f"unknown command 'data {arguments[0]}'; " if arguments else ""
-        raise UsageError(f"{unknown}did you mean 'data check'?")
-    config = parse_run_config(arguments[1:], DataCheckCLI)
+    config = parse_run_config(arguments, CheckDataCLI)
     result = check(config)
-    mistakes = mistakes_of_settings(read_settings(arguments[1:]))
+    mistakes = mistakes_of_settings(read_settings(arguments))
     result["errors"] += [mistake for mistake in mistakes if mistake not in result["errors"]]
     print(json.dumps(result, indent=2) if config["json"] else render(result))
     for error in result["errors"]:
@@ -107,7 +104,7 @@ def check(config: Namespace) -> dict[str, Any]:
     """
     data = make_data(config)
     if not isinstance(data, RowsDataModule):
-        raise UsageError(f"data check reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
+        raise UsageError(f"check-data reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
     pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
     reports_bad_rows = data.on_bad_row == "error"
     data.on_bad_row = "skip"  # to report all bad rows

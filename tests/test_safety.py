@@ -13,13 +13,15 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 PASSED_ON = {
     "lightning_rlhf/tools/commands/doctor.py": 1,
     "lightning_rlhf/tools/commands/doctor_try.py": 1,
-    "lightning_rlhf/environments/worker.py": 2,
+    "lightning_rlhf/calls/threads.py": 1,
+    "lightning_rlhf/environments/hosts.py": 1,
+    "lightning_rlhf/environments/live.py": 2,
+    "lightning_rlhf/environments/loop_host.py": 1,
     "lightning_rlhf/rollout/endpoint.py": 1,
     "lightning_rlhf/rollout/generation.py": 3,
     "lightning_rlhf/rollout/vllm/engine.py": 1,
     "lightning_rlhf/rollout/vllm/worker.py": 1,
     "lightning_rlhf/rewards/function.py": 1,
-    "lightning_rlhf/rewards/executor.py": 1,
 }
 BROAD = {"Exception", "BaseException"}
 CODE_FROM_DATA = {

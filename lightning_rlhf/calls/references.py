@@ -1,13 +1,17 @@
-"""Import of functions by reference: ``package.module.name``, ``package.module:name`` or ``path/to/file.py:name``."""
+"""Functions of users: their import by reference, and their arguments.
+
+A reference is ``package.module.name``, ``package.module:name`` or ``path/to/file.py:name``.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -93,3 +97,14 @@ def _suggestion(name: str, known: list[str]) -> str:
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; available: {', '.join(sorted(known)[:8])}" if known else ""
+
+
+def arguments_of(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the offered arguments that a method has; a method with ``**kwargs`` gets all."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(offered)
+    names = [parameter.name for parameter in parameters]
+    if unknown := [p.name for p in parameters if p.default is p.empty and p.name not in offered]:
+        raise TypeError(f"{method.__qualname__} needs {unknown[0]!r}, but only {', '.join(offered)} are passed")
+    return {name: offered[name] for name in names if name in offered}

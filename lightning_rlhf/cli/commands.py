@@ -26,9 +26,7 @@ COMMANDS = {
     "new": Command(f"{_TOOLS}.new", "write a small project to begin with"),
     "doctor": Command(f"{_TOOLS}.doctor", "check this machine and its installation"),
     "check-data": Command(f"{_TOOLS}.check_data", "check and describe the data of a run", reads_run=True),
-    "plan": Command(
-        f"{_TOOLS}.plan", "estimate the memory of a run on GPUs, without a GPU", reads_run=True
-    ),
+    "plan": Command(f"{_TOOLS}.plan", "estimate the memory of a run on GPUs, without a GPU", reads_run=True),
     "fit": Command(LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml", reads_run=True),
     "validate": Command(LIGHTNING, "evaluate a checkpoint on the validation data", reads_run=True),
     "test": Command(LIGHTNING, "run a module's own test loop", reads_run=True),

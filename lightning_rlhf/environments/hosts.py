@@ -1,30 +1,31 @@
-"""Where environments run: in worker processes with a time limit, in an event loop, or in threads of the trainer."""
+"""Where environments run: in worker processes with a time limit, in an event loop, or in threads of the trainer.
+
+This file does not import torch, so that worker processes start fast.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
+from lightning_rlhf.calls.guard import SCAN_SECONDS, begin_call, prepare_worker
 from lightning_rlhf.calls.references import load_function
-from lightning_rlhf.environments import worker
-from lightning_rlhf.environments.host import Host
+from lightning_rlhf.calls.threads import DaemonThreads
+from lightning_rlhf.calls.workers import WorkerPool, lost_call
+from lightning_rlhf.environments.host import Call, Fault, Host, Spec
+from lightning_rlhf.environments.live import LiveEnvironments, fault_of, run_steps
 from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.protocol import Reply
-from lightning_rlhf.environments.worker import Call, Fault, Spec
-from lightning_rlhf.rewards.executor import DaemonThreads
-from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit, worker_context
 
 _REPEATS = 2  # of a call whose worker process was ended by something else
+_held: list[LiveEnvironments] = []  # environments of this worker process
 
 
 def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
@@ -50,28 +51,22 @@ class ThreadHost(Host):
     """Threads of this process, without a time limit."""
 
     def __init__(self, spec: Spec, concurrency: int) -> None:
-        self._spec = spec
         self._threads = DaemonThreads(concurrency, "environments")
-        self._keys: set[str] = set()  # conversations whose environments are not closed
+        self._environments = LiveEnvironments(spec)
 
     def call(self, call: Call) -> Future[Reply | Fault]:
         """See :meth:`Host.call`."""
-        self._keys.add(call.key)
-        return self._threads.submit(worker.advance, self._spec, call)
+        return self._threads.submit(_advance, self._environments, call)
 
     def release(self, key: str) -> None:
         """See :meth:`Host.release`."""
-        self._threads.submit(self._release, key)
-
-    def _release(self, key: str) -> None:
-        self._keys.discard(key)
-        worker.release(key)
+        self._threads.submit(lambda: run_steps(self._environments.release(key)))
 
     def close(self) -> None:
         """End the threads after their current calls, and close the environments."""
         self._threads.close()
-        for key in list(self._keys):
-            self._release(key)
+        for key in self._environments.keys:
+            run_steps(self._environments.release(key))
 
 
 @dataclass
@@ -79,16 +74,21 @@ class _Slot:
     """A worker process with some conversations.
 
     Args:
-        pool: pool of this one process, which starts it again when it ends.
+        workers: pool of this one process, which starts it again when it ends.
         calls: number of unfinished calls.
-        ended: number of times that the process was ended.
+        killed: number of times that a call ended the process.
         answered: whether a process of the slot has answered a call.
     """
 
-    pool: ProcessPool
+    workers: WorkerPool
     calls: int = 0
-    ended: int = 0
+    killed: int = 0
     answered: bool = False
+
+    @property
+    def ended(self) -> int:
+        """Number of times that the process was ended."""
+        return self.killed + self.workers.replaced
 
 
 class ProcessHost(Host):
@@ -109,7 +109,6 @@ class ProcessHost(Host):
         self._concurrency = concurrency
         self._slots: list[_Slot] = []
         self._homes: dict[str, tuple[_Slot, int]] = {}  # slot of each conversation, and `ended` of it at its last call
-        self._broken: list[ProcessPool] = []  # replaced pools whose threads are not joined
         self._lock = threading.RLock()
 
     def call(self, call: Call) -> Future[Reply | Fault]:
@@ -121,13 +120,11 @@ class ProcessHost(Host):
     def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int) -> None:
         with self._lock:
             slot, ended = self._homes.get(call.key) or (self._slot(), -1)
+            replays = len(call.turns) if ended != slot.ended or not slot.workers.active else 0
+            limit = self._timeout_s * (1 + replays)
             try:
-                if not slot.pool.active:
-                    self._replace_pool(slot)
-                replayed = len(call.turns) if ended != slot.ended else 0
-                limit = self._timeout_s * (1 + replayed)
-                future = slot.pool.schedule(worker.advance, args=(self._spec, call), timeout=limit)
-            except (OSError, BrokenProcessPool) as error:  # the system starts no further process
+                future = slot.workers.schedule(_advance_here, call, timeout_s=limit)
+            except OSError as error:  # the system starts no further process
                 result.set_result(Fault("died", f"has no worker process: {error}"))
                 return
             except RuntimeError as error:  # raised where the result is read, such as for a script that is imported
@@ -141,19 +138,10 @@ class ProcessHost(Host):
         """Return an idle slot, a new one while the limit allows, or the one with the fewest conversations."""
         idle = [slot for slot in self._slots if not slot.calls]
         if not idle and len(self._slots) < self._concurrency:
-            self._slots.append(_Slot(self._new_pool()))
+            self._slots.append(_Slot(WorkerPool(1, _initialize, self._spec)))
             return self._slots[-1]
         homes = Counter(id(slot) for slot, _ in self._homes.values())
         return min(idle or self._slots, key=lambda slot: homes[id(slot)])
-
-    def _new_pool(self) -> ProcessPool:
-        return ProcessPool(1, initializer=worker.initialize, initargs=(self._spec,), context=worker_context())
-
-    def _replace_pool(self, slot: _Slot) -> None:
-        """Replace a pool that is in error, which accepts no further call."""
-        self._broken.append(slot.pool)  # not joined here, because a thread of the pool may have called this
-        slot.pool = self._new_pool()
-        slot.ended += 1
 
     def _finish(
         self, call: Call, slot: _Slot, result: Future[Reply | Fault], repeats: int, future: Future[Any]
@@ -168,52 +156,43 @@ class ProcessHost(Host):
         if error is None:
             slot.answered = True
             result.set_result(future.result())
-        elif isinstance(error, BrokenProcessPool):
-            if repeats and slot.answered:
-                self._schedule(call, result, repeats - 1)
-            else:
-                result.set_result(_lost_process(slot))
+            return
+        lost = lost_call(error, self._timeout_s)
+        if lost is None:  # for example a reply that cannot be sent between processes
+            result.set_result(Fault("invalid", f"returned a value that cannot be sent between processes: {error}"))
+        elif lost.kind != "broken":
+            slot.killed += 1
+            result.set_result(Fault(lost.kind, lost.message))
+        elif repeats and slot.answered:
+            self._schedule(call, result, repeats - 1)
         else:
-            result.set_result(self._fault_of(slot, error))
-
-    def _fault_of(self, slot: _Slot, error: BaseException) -> Fault:
-        """Describe the error of a call."""
-        if isinstance(error, FutureTimeoutError):
-            slot.ended += 1
-            return Fault("timeout", f"took longer than its timeout_s of {self._timeout_s:g} s")
-        if isinstance(error, ProcessExpired):
-            slot.ended += 1
-            return Fault("died", f"ended its worker process ({describe_exit(error.exitcode)})")
-        # For example a reply that cannot be sent between processes.
-        return Fault("invalid", f"returned a value that cannot be sent between processes: {error}")
+            result.set_result(_lost_process(slot))
 
     def end_overdue(self) -> None:
         """End the threads of pools that were replaced; calls are ended by their pools."""
         with self._lock:
-            broken, self._broken = self._broken, []
-        for pool in broken:
-            pool.stop()
-            pool.join()
+            slots = list(self._slots)
+        for slot in slots:
+            slot.workers.end_retired()
 
     def release(self, key: str) -> None:
         """See :meth:`Host.release`."""
         with self._lock:
             slot, _ = self._homes.pop(key, (None, 0))
-            if slot is not None and slot.pool.active:
-                slot.pool.schedule(worker.release, args=(key,), timeout=self._timeout_s)
+            if slot is not None and slot.workers.active:
+                slot.workers.schedule(_release_here, key, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Kill the processes and all that they started."""
-        self.end_overdue()
         with self._lock:
             slots, self._slots = self._slots, []
             self._homes.clear()
         if slots:
             time.sleep(2 * SCAN_SECONDS)  # until the processes that the last calls started are known
         for slot in slots:
-            slot.pool.stop()
+            slot.workers.stop()
         for slot in slots:
-            slot.pool.join()
+            slot.workers.close()
 
 
 def _lost_process(slot: _Slot) -> Fault:
@@ -225,3 +204,31 @@ def _lost_process(slot: _Slot) -> Fault:
         "has no worker process: the process ended while it started, and its error output is above. In a script, start "
         "the run under if __name__ == '__main__':, because each worker process imports the script",
     )
+
+
+def _advance(environments: LiveEnvironments, call: Call) -> Reply | Fault:
+    try:
+        return run_steps(environments.advance(call))
+    except BaseException as error:  # an environment may raise any class; the signal of Ctrl-C does not reach it
+        return fault_of(error)
+
+
+# -- the following runs in a worker process ------------------------------------------------------------------
+
+
+def _initialize(spec: Spec) -> None:
+    """Prepare a worker process, and import the environment, so that imports do not count as time of the first call."""
+    prepare_worker()
+    _held.append(LiveEnvironments(spec))
+    if isinstance(spec.factory, str):
+        with contextlib.suppress(ValueError):  # raised again by the first call
+            load_function(spec.factory)
+
+
+def _advance_here(call: Call) -> Reply | Fault:
+    begin_call()
+    return _advance(_held[0], call)
+
+
+def _release_here(key: str) -> None:
+    run_steps(_held[0].release(key))

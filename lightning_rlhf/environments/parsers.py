@@ -12,9 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import arguments_of, load_function
 from lightning_rlhf.environments.protocol import ToolCall
-from lightning_rlhf.environments.worker import arguments_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 
 

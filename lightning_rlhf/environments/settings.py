@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
+from lightning_rlhf.environments.host import Spec
 from lightning_rlhf.environments.parsers import ToolCallParser
 from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.environments.renderers_bridge import RenderersBridge
-from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
 
 # Arguments that are passed to the methods of environments and of agents; a method has those that it uses.

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import arguments_of, load_function
 from lightning_rlhf.data.tool_methods import tool_methods
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
-from lightning_rlhf.environments.worker import arguments_of
 from lightning_rlhf.expected_errors import UsageError
 
 _PLAIN_TYPES: dict[Any, tuple[type, ...]] = {

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.calls.guard import begin_call, prepare_worker
 from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.workers import WorkerPool, lost_call
 from lightning_rlhf.environments.parsers import STRICT_JSON, ParsedTurn, ToolCallParser, call_of
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker, worker_context
 
 _LOAD_SECONDS = 600.0  # for the import of vLLM
 _PARSE_SECONDS = 10.0  # for a turn
@@ -55,7 +52,7 @@ class VLLMToolCalls(ToolCallParser):
         if not all(len(pair) == 2 and all(pair) for pair in self._markers):
             raise UsageError(f"markers of tool calls are pairs of texts that are not empty, got {markers!r}")
         self._tools: list[dict[str, Any]] = []
-        self._pool: ProcessPool | None = None
+        self._pool: WorkerPool | None = None
         self._is_loaded = False
 
     def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -91,20 +88,20 @@ class VLLMToolCalls(ToolCallParser):
     def _run(self, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[str, str]], str | None]:
         """Return the text without calls, the names and arguments of the calls, and the parser's error, if any."""
         if self._pool is None:
-            context = worker_context()
-            arguments = (self._name, tokenizer, self._tools)
-            self._pool = ProcessPool(1, initializer=_initialize, initargs=arguments, context=context)
+            self._pool = WorkerPool(1, _initialize, self._name, tokenizer, self._tools)
         limit = _PARSE_SECONDS if self._is_loaded else _LOAD_SECONDS
-        future = self._pool.schedule(_parse, args=(text,), timeout=limit)
+        future = self._pool.schedule(_parse, text, timeout_s=limit)
         error = future.exception()
-        self._is_loaded = not isinstance(error, FutureTimeoutError)  # its process was killed
         if error is None:
+            self._is_loaded = True
             return (*future.result(), None)
-        if isinstance(error, FutureTimeoutError):
+        lost = lost_call(error, limit)
+        self._is_loaded = lost is None or lost.kind != "timeout"  # its process was killed
+        if lost is not None and lost.kind == "timeout":
             return text, [], f"the turn takes longer than {limit:g} s to parse"
         if isinstance(error, UsageError):
             raise error
-        if isinstance(error, ProcessExpired | BrokenProcessPool):
+        if lost is not None:
             self.close()
             raise RunError(f"the process of vLLM's parser {self._name!r} ended at the turn {text[:200]!r}") from error
         return text, [], f"{type(error).__name__}: {error}"
@@ -112,8 +109,7 @@ class VLLMToolCalls(ToolCallParser):
     def close(self) -> None:
         """Kill the process; it starts again when it is needed."""
         if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+            self._pool.close()
         self._pool, self._is_loaded = None, False
 
 
@@ -121,15 +117,13 @@ class VLLMToolCalls(ToolCallParser):
 
 
 def _initialize(name: str, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]]) -> None:
-    initialize_worker([])
+    prepare_worker()
     _given.update(name=name, tokenizer=tokenizer, tools=tools)
 
 
 def _parse(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the text of a turn without calls, and the names and arguments of the calls."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, BoundedOutput):
-            stream.remaining = MAX_OUTPUT
+    begin_call()
     try:
         parser_class, request = _load()
         parser = parser_class(_given["tokenizer"], request.tools)  # contains the state of one turn

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightning_rlhf.calls.loop import EventLoopThread, cancel_other_tasks
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.rewards.results import AbortRun
 
@@ -102,7 +103,8 @@ class Client:
         self._key = read_key(endpoint.key_env) if endpoint.key_env else "\0"
         self._lock = threading.Lock()
         self._next = {"requests": 0.0, "tokens": 0.0}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = EventLoopThread("reward endpoint")
+        self._finalizer: weakref.finalize[..., Any] | None = None  # closes the client
 
     async def post(self, request: Request) -> Any:
         """Send a request and return the reply as parsed JSON; may be awaited in any event loop.
@@ -111,8 +113,8 @@ class Client:
             BudgetSpent: the request would exceed the budget; it is not sent.
             RuntimeError: no reply after all tries, or the server rejects the request (a status 4xx other than 429).
         """
-        future = asyncio.run_coroutine_threadsafe(self._post(request), self._running_loop())
-        return await asyncio.wrap_future(future)
+        self._start()
+        return await asyncio.wrap_future(self._loop.submit(self._post(request)))
 
     async def _post(self, request: Request) -> Any:
         import httpx
@@ -182,47 +184,30 @@ class Client:
                     self._next[name] = start + 60.0 * amount / rate
             return start - now
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> None:
+        """Make the client with its connections, unless there is one."""
         import httpx
 
         with self._lock:
-            if self._loop is None:
+            if self._finalizer is None or not self._finalizer.alive:
                 headers = {"Authorization": f"Bearer {self._key}"} if self.endpoint.key_env else {}
                 self._slots = asyncio.Semaphore(self.endpoint.concurrency)
                 self._client = httpx.AsyncClient(headers=headers, timeout=self.endpoint.timeout_s, trust_env=False)
-                self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run_loop, args=(self._loop,), name="reward endpoint", daemon=True)
-                thread.start()
-                self._finalizer = weakref.finalize(self, _close, self._client, self._loop, thread)
-            return self._loop
+                self._finalizer = weakref.finalize(self, _close, self._client, self._loop)
 
     def close(self) -> None:
         """Close connections and thread; another request starts new ones."""
-        with self._lock:
-            is_running = self._loop is not None
-            self._loop = None
-        if is_running:
+        if self._finalizer is not None:
             self._finalizer()
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _close(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _close(client: Any, loop: EventLoopThread) -> None:
     async def close() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_other_tasks()
         await client.aclose()
 
-    asyncio.run_coroutine_threadsafe(close(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    loop.submit(close()).result()
+    loop.close(timeout_s=None)
 
 
 def read_key(name: str) -> str:

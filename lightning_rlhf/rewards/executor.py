@@ -6,26 +6,26 @@ import asyncio
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.calls.loop import GRACE_S, EventLoopThread
+from lightning_rlhf.calls.threads import DaemonThreads
+from lightning_rlhf.calls.workers import timeout_message
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rewards.results import AbortRun, RewardFailure, RewardOutput, RewardResult
-from lightning_rlhf.rewards.worker import RewardWorkers, timeout_failure
+from lightning_rlhf.rewards.workers import RewardWorkers
 
 log = logging.getLogger(__name__)
 _THREADS = 16
 _LOG_INTERVAL_S = 60
-_GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
 _SHOWN_CHARACTERS = 80  # longest column value in a message
 MetricSums = dict[str, tuple[float, float]]  # by metric name: the sum and the number of its terms
 Calls = dict[tuple[str, int], Future[RewardResult]]  # calls for single completions, by reward name and index
@@ -59,8 +59,7 @@ class RewardExecutor:
         self._workers = RewardWorkers(self.functions)
         self._threads = DaemonThreads(_THREADS, "rewards")
         self._single_thread = DaemonThreads(1, "rewards one by one")
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
+        self._loop = EventLoopThread("async rewards")
 
     def __enter__(self) -> RewardExecutor:
         return self
@@ -190,8 +189,7 @@ class RewardExecutor:
         if function.runs_in_worker:
             return self._workers.submit(function, columns, indices)
         if function.is_async:
-            call = _evaluate_within_limit(function, columns, indices)
-            return asyncio.run_coroutine_threadsafe(call, self._running_loop())
+            return self._loop.submit(_evaluate_within_limit(function, columns, indices))
         if function.scores_singly:
             threads = self._threads if function.thread_safe else self._single_thread
             return threads.submit(function.evaluate, columns, indices)
@@ -204,11 +202,11 @@ class RewardExecutor:
         start = time.monotonic()
         limit = math.inf
         if function.is_async and function.timeout_s is not None:
-            limit = function.timeout_s + _GRACE_S
+            limit = function.timeout_s + GRACE_S
         while missing := wait(calls, min(_LOG_INTERVAL_S, limit)).not_done:
             seconds = time.monotonic() - start
             if seconds >= limit:
-                self._loop = None  # its thread is blocked; the next call starts a new loop
+                self._loop.abandon()
                 break
             progress = f"{len(missing)} of {len(calls)}"
             log.info("Waiting for %s calls of reward %s for %.0f s.", progress, function.label, seconds)
@@ -225,29 +223,18 @@ class RewardExecutor:
     def _result(self, function: RewardFunction, call: Future[RewardResult]) -> RewardResult:
         if not call.done():
             call.cancel()
-            return timeout_failure(function)
+            return _timeout_failure(function)
         if function.runs_in_worker:
             return self._workers.result(function, call)
         error = call.exception()
         return call.result() if error is None else RewardFailure.from_error(error)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(target=run_loop, args=(self._loop,), name="async rewards", daemon=True)
-            self._loop_thread.start()
-        return self._loop
 
     def close(self) -> None:
         """Stop threads, worker processes and event loop."""
         self._workers.close()
         self._threads.close()
         self._single_thread.close()
-        if self._loop is not None and self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join(_GRACE_S)
-            self._loop = None
-            self._loop_thread = None
+        self._loop.close()
 
 
 def compute_reward(function: RewardFunction, /, **columns: list[Any]) -> Tensor:
@@ -267,65 +254,6 @@ def compute_reward(function: RewardFunction, /, **columns: list[Any]) -> Tensor:
         return executor.score(columns).rewards[function.label]
 
 
-class DaemonThreads:
-    """A pool of daemon threads, which do not keep the process alive, unlike those of ``ThreadPoolExecutor``.
-
-    Args:
-        size: largest number of threads.
-        name: name of the threads.
-    """
-
-    def __init__(self, size: int, name: str) -> None:
-        self._size = size
-        self._name = name
-        self._running = 0
-        self._queue = SimpleQueue[Any]()
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Schedule a call."""
-        future = Future[Any]()
-        self._queue.put((future, function, arguments))
-        if self._running < self._size:
-            self._running += 1
-            threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True).start()
-        return future
-
-    def close(self) -> None:
-        """Cancel the calls that have not started; each thread ends after its current call."""
-        queue, self._queue = self._queue, SimpleQueue[Any]()
-        try:
-            while True:
-                queue.get_nowait()[0].cancel()
-        except Empty:
-            pass
-        for _ in range(self._running):
-            queue.put(None)
-        self._running = 0
-
-
-def _work(queue: SimpleQueue[Any]) -> None:
-    while call := queue.get():
-        future, function, arguments = call
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # raised again where the result is read
-                future.set_exception(error)
-
-
-def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, then cancel its tasks."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    finally:
-        loop.close()
-
-
 async def _evaluate_within_limit(
     function: RewardFunction, columns: Mapping[str, Any], indices: Sequence[int]
 ) -> RewardResult:
@@ -334,8 +262,12 @@ async def _evaluate_within_limit(
     done, _ = await asyncio.wait([call], timeout=function.timeout_s)
     if not done:
         call.cancel()
-        return timeout_failure(function)
+        return _timeout_failure(function)
     return RewardFailure("cancelled itself") if call.cancelled() else call.result()
+
+
+def _timeout_failure(function: RewardFunction) -> RewardFailure:
+    return RewardFailure(timeout_message(function.timeout_s or 0), timed_out=True)
 
 
 def _rows_per_call(function: RewardFunction, count: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.environments.conversation import Conversation
+from lightning_rlhf.environments.host import Fault
 from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
-from lightning_rlhf.environments.worker import Fault
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, RunningConversation
 from lightning_rlhf.rollout.endpoint import AgentEndpoint, Body, RefusedRequest

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
-from lightning_rlhf.environments.host import Host
+from lightning_rlhf.environments.host import Call, Fault, Host
+from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.parsers import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.environments.worker import Call, Fault, digest_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.conversation import StopReason, last_turn_start
+from lightning_rlhf.environments.host import FaultKind
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.environments.worker import FaultKind
 from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import (
     CONVERSATION_COLUMNS,

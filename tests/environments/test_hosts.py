@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from lightning_rlhf.environments import Environment, Reply, Turn
+from lightning_rlhf.environments.host import Call, Fault, Spec
 from lightning_rlhf.environments.hosts import ProcessHost, ThreadHost, make_host
+from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.loop_host import LoopHost
-from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 from tests.environments import worlds
 
 
@@ -245,6 +246,26 @@ def test_an_interrupt_that_an_environment_raises_is_its_failure(host, factory, t
     assert again == Reply() if at == "step" else again.kind == "error"
 
 
+class Exhausted:
+    """Its script of replies has none."""
+
+    def step(self, text):
+        return next(iter([]))
+
+
+class ExhaustedLoop(Exhausted):
+    """The same, with an ``async`` reset."""
+
+    async def reset(self, row):
+        pass
+
+
+@pytest.mark.parametrize("factory", [Exhausted, ExhaustedLoop])
+def test_a_stop_iteration_of_an_environment_is_its_failure(host, factory):
+    fault = host(factory, None).call(Call("a", {}, 0, (Turn("x"),), (digest_of(Reply()),))).result(10)
+    assert (fault.kind, fault.message) == ("error", "raised RuntimeError: StopIteration: ")
+
+
 STARTS_SOMETIMES = """
 import os
 from pathlib import Path
@@ -303,7 +324,7 @@ def test_messages_and_tracebacks_of_failures_are_cut_in_the_middle(host, factory
 
 SCRIPT = """
 from lightning_rlhf.environments.hosts import ProcessHost
-from lightning_rlhf.environments.worker import Call, Spec
+from lightning_rlhf.environments.live import Call, Spec
 
 host = ProcessHost(Spec("tests.environments.worlds:Echo"), 30.0, 1)
 print(host.call(Call("a", {}, 0)).result(60).message)

@@ -19,8 +19,9 @@ from lightning_rlhf.environments.adapters.gymnasium import Gymnasium, TextArena
 from lightning_rlhf.environments.adapters.mcp import MCP
 from lightning_rlhf.environments.adapters.peers import SkyRLEnvironment, TRLEnvironment
 from lightning_rlhf.environments.adapters.reasoning_gym import ReasoningGym, score
+from lightning_rlhf.environments.host import Call, Fault, Spec
+from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.loop_host import LoopHost
-from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 from lightning_rlhf.expected_errors import MissingPackageError
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]

@@ -14,8 +14,9 @@ import pytest
 
 from lightning_rlhf.environments import Reply, Turn
 from lightning_rlhf.environments.adapters.openenv import OpenEnv
+from lightning_rlhf.environments.host import Call, Fault, Spec
+from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.loop_host import LoopHost
-from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 
 websockets = pytest.importorskip("websockets", reason="needs websockets")
 PYTHON = os.environ.get("LIGHTNING_RLHF_OPENENV_PYTHON")

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_rlhf.data.chat import tool_schemas
 from lightning_rlhf.environments import Reply, StatefulTools, ToolCall, Tools, Turn
+from lightning_rlhf.environments.host import Call, Spec
 from lightning_rlhf.environments.hosts import ProcessHost
-from lightning_rlhf.environments.worker import Call, Spec, digest_of
+from lightning_rlhf.environments.live import digest_of
 from tests.environments import worlds
 
 

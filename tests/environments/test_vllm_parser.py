@@ -72,7 +72,7 @@ def test_an_error_of_a_parser_makes_the_turn_malformed(monkeypatch):
 
 
 def test_a_turn_without_a_call_does_not_start_the_process(monkeypatch):
-    monkeypatch.setattr(vllm_parser, "ProcessPool", None)
+    monkeypatch.setattr(vllm_parser, "WorkerPool", None)
     assert VLLMToolCalls("hermes")("no call", None).text == "no call"
 
 

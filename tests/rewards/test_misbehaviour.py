@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pebble.pool.process import PoolManager
 
-from lightning_rlhf.rewards import worker
+from lightning_rlhf.calls.guard import SCAN_SECONDS
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.sources import BySource
@@ -343,7 +343,7 @@ def test_processes_in_other_sessions_are_killed_with_the_function(how):
     with RewardExecutor([reward]) as executor:
         assert score_texts(executor, [how]).rewards["zero"].tolist() == [1.0]
         assert running("4321")
-        time.sleep(2 * worker.SCAN_SECONDS)
+        time.sleep(2 * SCAN_SECONDS)
     end = time.monotonic() + 10
     while running("4321") and time.monotonic() < end:
         time.sleep(0.05)

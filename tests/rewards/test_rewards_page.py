@@ -8,7 +8,8 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.rewards import executor, worker
+from lightning_rlhf.calls import guard
+from lightning_rlhf.rewards import executor, workers
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import (
     CALL_ARGUMENTS,
@@ -75,6 +76,6 @@ def test_the_tables_name_all_arguments_and_options():
     assert f"max_error_rate: {options['max_error_rate']}" in PAGE
     assert "`on_error: raise` | a failure ends the run; the default" in PAGE
     assert options["on_error"] == "raise"
-    assert f"up to {worker._MAX_PROCESSES} processes" in PAGE
+    assert f"up to {workers._MAX_PROCESSES} processes" in PAGE
     assert f"up to {executor._THREADS} threads" in PAGE
-    assert f"{worker.MAX_OUTPUT:,} characters" in PAGE
+    assert f"{guard._MAX_OUTPUT:,} characters" in PAGE

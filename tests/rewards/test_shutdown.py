@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from lightning_rlhf.rewards.executor import DaemonThreads, RewardExecutor, compute_reward
+from lightning_rlhf.calls.threads import DaemonThreads
+from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.results import AbortRun
 from lightning_rlhf.rewards.sources import BySource

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import arguments_of, load_function
 from lightning_rlhf.environments.protocol import Environment, Reply, Turn
 from lightning_rlhf.environments.tools import Tools
-from lightning_rlhf.environments.worker import arguments_of
 
 _NO_TOOLS = ("reset", "get_reward", "close")
 

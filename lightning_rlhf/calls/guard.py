@@ -1,38 +1,30 @@
-"""Worker processes that run reward functions with a time limit and can be killed with all their descendants."""
+"""Preparation of worker processes for user code: environment variables, bounded output, and the end of descendants.
+
+This file does not import torch, so that worker processes start fast.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import io
-import multiprocessing
 import os
 import re
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import SpawnContext
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
-from weakref import WeakKeyDictionary
-
-from pebble import ProcessExpired, ProcessPool
+from typing import TextIO
 
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
-from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rewards.results import RewardFailure, RewardResult
 
 # A function that uses torch.distributed would otherwise join the trainer's process group.
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD",
 )  # fmt: skip
-_MAX_PROCESSES = 8
-MAX_OUTPUT = 10_000  # characters that one call may print
+_MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
 # Variables with the process ids of the trainer and of a worker, which their descendants inherit.
@@ -40,83 +32,11 @@ _TRAINER, _WORKER = "LIGHTNING_RLHF_TRAINER", "LIGHTNING_RLHF_WORKER"
 _ORPHAN_PASSES = 5
 _CLOCK_TOLERANCE = 0.05  # seconds; start times of processes are known to 0.01
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
-_functions: dict[str, RewardFunction] = {}  # loaded functions of this worker process, by reference
 
 
-class RewardWorkers:
-    """A pool of worker processes; started with the first call, and again after :meth:`close`.
-
-    Args:
-        functions: reward functions of the run; workers import them when they start.
-    """
-
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
-        self._functions = functions
-        self._pool: ProcessPool | None = None
-        self._calls: WeakKeyDictionary[Future[RewardResult], tuple[Any, ...]] = WeakKeyDictionary()
-
-    def submit(
-        self, function: RewardFunction, columns: Mapping[str, Any], indices: Sequence[int]
-    ) -> Future[RewardResult]:
-        """Schedule a call; see :meth:`RewardFunction.evaluate`."""
-        return self._schedule(function, (function.picklable, function.arguments, dict(columns), list(indices)))
-
-    def result(self, function: RewardFunction, future: Future[RewardResult]) -> RewardResult:
-        """Return the result of a call that has ended; describe the worker's death or a timeout as a failure."""
-        error = future.exception()
-        if error is None:
-            return future.result()
-        if isinstance(error, FutureTimeoutError):
-            return timeout_failure(function)
-        if isinstance(error, ProcessExpired):
-            return RewardFailure(f"ended its worker process ({describe_exit(error.exitcode)})")
-        if not isinstance(error, BrokenProcessPool):
-            return RewardFailure.from_error(error)
-        # This or another call broke the pool, which ended all its calls: repeat this call.
-        repeated = self._schedule(function, self._calls[future])
-        if isinstance(wait([repeated]).done.pop().exception(), BrokenProcessPool):
-            return RewardFailure("lost its worker process twice")
-        return self.result(function, repeated)
-
-    def _schedule(self, function: RewardFunction, call: tuple[Any, ...]) -> Future[RewardResult]:
-        future: Future[RewardResult] = self._running_pool().schedule(_evaluate, args=call, timeout=function.timeout_s)
-        self._calls[future] = call
-        return future
-
-    def _running_pool(self) -> ProcessPool:
-        if self._pool is not None and not self._pool.active:
-            self.close()
-        if self._pool is None:
-            references = [
-                (function.picklable, function.arguments)
-                for function in self._functions
-                if function.runs_in_worker and isinstance(function.picklable, str)
-            ]
-            self._pool = ProcessPool(
-                max(2, min(_MAX_PROCESSES, os.cpu_count() or 1)),
-                initializer=initialize_worker,
-                initargs=(references,),
-                context=worker_context(),
-            )
-        return self._pool
-
-    def close(self) -> None:
-        """Kill the workers."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
-
-
-def worker_context() -> SpawnContext:
-    """Return the context for pools of workers, and mark the environment of this process and its descendants."""
+def mark_trainer() -> None:
+    """Mark the environment of this process, which its workers and their descendants inherit."""
     os.environ[_TRAINER] = str(os.getpid())
-    return multiprocessing.get_context("spawn")
-
-
-def timeout_failure(function: RewardFunction) -> RewardFailure:
-    """Describe a call that exceeded its time limit."""
-    return RewardFailure(f"took longer than its timeout_s of {function.timeout_s:g} s", timed_out=True)
 
 
 def describe_exit(code: int) -> str:
@@ -127,12 +47,8 @@ def describe_exit(code: int) -> str:
 # -- the following runs in a worker process ------------------------------------------------------------------
 
 
-def initialize_worker(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Prepare a new worker and import the functions, so that imports do not count as time of the first completion.
-
-    Args:
-        references: function references, each with its arguments.
-    """
+def prepare_worker() -> None:
+    """Prepare this process, which has just started, to run user code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait for a call to return
     _replace_exit_code_0()
     os.environ[_WORKER] = str(os.getpid())
@@ -144,36 +60,13 @@ def initialize_worker(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.stdout = BoundedOutput(sys.stdout)
     sys.stderr = BoundedOutput(sys.stderr)
-    for function, arguments in references:
-        with contextlib.suppress(ValueError):  # raised again by the first call
-            _load(function, arguments)
 
 
-def _evaluate(
-    function: Callable[..., Any] | str, arguments: dict[str, Any], columns: Mapping[str, Any], indices: Sequence[int]
-) -> RewardResult:
-    """Evaluate a function in this worker; the result contains only plain data.
-
-    Args:
-        function: reference, or the unpickled function.
-        arguments: keyword arguments of each call, or of the class.
-        columns: lists with one entry for each completion.
-        indices: positions of the completions in the rollout.
-    """
+def begin_call() -> None:
+    """Allow the output of another call; does nothing in a process that is no worker."""
     for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, BoundedOutput)
-        stream.remaining = MAX_OUTPUT
-    result = _load(function, arguments).evaluate(columns, indices)
-    return result.with_text_traceback() if isinstance(result, RewardFailure) else result
-
-
-def _load(function: Callable[..., Any] | str, arguments: dict[str, Any]) -> RewardFunction:
-    if not isinstance(function, str):
-        return RewardFunction(function, arguments=arguments)
-    key = f"{function} {arguments!r}"
-    if key not in _functions:
-        _functions[key] = RewardFunction(function, arguments=arguments)
-    return _functions[key]
+        if isinstance(stream, BoundedOutput):
+            stream.remaining = _MAX_OUTPUT
 
 
 def _replace_exit_code_0() -> None:
@@ -314,7 +207,7 @@ class BoundedOutput(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.remaining = MAX_OUTPUT
+        self.remaining = _MAX_OUTPUT
 
     def write(self, text: str) -> int:
         """Write the part of the text within the limit."""

@@ -280,7 +280,7 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
     folder = _directory(trainer)
     callback = last_checkpoint(trainer)
     if callback is None and not any(isinstance(c, RunCheckpoint) for c in trainer.checkpoint_callbacks):
-        if not any(getattr(own, "save_last", None) for own in trainer.checkpoint_callbacks):
+        if not any(getattr(callback, "save_last", None) for callback in trainer.checkpoint_callbacks):
             raise UsageError(
                 "--ckpt_path last needs a callback that saves the last checkpoint: add "
                 "lightning_rlhf.callbacks.RunCheckpoint, set save_last: true of ModelCheckpoint, or set the path of a "

@@ -100,7 +100,7 @@ class Console(Callback):
         self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Update the line about the work in progress: a batch of the validation."""
-        count = sum(int(own) for own in trainer.num_val_batches if math.isfinite(own))
+        count = sum(int(number) for number in trainer.num_val_batches if math.isfinite(number))
         self._doing = f"validation, batch {batch_idx + 1} of {count}"
 
     def description(self, trainer: Trainer, module: RoleModule) -> list[str]:

@@ -74,7 +74,7 @@ class HealthChecks(Callback):
         for finding in new:
             log.warning("step %d: %s. %s", finding.step, finding.message, finding.remedy)
         if new:
-            rows = [(own.step, own.check, own.message, own.remedy) for own in self.monitor.findings]
+            rows = [(finding.step, finding.check, finding.message, finding.remedy) for finding in self.monitor.findings]
             for logger in trainer.loggers:
                 log_table(logger, "health", ("step", "check", "message", "remedy"), rows, trainer.global_step)
 

@@ -116,13 +116,13 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric has the same value as that of correct responses, and so have both means of its reward."""
-    group, _, own = name.rpartition("/")
-    if own == "pass@1":
+    group, _, last = name.rpartition("/")
+    if last == "pass@1":
         return metrics.get(f"{group}/share_correct_sampled") == metrics[name]
     for end, other in _REPEATED.items():
-        before, ending, k = own.rpartition(f"_{end}")
+        before, ending, k = last.rpartition(f"_{end}")
         same = f"{group}/{other}{k}"
         if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
             means = [(f"{group}/{before}_{kind}", f"{group}/share_correct_{kind}") for kind in ("greedy", "sampled")]
-            return all(metrics.get(own) == metrics.get(correct) for own, correct in means)
+            return all(metrics.get(mean) == metrics.get(correct) for mean, correct in means)
     return False

@@ -133,7 +133,9 @@ class RolloutLog(Callback):
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         scores = {"score": experience.reward - rollout.reward} if "reward_model" in module.sources else {}
         rewards = {**rollout.rewards, **scores}
-        conversations = {position: own for loop in _loops(trainer) for position, own in loop.conversations.items()}
+        conversations = {
+            position: record for loop in _loops(trainer) for position, record in loop.conversations.items()
+        }
         lengths = rollout.response_lengths.tolist()
         valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
         group_size = len(step) // len(step.rollout.group.unique())

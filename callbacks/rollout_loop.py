@@ -95,7 +95,9 @@ class RolloutLoop(Callback):
             raise UsageError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
             raise UsageError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
-        self.rewards = [own if isinstance(own, RewardFunction) else RewardFunction(own) for own in rewards or []]
+        self.rewards = [
+            reward if isinstance(reward, RewardFunction) else RewardFunction(reward) for reward in rewards or []
+        ]
         self.reward_executor = RewardExecutor(self.rewards)
         self.group_size = group_size
         self.max_response_tokens = max_response_tokens

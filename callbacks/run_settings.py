@@ -58,9 +58,9 @@ def _rollout_settings(trainer: Trainer) -> dict[str, str]:
     for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
         settings |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
         settings |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
-        if (own := loop.environment) is not None:
-            fields = [field.name for field in dataclasses.fields(own)]
-            settings |= {f"{name} of the environment": _text(getattr(own, name)) for name in fields}
+        if (environment := loop.environment) is not None:
+            fields = [field.name for field in dataclasses.fields(environment)]
+            settings |= {f"{name} of the environment": _text(getattr(environment, name)) for name in fields}
     return settings
 
 

@@ -152,7 +152,7 @@ class Validation:
             sampled: B x N sampled completions, whose conversations are counted.
             greedy: B greedy completions, for the ends of their conversations in :attr:`rows`.
         """
-        conversations = [own for own in sampled if own.conversation is not None]
+        conversations = [completion for completion in sampled if completion.conversation is not None]
         if conversations:
             self._conversations.append(conversation_metrics(conversations))
         for name, values in rollout.rewards.items():
@@ -251,7 +251,7 @@ class Validation:
         others = [*self._rewards.values(), *([] if self._score is None else [self._score])]
         quantities = [*([] if self._correctness is None else [self._correctness]), *others]
         columns = [sources.unsqueeze(1).double(), *(quantity.table for quantity in quantities)]
-        first, *tables = ranks.gather(torch.cat(columns, dim=1)).split([own.shape[1] for own in columns], dim=1)
+        first, *tables = ranks.gather(torch.cat(columns, dim=1)).split([column.shape[1] for column in columns], dim=1)
         groups = self._groups(first[:, 0])
         metrics = dict[str, float]()
         for quantity, table in zip(quantities, tables, strict=True):

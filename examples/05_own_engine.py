@@ -29,9 +29,9 @@ class PlainEngine(RolloutEngine):
     @torch.no_grad()
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the actor's weights."""
-        own = dict(whole_tensors(self.model))
+        weights = dict(whole_tensors(self.model))
         for name, tensor in parameters:
-            own[name].copy_(tensor)
+            weights[name].copy_(tensor)
         self.version = version
 
     def request(

@@ -168,7 +168,7 @@ def with_run_ids(settings: Any, directory: Path) -> Any:
     made = copy.deepcopy(settings)
     for entry in made if isinstance(made, list) else [made]:
         name = getattr(entry, "class_path", "").rpartition(".")[2]
-        argument = next((own for kind, own in _ID_ARGUMENTS.items() if kind.__name__ == name), None)
+        argument = next((argument_name for kind, argument_name in _ID_ARGUMENTS.items() if kind.__name__ == name), None)
         if argument is not None and name in ids and entry.init_args.get(argument) is None:
             entry.init_args[argument] = ids[name]
     return made

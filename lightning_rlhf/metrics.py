@@ -148,8 +148,8 @@ class MajorityAtK(_PromptMean):
         rows = rewards.double()
         present = ~rows.isnan().any(dim=1)
         self._add(
-            majority_at_k(own, row, self.k)
-            for own, row, counts in zip(answers, rows.tolist(), present.tolist(), strict=True)
+            majority_at_k(answer, row, self.k)
+            for answer, row, counts in zip(answers, rows.tolist(), present.tolist(), strict=True)
             if counts
         )
 

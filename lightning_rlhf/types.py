@@ -330,11 +330,11 @@ class Rollout(TensorBatch):
         is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(
             dim=1
         )
-        own = torch.arange(len(first), device=first.device)
+        rows = torch.arange(len(first), device=first.device)
         if self.text_starts is not None:
             has_several = self.text_starts.any(dim=1)
-            is_same, own = is_same & ~has_several, own + len(own) * has_several
-        return torch.stack([torch.where(is_same, first, own), self.prompt_lengths, self.response_lengths])
+            is_same, rows = is_same & ~has_several, rows + len(rows) * has_several
+        return torch.stack([torch.where(is_same, first, rows), self.prompt_lengths, self.response_lengths])
 
 
 class Rewards(Protocol):

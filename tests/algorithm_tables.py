@@ -27,8 +27,8 @@ def arguments(path):
 
 def values(path):
     """Return the values of a configuration: an algorithm's override those of base.yaml, as LightningCLI merges them."""
-    own = yaml.safe_load(path.read_text())
-    return _override(yaml.safe_load(BASE.read_text()), own) if path in CONFIGS else own
+    instance = yaml.safe_load(path.read_text())
+    return _override(yaml.safe_load(BASE.read_text()), instance) if path in CONFIGS else instance
 
 
 def _override(old, new):

@@ -32,15 +32,15 @@ def table(titles, rows):
     return "\n".join("| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *cells))
 
 
-def signature(own, path):
+def signature(instance, path):
     """Return a call with types and defaults, one argument per line where it is long."""
-    if own.is_attribute:
-        return f"{path}: {own.annotation}" if own.annotation else path
-    call = own.all_members.get("__init__") if own.is_class else own
+    if instance.is_attribute:
+        return f"{path}: {instance.annotation}" if instance.annotation else path
+    call = instance.all_members.get("__init__") if instance.is_class else instance
     if call is None:
         return path
     call = call.final_target if call.is_alias else call
-    whole = call.signature(name=path, return_type=own.is_function)
+    whole = call.signature(name=path, return_type=instance.is_function)
     if len(whole) <= LINE:
         return whole
     text = ""
@@ -60,12 +60,12 @@ class Writer:
         self.links = {}
         for page in PAGES:
             for path, _ in COMMENT.findall(page.read_text()):
-                own = self.object(path)
-                self.links[own.path] = self.links[path] = f"{page.name}#{own.name.lower()}"
+                instance = self.object(path)
+                self.links[instance.path] = self.links[path] = f"{page.name}#{instance.name.lower()}"
 
     def object(self, path):
-        own = self.package[path.removeprefix("lightning_rlhf.")]
-        return own.final_target if own.is_alias else own
+        instance = self.package[path.removeprefix("lightning_rlhf.")]
+        return instance.final_target if instance.is_alias else instance
 
     def linked(self, path, name):
         """Return a name as code, as a link if it is on a page."""
@@ -102,29 +102,29 @@ class Writer:
                 return table(["returned", "meaning"], rows)
         raise NotImplementedError(f"a docstring with a section of {section.kind.value}")
 
-    def document(self, own, path, title):
+    def document(self, instance, path, title):
         """Return heading, signature, bases and docstring."""
-        parts = [title, f"```py\n{signature(own, path)}\n```"]
-        if own.is_class and own.bases:
-            parts.append("Base: " + ", ".join(map(self.code, own.bases)))
-        parts += map(self.section, own.docstring.parsed if own.docstring else [])
+        parts = [title, f"```py\n{signature(instance, path)}\n```"]
+        if instance.is_class and instance.bases:
+            parts.append("Base: " + ", ".join(map(self.code, instance.bases)))
+        parts += map(self.section, instance.docstring.parsed if instance.docstring else [])
         return "\n\n".join(parts) + "\n"
 
     def documents(self, path, with_members):
         """Return the Markdown of an object and, if asked for, of its documented public members."""
-        own = self.object(path)
-        texts = [self.document(own, path, f"## {own.name}")]
-        members = own.members.values() if with_members else ()
+        instance = self.object(path)
+        texts = [self.document(instance, path, f"## {instance.name}")]
+        members = instance.members.values() if with_members else ()
         for member in members:
             if member.has_docstring and not member.name.startswith("_"):
-                name = f"{own.name}.{member.name}"
+                name = f"{instance.name}.{member.name}"
                 texts.append(self.document(member, member.name, f"### {name}"))
         return "\n".join(texts)
 
     def content(self, page):
         """Return what a page should be: its own text up to the note, and the documents of the objects it names."""
         text = page.read_text()
-        documents = [f"{found[0]}\n\n{self.documents(found[1], found[2])}" for found in COMMENT.finditer(text)]
+        documents = [f"{result[0]}\n\n{self.documents(result[1], result[2])}" for result in COMMENT.finditer(text)]
         return "\n".join([text.partition(NOTE)[0] + NOTE, *documents])
 
 

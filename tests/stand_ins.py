@@ -221,14 +221,14 @@ class ScriptedEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         self.calls.append(f"generate {len(prompts)}")
-        said = []
+        output = []
         for i in range(len(prompts)):
             ids = self.tokenizer(self.texts[i % len(self.texts)], add_special_tokens=False)["input_ids"]
             ids = [*ids, *sampling.stop_token_ids[:1]]
             reason = "stop" if len(ids) <= sampling.max_tokens else "length"
             ids = ids[: sampling.max_tokens]
-            said.append(Completion(ids, [-1.0] * len(ids), reason, self.version))
-        return said
+            output.append(Completion(ids, [-1.0] * len(ids), reason, self.version))
+        return output
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         return None

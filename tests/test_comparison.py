@@ -67,9 +67,9 @@ def test_the_products_of_a_layer_have_its_weights():
 
 def test_a_prompt_of_sums_has_an_example_and_ends_where_the_answer_begins():
     for row in task.sums(50, seed=1):
-        asked = re.findall(r"user\n(\d+) \+ (\d+)<", row["prompt"])
-        assert asked[0] == ("13", "24")
-        a, b = map(int, asked[1])
+        requested = re.findall(r"user\n(\d+) \+ (\d+)<", row["prompt"])
+        assert requested[0] == ("13", "24")
+        a, b = map(int, requested[1])
         assert row["answer"] == f"{a} + {b} = {a + b}"
         assert row["prompt"].endswith("<|im_start|>assistant\n")
 

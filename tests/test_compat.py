@@ -47,10 +47,10 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 @pytest.mark.parametrize("path", _OF_TRAINER)
 def test_the_trainer_still_has(path):
-    there, found = quiet_trainer(), "trainer"
+    there, result = quiet_trainer(), "trainer"
     for name in path.split("."):
-        assert hasattr(there, name), f"lightning has no {found}.{name} any more: see lightning_rlhf/compat.py"
-        there, found = getattr(there, name), f"{found}.{name}"
+        assert hasattr(there, name), f"lightning has no {result}.{name} any more: see lightning_rlhf/compat.py"
+        there, result = getattr(there, name), f"{result}.{name}"
 
 
 @pytest.mark.parametrize("name", _OF_MODULE)
@@ -172,11 +172,11 @@ class Ends(Callback):
     """Stops training after the second step if it is to, and asks after each whether training ends."""
 
     def __init__(self, stops):
-        self.stops, self.told = stops, []
+        self.stops, self.message = stops, []
 
-    def on_train_batch_end(self, trainer, *given):
+    def on_train_batch_end(self, trainer, *args):
         trainer.should_stop = self.stops and trainer.global_step == 2
-        self.told.append(training_ends(trainer))
+        self.message.append(training_ends(trainer))
 
 
 @pytest.mark.parametrize(
@@ -188,4 +188,4 @@ def test_the_last_step_is_told_at_its_end_whatever_ends_the_training(stops, batc
     batch = SequenceBatch(torch.tensor([[3, 4]]), torch.tensor([2]), torch.tensor([[False, True]]))
     ends = Ends(stops)
     assert fit(SFTModule(TinyModel()), [batch] * batches, callbacks=[ends], **options).global_step == 2
-    assert ends.told == [False, True]
+    assert ends.message == [False, True]

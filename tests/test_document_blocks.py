@@ -46,7 +46,7 @@ PROGRAMS = {"cd", "export", "mlflow", "pip", "source", "tensorboard"}  # of othe
 
 
 def blocks(*languages, but=None):
-    return [own for own in BLOCKS if own.values[0] in languages and not (but and own.id.startswith(but))]
+    return [item for item in BLOCKS if item.values[0] in languages and not (but and item.id.startswith(but))]
 
 
 def run_of(part):
@@ -79,7 +79,10 @@ def functions():
     """Files with the functions and classes that configurations of documents name, by name."""
     named = re.findall(r"\b(\w+\.py):(\w+)", "".join(path.read_text() for path in DOCUMENTS))
     files = dict.fromkeys(name for name, _ in named)
-    return {file: "".join(f"def {own}():\n    ...\n" for name, own in set(named) if name == file) for file in files}
+    return {
+        file: "".join(f"def {instance}():\n    ...\n" for name, instance in set(named) if name == file)
+        for file in files
+    }
 
 
 # docs/algorithms/ shows parts of configs/algorithms/, which tests/cli/test_algorithm_configs.py compares;
@@ -99,15 +102,15 @@ def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
 
 def commands():
     """Every command of the documents as a list of words, without the environment variables before it."""
-    found = {}
-    for own in blocks("bash"):
-        for line in own.values[1].replace("\\\n", " ").splitlines():
+    result = {}
+    for block in blocks("bash"):
+        for line in block.values[1].replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words and re.match(r"\w+=", words[0]):
                 words = words[1:]
             if words:
-                found[tuple(words)] = own.id
-    return [pytest.param(words, id=f"{document}: {' '.join(words)[:60]}") for words, document in found.items()]
+                result[tuple(words)] = block.id
+    return [pytest.param(words, id=f"{document}: {' '.join(words)[:60]}") for words, document in result.items()]
 
 
 @pytest.mark.parametrize("words", commands())
@@ -137,7 +140,7 @@ def assert_module_or_file_exists(arguments):
         assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or arguments[1] in ("pip", "pytest", VLLM)
     else:
         assert (ROOT / arguments[0]).is_file()
-    assert all((ROOT / own).exists() for own in arguments if own.startswith(("tests/", "benchmarks/")))
+    assert all((ROOT / argument).exists() for argument in arguments if argument.startswith(("tests/", "benchmarks/")))
 
 
 VLLM = "vllm.entrypoints.openai.api_server"
@@ -173,5 +176,5 @@ def test_blocks_of_every_kind_were_found():
     assert len(blocks("yaml", but="docs/algorithms/")) > 40
     assert len(commands()) > 40
     assert len(blocks("python")) > 7
-    kinds = {own.values[0] for own in BLOCKS}
+    kinds = {item.values[0] for item in BLOCKS}
     assert kinds == {"bash", "json", "jsonl", "math", "py", "python", "text", "yaml"}, "a kind that no test reads"

@@ -88,7 +88,9 @@ def import_graph():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = [ast.Pass()]
         names = set(imported(path, ast.unparse(tree)))
-        graph[module] = {own for name in names for own in (name, name.rpartition(".")[0]) if own in modules} - {module}
+        graph[module] = {item for name in names for item in (name, name.rpartition(".")[0]) if item in modules} - {
+            module
+        }
     return graph
 
 
@@ -121,8 +123,8 @@ def test_the_ground_floor_needs_none_of_the_heavy_libraries():
         tree = ast.parse((ROOT / f"lightning_rlhf/{room}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        found = {name.split(".")[0] for name in modules}
-        assert found & {"torch", "lightning", "transformers", "datasets", "vllm"} <= libraries, room
+        result = {name.split(".")[0] for name in modules}
+        assert result & {"torch", "lightning", "transformers", "datasets", "vllm"} <= libraries, room
 
 
 @pytest.mark.parametrize(

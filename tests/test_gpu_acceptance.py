@@ -68,15 +68,15 @@ def test_an_error_in_a_point_is_its_result(monkeypatch, capsys):
 
 @pytest.mark.parametrize("number", [2, 4, 5, 7, 8, 13, 14, 15, 18])
 def test_quick_points_pass_on_a_cpu(number, tmp_path):
-    found = gpu_acceptance.point_of(number)("cpu", tmp_path)
-    assert found["ok"], found
+    result = gpu_acceptance.point_of(number)("cpu", tmp_path)
+    assert result["ok"], result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 17])
 def test_points_of_several_processes_pass_on_a_cpu(number, tmp_path):
-    found = gpu_acceptance.point_of(number)("cpu", tmp_path)
-    assert found["ok"], found
+    result = gpu_acceptance.point_of(number)("cpu", tmp_path)
+    assert result["ok"], result
 
 
 def test_a_wrong_gradient_of_packed_attention_would_be_found(monkeypatch, tmp_path):
@@ -89,9 +89,9 @@ def test_a_wrong_gradient_of_packed_attention_would_be_found(monkeypatch, tmp_pa
         return right(module, query, key, value, mask, **options)
 
     monkeypatch.setattr(acceptance_trainer, "packed_attention", halves_a_gradient)
-    found = acceptance_trainer.attention("cpu", tmp_path)
-    assert not found["ok"]
-    assert found["largest_relative_difference"] > 0.3
+    result = acceptance_trainer.attention("cpu", tmp_path)
+    assert not result["ok"]
+    assert result["largest_relative_difference"] > 0.3
 
 
 def test_an_error_of_one_run_is_its_line_and_the_other_runs_count(monkeypatch, tmp_path):
@@ -104,11 +104,11 @@ def test_an_error_of_one_run_is_its_line_and_the_other_runs_count(monkeypatch, t
 
     monkeypatch.setattr(acceptance_points, "one_step", broken)
     monkeypatch.setattr(acceptance_points, "RUNS", ("sft", "dpo"))
-    found = acceptance_points.steps("cpu", tmp_path)
-    assert not found["ok"]
-    assert found["runs"] == 2
+    result = acceptance_points.steps("cpu", tmp_path)
+    assert not result["ok"]
+    assert result["runs"] == 2
     error = "TypeError: varlen_attn() got an unexpected keyword argument 'scale'"
-    assert found["wrong"] == [f"{name}, bf16-mixed, checkpointing True: {error}" for name in ("sft", "dpo")]
+    assert result["wrong"] == [f"{name}, bf16-mixed, checkpointing True: {error}" for name in ("sft", "dpo")]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_te
 
 
 def test_its_schedule_and_its_optimizer_can_be_made():
-    snippets = [yaml.safe_load(own) for own in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-    assert [list(own) for own in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"]]
-    schedule, adamw = (next(iter(own.values())) for own in snippets)
+    snippets = [yaml.safe_load(item) for item in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+    assert [list(snippet) for snippet in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"]]
+    schedule, adamw = (next(iter(snippet.values())) for snippet in snippets)
     assert load_function(schedule["class_path"]) is RunSchedule
     RunSchedule(optimizer(), **schedule["init_args"]).stretch(100)
     assert load_function(adamw["class_path"]) is MatrixDecayAdamW
@@ -30,7 +30,7 @@ def test_its_schedule_and_its_optimizer_can_be_made():
 
 def test_its_numbers_are_arguments():
     classes = ("PPOModule", "PromptDataModule", "callbacks.RolloutLoop")
-    known = {name for own in classes for name in find_class(f"lightning_rlhf.{own}").parameters}
+    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
     named = re.findall(r"^\| [^|]+ \| `([\w.]+)", PAGE, re.MULTILINE)
     assert len(named) >= 12
     assert {name.rpartition(".")[2] for name in named} <= known

@@ -42,8 +42,8 @@ def test_importing_the_command_line_starts_no_engine():
 
 def test_the_version_is_told_without_torch():
     ask = "import sys; sys.argv = ['lightning-rlhf', '--version']; from lightning_rlhf.__main__ import main; main()"
-    said, *names = python(f"{ask}\nprint(*sys.modules)").splitlines()
-    assert said == f"lightning-rlhf {__version__}"
+    output, *names = python(f"{ask}\nprint(*sys.modules)").splitlines()
+    assert output == f"lightning-rlhf {__version__}"
     assert not {name.split(".")[0] for name in names[0].split()} & (ENGINES | HEAVY)
 
 

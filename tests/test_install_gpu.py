@@ -81,14 +81,14 @@ def test_a_machine_that_has_everything_begins_to_install(machine):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         ("570.133.20, 9.0", "needs NVIDIA driver 580 or newer, and this machine has 570.133.20"),
         ("590.1, 7.0", "needs GPUs of compute capability 7.5 (Turing) or newer, and this one has 7.0"),
     ],
 )
-def test_an_old_driver_or_gpu_is_refused(machine, answer, told):
-    assert told in machine(answer)
+def test_an_old_driver_or_gpu_is_refused(machine, answer, message):
+    assert message in machine(answer)
 
 
 def test_a_missing_compiler_is_refused(machine):
@@ -117,11 +117,11 @@ def test_a_driver_that_does_not_answer_is_refused(machine):
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [("580.95.05", "-m venv' failed"), (None, "-m venv' failed"), ("570.1", "this machine has 570.1")],
 )
-def test_a_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, told):
-    assert told in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
+def test_a_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, message):
+    assert message in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
     if module != "570.1":
         assert "constraints/gpu.lock" in machine.output
 

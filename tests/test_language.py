@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("lightning_rlhf", "callbacks", "examples", "benchmarks")
+SOURCES = ("lightning_rlhf", "callbacks", "examples", "benchmarks", "tests")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "constraints", "examples")
 GENERATED = ("docs/performance.md",)
 

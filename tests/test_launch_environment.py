@@ -101,7 +101,7 @@ def test_who_set_what_is_known_in_child_processes_too(bare, monkeypatch):
 
 def test_the_engine_has_variables_of_its_own(bare):
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-    own = {
+    instance = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_COMPILE_DISABLE": "1",
@@ -109,8 +109,8 @@ def test_the_engine_has_variables_of_its_own(bare):
     }
     shared = {"TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu", "VLLM_NO_USAGE_STATS": "1"}
     shared |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-    assert engine_environment(hidden) == own | shared
-    assert engine_environment(hidden | shared) == own
+    assert engine_environment(hidden) == instance | shared
+    assert engine_environment(hidden | shared) == instance
     assert "TORCH_COMPILE_DISABLE" not in engine_environment(hidden, has_gpu=True)
     ieee = [
         engine_environment({}, has_gpu=gpu, engine_dtype=dtype).get("TRITON_F32_DEFAULT")
@@ -122,10 +122,10 @@ def test_the_engine_has_variables_of_its_own(bare):
 
 
 def test_a_users_value_reaches_the_engine_unless_it_would_not_work():
-    given = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    found = engine_environment(given)
-    assert "VLLM_LOGGING_LEVEL" not in found
-    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    inputs = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    result = engine_environment(inputs)
+    assert "VLLM_LOGGING_LEVEL" not in result
+    assert result["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.parametrize(("files", "has_gpu"), [((), False), (("nvidia0",), True), (("kfd",), False), (("dxg",), True)])
@@ -139,7 +139,7 @@ def test_gpus_are_seen_without_torch(tmp_path, files, has_gpu):
 
 
 @pytest.mark.parametrize(
-    ("environ", "given", "processes"),
+    ("environ", "inputs", "processes"),
     [
         ({}, None, None),
         ({"LOCAL_WORLD_SIZE": "4"}, None, 4),
@@ -148,8 +148,8 @@ def test_gpus_are_seen_without_torch(tmp_path, files, has_gpu):
         ({"LOCAL_WORLD_SIZE": "4"}, 2, 2),
     ],
 )
-def test_the_number_of_processes_comes_from_who_launched_them(environ, given, processes):
-    assert Machine.here(environ, given).processes == processes
+def test_the_number_of_processes_comes_from_who_launched_them(environ, inputs, processes):
+    assert Machine.here(environ, inputs).processes == processes
 
 
 def test_the_command_line_sets_them_before_anything_is_imported():

@@ -109,44 +109,44 @@ def conversations(directory):
 
 
 def policy_losses(directory):
-    found = {}
+    result = {}
     for kind in concrete_objectives(PolicyLoss):
         loss = kind(beta=0.5) if kind is DROLoss else kind()
-        found |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
-    return found
+        result |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
+    return result
 
 
 def corrections(directory):
     rejections = [Rejection(k, level, 2.0) for level, k in (("token", "k1"), ("sequence_mean", "k3"))]
     correction = RolloutCorrection("token", batch_normalize=True, rejections=tuple(rejections))
-    found = {}
+    result = {}
     for advantages, chosen in (
         (OptimalTokenBaseline(), correction),
         (ReinforcePlusPlus(), RolloutCorrection(bypass=True)),
     ):
         module = RLHFModule(TinyModel(), advantages=advantages, correction=chosen, minibatch_size=4)
-        found |= fit(module, [rollout()]).callback_metrics
-    return found
+        result |= fit(module, [rollout()]).callback_metrics
+    return result
 
 
 def supervised(directory):
     ids = torch.tensor([[1, 3, 4, 2], [1, 5, 2, 0]])
     mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
     texts = SequenceBatch(ids, torch.tensor([4, 3]), mask)
-    found = dict(fit(SFTModule(TinyModel(), optimizer=SGD), [texts], val=[texts]).callback_metrics)
+    result = dict(fit(SFTModule(TinyModel(), optimizer=SGD), [texts], val=[texts]).callback_metrics)
     check = PolicyCheck(TinyModel(seed=1), InMemory(PROMPTS), rule=RewardFunction(right), max_response_tokens=6)
     data = PreferenceDataModule(PAIRS, LETTERS, val=PAIRS, batch_size=2)
-    return found | run(directory, RewardModule(TinyModel(), optimizer=SGD), data, [check])
+    return result | run(directory, RewardModule(TinyModel(), optimizer=SGD), data, [check])
 
 
 def preferences(directory):
     pairs = PreferenceDataModule(PAIRS, LETTERS, val=PAIRS, batch_size=2)
     judged = UnpairedDataModule(JUDGED, LETTERS, val=JUDGED, batch_size=2)
-    found = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD), pairs, []))
-    found |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
+    result = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD), pairs, []))
+    result |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
     for module in (OnlineDPOModule, REBELModule):
-        found |= fit(module(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
-    return found
+        result |= fit(module(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
+    return result
 
 
 def rollout():
@@ -167,8 +167,8 @@ def logged(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("max_memory_allocated", "max_memory_reserved"):
             patch.setattr(torch.cuda, name, lambda _: 2**30)
-        found = {"memory of a GPU": set(throughput.memory(torch.device("cuda")))}
-    return found | {kind.__name__: set(kind(tmp_path_factory.mktemp(kind.__name__))) for kind in RUNS}
+        result = {"memory of a GPU": set(throughput.memory(torch.device("cuda")))}
+    return result | {kind.__name__: set(kind(tmp_path_factory.mktemp(kind.__name__))) for kind in RUNS}
 
 
 REWARDS = ("style", "right", "given", "environment")
@@ -210,7 +210,7 @@ def test_every_metric_that_is_logged_has_exactly_one_row(logged):
 
 def test_the_page_defines_every_metric_as_its_row_does(logged):
     assert WRITTEN.read_text() == content(), "run python -m tests.metric_definitions"
-    rows = {name: own for row, own in table().items() for name in expanded(row)}
+    rows = {name: item for row, item in table().items() for name in expanded(row)}
     for name in set().union(*logged.values()):
         (row,) = rows_of(name)
         unit, meaning = rows[row]
@@ -224,7 +224,7 @@ def test_metrics_of_a_user_have_no_definition():
 
 
 def test_every_row_is_logged_by_a_run(logged):
-    seen = {row for found in logged.values() for name in found for row in rows_of(name)}
+    seen = {row for result in logged.values() for name in result for row in rows_of(name)}
     assert set(NAMES) - seen == set()
 
 

@@ -64,7 +64,7 @@ def test_the_mean_over_prompts_is_that_of_the_functions_in_any_batches(seed):
             majority.update(answers[start : start + 3], rewards[start : start + 3])
         assert_close(passed.compute(), sum(pass_at_k(5, int((row > 0).sum()), k) for row in rewards) / 7)
         rows = zip(answers, rewards.tolist(), strict=True)
-        assert_close(majority.compute(), sum(majority_at_k(own, row, k) for own, row in rows) / 7)
+        assert_close(majority.compute(), sum(majority_at_k(instance, row, k) for instance, row in rows) / 7)
 
 
 def test_a_prompt_with_a_missing_reward_does_not_count():
@@ -126,8 +126,8 @@ def test_over_ranks_every_row_counts_once_even_on_a_rank_without_rows():
     shares = ([0, 1, 2, 3, 4], [])
 
     def rank(rows, ranks):
-        own = over(ranks)
-        best, accuracy, calibration = BestAtK(2, **own), PairAccuracy(**own), PairCalibrationError(**own)
+        instance = over(ranks)
+        best, accuracy, calibration = BestAtK(2, **instance), PairAccuracy(**instance), PairCalibrationError(**instance)
         best.update(rewards[rows])
         for metric in (accuracy, calibration):
             metric.update(difference[rows])

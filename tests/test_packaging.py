@@ -143,10 +143,10 @@ class MyLoss(ReinforceLoss):
 def test_a_user_s_loss_is_found_without_pythonpath(installed, tmp_path, folder):
     programs, _ = installed
     (tmp_path / "empty").mkdir()
-    own = tmp_path if folder == "configuration" else tmp_path / "empty"
-    (own / "my_losses.py").write_text(OWN_LOSS)
-    (own / "my_constants.py").write_text("STRENGTH = 2.0")
-    (own / "torch.py").write_text("raise ImportError('a file of the user hides torch')")
+    instance = tmp_path if folder == "configuration" else tmp_path / "empty"
+    (instance / "my_losses.py").write_text(OWN_LOSS)
+    (instance / "my_constants.py").write_text("STRENGTH = 2.0")
+    (instance / "torch.py").write_text("raise ImportError('a file of the user hides torch')")
     config = copy.deepcopy(PPO)
     config["model"]["init_args"]["policy_loss"] = {"class_path": "my_losses.MyLoss"}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
@@ -215,8 +215,8 @@ def test_messages_and_documents_name_extras_that_exist():
     settings.read(ROOT / "setup.cfg")
     extras = set(settings["options.extras_require"])
     files = [*SOURCES, ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
-    lists = [own for file in files for own in re.findall(r"lightning[-_]rlhf\[([a-z,-]+)\]", file.read_text())]
-    named = {extra for own in lists for extra in own.split(",")}
+    lists = [item for file in files for item in re.findall(r"lightning[-_]rlhf\[([a-z,-]+)\]", file.read_text())]
+    named = {extra for item in lists for extra in item.split(",")}
     assert named <= extras
     # serve comes with vLLM, and the others are for contributors
     assert extras - named <= {"serve", "docs", "dev"}
@@ -262,6 +262,6 @@ def test_no_lock_has_a_setuptools_with_a_known_fault():
     """CVE-2025-47273: below 78.1.1 a package index can write anywhere."""
     for name in ("cpu", "gpu"):
         lock = (ROOT / f"constraints/{name}.lock").read_text()
-        found = re.findall(r"^setuptools==(\d+)\.(\d+)\.(\d+)", lock, re.MULTILINE)
-        assert found
-        assert all(tuple(map(int, version)) >= (78, 1, 1) for version in found)
+        result = re.findall(r"^setuptools==(\d+)\.(\d+)\.(\d+)", lock, re.MULTILINE)
+        assert result
+        assert all(tuple(map(int, version)) >= (78, 1, 1) for version in result)

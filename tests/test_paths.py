@@ -33,7 +33,7 @@ def test_ids_of_the_hub(here, text):
 
 
 @pytest.mark.parametrize(
-    ("asked", "read"),
+    ("requested", "read"),
     [
         ("no tokenizer at", load_tokenizer),
         ("no model at", lambda path: Pretrained(path).hf_config()),
@@ -41,16 +41,16 @@ def test_ids_of_the_hub(here, text):
     ],
 )
 def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_where_it_was_looked_for(
-    here, monkeypatch, asked, read
+    here, monkeypatch, requested, read
 ):
-    def asks(*given, **named):
+    def asks(*args, **named):
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asks)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asks)
     with pytest.raises(FileNotFoundError) as caught:
         read("runs/nope")
-    assert str(caught.value).startswith(f"{asked} 'runs/nope': ")
+    assert str(caught.value).startswith(f"{requested} 'runs/nope': ")
     assert f"looked at {here}/runs/nope, because relative paths start at the working directory" in str(caught.value)
 
 
@@ -68,8 +68,8 @@ def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_whe
 )
 def test_what_was_perhaps_meant_is_named(here, monkeypatch, start, text, meant):
     monkeypatch.chdir(here / start)
-    told = describe_missing_path(text.format(work=here))
-    assert told.endswith(f"; did you mean {meant.format(work=here)!r}?")
+    message = describe_missing_path(text.format(work=here))
+    assert message.endswith(f"; did you mean {meant.format(work=here)!r}?")
 
 
 def test_nothing_near_is_no_hint_and_an_absolute_path_needs_no_explanation(here):
@@ -126,7 +126,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_sentence(here, monkeypatch, read
 @pytest.fixture
 def unreachable(here, monkeypatch):
     """A hub of which no port listens, and no file was downloaded before; the URLs that were asked for."""
-    asked = []
+    requested = []
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(
         "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
@@ -134,8 +134,8 @@ def unreachable(here, monkeypatch):
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", asked.append)
-    return asked
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", requested.append)
+    return requested
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def test_the_module_learns_from_the_very_tokens_the_engine_said(trained, tokeniz
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [2] for text in SAID]
     for rollout in trained[1].seen:
         for row, expected in enumerate(ids):
-            said = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
-            assert said == expected[:6]
+            output = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
+            assert output == expected[:6]
         assert rollout.truncated.tolist() == [False, False, False, True]
         assert rollout.group.tolist() == [0, 0, 1, 1]
     prompts = trained[1].seen[1]

@@ -29,11 +29,11 @@ class Loaded(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        own = dict(attributes)
-        if tag == "link" and own.get("rel") in ("stylesheet", "icon", "preload"):
-            self.addresses.append(own["href"])
-        elif own.get(LOADING.get(tag, "")):
-            self.addresses.append(own[LOADING[tag]])
+        instance = dict(attributes)
+        if tag == "link" and instance.get("rel") in ("stylesheet", "icon", "preload"):
+            self.addresses.append(instance["href"])
+        elif instance.get(LOADING.get(tag, "")):
+            self.addresses.append(instance[LOADING[tag]])
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +111,13 @@ def arguments():
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.ClassDef):
                 names.add(node.name)
-                for own in node.body:
-                    if isinstance(own, ast.FunctionDef) and own.name == "__init__":
-                        names |= {argument.arg for argument in (*own.args.args, *own.args.kwonlyargs)}
-                    elif isinstance(own, ast.FunctionDef):
-                        names.add(own.name)
-                    elif isinstance(own, ast.AnnAssign | ast.Assign):
-                        targets = [own.target] if isinstance(own, ast.AnnAssign) else own.targets
+                for item in node.body:
+                    if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                        names |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+                    elif isinstance(item, ast.FunctionDef):
+                        names.add(item.name)
+                    elif isinstance(item, ast.AnnAssign | ast.Assign):
+                        targets = [item.target] if isinstance(item, ast.AnnAssign) else item.targets
                         names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
 
@@ -126,7 +126,7 @@ def arguments():
 def test_the_options_that_replace_those_of_a_peer_exist(page):
     trainer = set(inspect.signature(Trainer).parameters)
     paths = ("PPOModule", "strategies.fsdp.RLHFFSDPStrategy")
-    known = arguments() | trainer | {name for own in paths for name in find_class(f"lightning_rlhf.{own}").parameters}
+    known = arguments() | trainer | {name for path in paths for name in find_class(f"lightning_rlhf.{path}").parameters}
     known |= set(inspect.signature(AdamW).parameters)
     known |= {
         "rlhf_single",

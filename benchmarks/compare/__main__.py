@@ -73,9 +73,9 @@ def peer_python(name: str, directory: Path) -> Path:
     python = environment / "bin" / "python"
     if not (environment / "installed").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
-        own = next(path for path in sys.path if path.endswith("site-packages"))
+        packages = next(path for path in sys.path if path.endswith("site-packages"))
         (folder,) = environment.glob("lib/python*/site-packages")
-        (folder / "shared.pth").write_text(own + "\n")
+        (folder / "shared.pth").write_text(packages + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", PEERS[name]]
         subprocess.run(pip, check=True)
         (environment / "installed").touch()
@@ -169,13 +169,13 @@ def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
         "| library | steps | CPU s per step | range | ratio | ms per token | ratio | wall s | ratio | MB | reward |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    own: tuple[float, float, float] | None = None
+    ours: tuple[float, float, float] | None = None
     for library, turns in measured.items():
         steps = [step for turn in turns for step in turn["steps"]]
         cpu = median_of(turns, "cpu")
         per_token = 1000 * statistics.median(step["cpu"] / step["tokens"] for step in steps)
         wall = median_of(turns, "wall")
-        own = own or (cpu, per_token, wall)
+        ours = ours or (cpu, per_token, wall)
         rewards = (
             [f"{statistics.mean(turn['steps'][i]['reward'] for turn in turns):.2f}" for i in (0, -1)]
             if "reward" in steps[0]
@@ -184,8 +184,8 @@ def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
         peak = max(turn["peak_bytes"] for turn in turns) / 2**20
         least, most = (function(step["cpu"] for step in steps) for function in (min, max))
         lines.append(
-            f"| {library} | {len(steps)} | {cpu:.2f} | {least:.2f} to {most:.2f} | {own[0] / cpu:.2f} "
-            f"| {per_token:.3f} | {own[1] / per_token:.2f} | {wall:.2f} | {own[2] / wall:.2f} | {peak:.0f} "
+            f"| {library} | {len(steps)} | {cpu:.2f} | {least:.2f} to {most:.2f} | {ours[0] / cpu:.2f} "
+            f"| {per_token:.3f} | {ours[1] / per_token:.2f} | {wall:.2f} | {ours[2] / wall:.2f} | {peak:.0f} "
             f"| {' to '.join(rewards) or '-'} |"
         )
     return lines
@@ -226,11 +226,11 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
         if AHEAD in turns and PEER_ON_TWO_CORES in turns:
-            own, peer = (median_of(turns[library], "wall") for library in (AHEAD, PEER_ON_TWO_CORES))
-            busy = median_of(turns[AHEAD], "cpu") / own
+            ours, peer = (median_of(turns[library], "wall") for library in (AHEAD, PEER_ON_TWO_CORES))
+            busy = median_of(turns[AHEAD], "cpu") / ours
             lines += [
                 "",
-                f"On two cores, a step takes TRL {peer / own:.2f} times the wall seconds of `max_staleness: 1`, which",
+                f"On two cores, a step takes TRL {peer / ours:.2f} times the wall seconds of `max_staleness: 1`, which",
                 f"keeps {busy:.2f} of the two busy.",
             ]
     if parts := measured["parts"]:
@@ -315,7 +315,7 @@ def stored(directory: Path) -> dict[str, Any]:
     }
     measured = {name: {library: turns for library, turns in all_turns[name].items() if turns} for name in all_turns}
     tasks = {name: turns for name, turns in measured.items() if next(iter(RUNS[name])) in turns and len(turns) > 1}
-    own = {
+    ours = {
         f"{name}, {library}": (name, turns)
         for name, by_library in tasks.items()
         for library, turns in by_library.items()
@@ -331,10 +331,10 @@ def stored(directory: Path) -> dict[str, Any]:
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     return {
         "tasks": tasks,
-        "parts": {run: parts_of(turns) for run, (_, turns) in own.items() if "parts" in turns[0]["steps"][0]},
+        "parts": {run: parts_of(turns) for run, (_, turns) in ours.items() if "parts" in turns[0]["steps"][0]},
         "floors": {
             run: floor_of(models[name], turns)
-            for run, (name, turns) in own.items()
+            for run, (name, turns) in ours.items()
             if name != "ppo" and not any(kind in run for kind in ("threads", "MKL", "bfloat16"))
         },
         "batches": batches,

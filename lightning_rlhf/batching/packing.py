@@ -78,7 +78,7 @@ def pad_parts(
         width: L, the width of the rows.
         device: device of the result.
     """
-    parts = [(row, *part) for row, own in enumerate(breaks) for part in itertools.pairwise([0, *own, lengths[row]])]
+    parts = [(row, *part) for row, inner in enumerate(breaks) for part in itertools.pairwise([0, *inner, lengths[row]])]
     widest = max(last - first for _, first, last in parts)
     tokens, index = torch.zeros(len(parts), widest, dtype=torch.int64), torch.zeros(len(lengths), width).long()
     for number, (row, first, last) in enumerate(parts):
@@ -144,7 +144,7 @@ def pack_responses(
     prompt_starts = dict(zip(rows_of, starts, strict=False))
     response_starts = dict(zip(order, starts[len(rows_of) :], strict=False))
     bounds = [_bounds(part, breaks) for part in parts]
-    positions = torch.cat([_positions(own) for own in bounds])
+    positions = torch.cat([_positions(edges) for edges in bounds])
     tokens = torch.cat([torch.arange(first, last) + row * width for row, first, last in parts])
     by_row = torch.tensor(
         [
@@ -160,10 +160,10 @@ def pack_responses(
         tuple(totals[row] - shared[group] for row in rows if totals[row] > shared[group])
         for group, rows in rows_of.items()
     )
-    texts = [[last - first for first, last in itertools.pairwise(own)] for own in bounds[: len(rows_of)]]
+    texts = [[last - first for first, last in itertools.pairwise(edges)] for edges in bounds[: len(rows_of)]]
     # Only rows without responses have several texts.
     responses = tuple(
-        own for part, first in zip(texts, responses, strict=True) for own in [first, *[()] * len(part[1:])]
+        response for part, first in zip(texts, responses, strict=True) for response in [first, *[()] * len(part[1:])]
     )
     return Packing(
         lengths=PackedLengths(tuple(itertools.chain(*texts)), responses),

@@ -89,11 +89,11 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
     longest = int(texts.lengths.max())
     rows, masks = [], []
     for position in batch.position.tolist():
-        own = int((positions == position).nonzero())
-        other = int(next_row[own])
-        prompt_tokens, other_start = int(starts[own]), int(starts[other])
+        index = int((positions == position).nonzero())
+        other = int(next_row[index])
+        prompt_tokens, other_start = int(starts[index]), int(starts[other])
         response = slice(other_start, min(int(texts.lengths[other]), other_start + longest - prompt_tokens))
-        rows.append([*texts.input_ids[own, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
+        rows.append([*texts.input_ids[index, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
         masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
     ids, lengths = pad_right(rows)
     mask, _ = pad_right(masks)

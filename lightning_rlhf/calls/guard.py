@@ -63,7 +63,7 @@ def prepare_worker() -> None:
 
 
 def begin_call() -> None:
-    """Allow the output of another call; does nothing in a process that is no worker."""
+    """Reset the limit of the output for another call; does nothing outside of a worker process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, BoundedOutput):
             stream.remaining = _MAX_OUTPUT

@@ -1,4 +1,4 @@
-"""Event loops in threads of their own, for ``async`` user code."""
+"""Event loops in separate threads, for ``async`` user code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def abandon(self) -> None:
-        """Leave a loop that a call blocks; it ends when it is no longer blocked."""
+        """Stop a loop that a call blocks, without waiting; it ends when it is no longer blocked."""
         self._stop()
 
     def close(self, timeout_s: float | None = GRACE_S) -> None:

@@ -69,7 +69,7 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file() and not path.is_absolute():
-        path = next((own for folder in sys.path if (own := Path(folder, path)).is_file()), path)
+        path = next((candidate for folder in sys.path if (candidate := Path(folder, path)).is_file()), path)
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.py")]
         suggestion = _suggestion(path.name, files) if path.parent.is_dir() else ""

@@ -22,7 +22,7 @@ class LostCall:
     Args:
         kind: ``timeout`` for a call that took too long, ``died`` for a call that ended its process, ``broken`` for a
             call whose process was ended by something else, such as another call.
-        message: description; follows the name of what was called.
+        message: description; follows the name of the function.
     """
 
     kind: Literal["timeout", "died", "broken"]

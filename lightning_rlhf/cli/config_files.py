@@ -44,7 +44,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
     """
     for file in config_files(arguments):
         if not file.is_file():
-            near = difflib.get_close_matches(file.name, [own.name for own in file.parent.glob("*.y*ml")], n=1)
+            near = difflib.get_close_matches(file.name, [path.name for path in file.parent.glob("*.y*ml")], n=1)
             hint = f"; did you mean {str(file.with_name(near[0]))!r}?" if near else ""
             raise UsageError(f"configuration file not found: {file}{hint} (working directory: {Path.cwd()})")
         read_yaml(file)

@@ -50,7 +50,7 @@ def check_settings(arguments: Sequence[str], command: str) -> None:
     config = read_settings(arguments)
     if config is None:
         return
-    if any(own.startswith("--print_config") for own in arguments):  # also of a part of a configuration
+    if any(argument.startswith("--print_config") for argument in arguments):  # also of a part of a configuration
         messages = [*unknown_names(config), *wrong_values(config)]
     else:
         messages = [*mistakes(config), *(early_mistakes(config, command) if command else [])]
@@ -72,7 +72,9 @@ def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     add_import_folders(arguments)
     check_config_files(arguments)
     files = config_files(arguments)
-    if not files or any(own in ("-h", "--help") or own.partition("=")[0].endswith(".help") for own in arguments):
+    if not files or any(
+        argument in ("-h", "--help") or argument.partition("=")[0].endswith(".help") for argument in arguments
+    ):
         return None
     config: dict[str, Any] = {}
     for file in files:
@@ -118,7 +120,11 @@ def missing_names(config: dict[str, Any]) -> Iterator[str]:
             yield f"the section {name!r} is missing: it has class_path and init_args"
     for section, value in config.items():
         for used in classes_in(value, section, None):
-            names = [own for own, known in used.known.items() if known.is_required and own not in used.arguments]
+            names = [
+                required
+                for required, known in used.known.items()
+                if known.is_required and required not in used.arguments
+            ]
             if names and used.is_complete:
                 yield f"{used.label}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
 
@@ -182,13 +188,13 @@ def _missing_function(reference: str) -> str:
         function = find_class(f"{source}.{name}" if colon else reference)
         return function.message if isinstance(function, Absent) and "was not found" in function.message else ""
     path = Path(source).expanduser()
-    path = next((own for folder in (".", *sys.path) if (own := Path(folder, path)).is_file()), path)
+    path = next((candidate for folder in (".", *sys.path) if (candidate := Path(folder, path)).is_file()), path)
     if not path.is_file():
         return ""
     module = SourceModule(source, path)
     if not isinstance(module.member(name), Absent):
         return ""
-    functions = sorted(own for own in module.definitions if not own.startswith("_"))
+    functions = sorted(definition for definition in module.definitions if not definition.startswith("_"))
     near = suggestion(name, functions)
     available = f"; available: {', '.join(functions)}" if functions else ""
     return f"{name!r} was not found in {source}{near or available}"
@@ -216,7 +222,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: this package's name for it, the nearest, or all names."""
     if name in OPTION_NAMES:
         return f"; here it is {OPTION_NAMES[name]}"
-    names = [own for own in known if own not in CLASS_KEYS]
+    names = [name for name in known if name not in CLASS_KEYS]
     return suggestion(str(name), list(known)) or f"; known: {', '.join(sorted(names))}"
 
 

@@ -81,7 +81,11 @@ def failures(config: Namespace, bases: Mapping[str, type]) -> list[str]:
     """
     callbacks = config["trainer"].get("callbacks") or []
     parts = [(config, key, base) for key, base in bases.items()]
-    parts += [(Namespace(callback=own), "callback", Callback) for own in callbacks if isinstance(own, Namespace)]
+    parts += [
+        (Namespace(callback=callback), "callback", Callback)
+        for callback in callbacks
+        if isinstance(callback, Namespace)
+    ]
     messages = []
     for part in parts:
         try:

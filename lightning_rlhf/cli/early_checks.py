@@ -72,7 +72,9 @@ class _Run:
     @property
     def loops(self) -> list[UsedClass]:
         """Callbacks that are a RolloutLoop."""
-        return [own for own in self.callbacks if own.kind is not None and own.kind.is_subclass(_LOOP)]
+        return [
+            callback for callback in self.callbacks if callback.kind is not None and callback.kind.is_subclass(_LOOP)
+        ]
 
     def rows(self, name: str = "train") -> Iterator[tuple[str, Row]] | None:
         """Return the rows of a PromptDataModule with their locations; None if they are not in local files of text.
@@ -93,7 +95,9 @@ class _Run:
         """Columns of the data module."""
         mapping = None if self.data is None else self.data.arguments.get("columns")
         texts = (
-            {name: own for name, own in mapping.items() if isinstance(own, str)} if isinstance(mapping, dict) else {}
+            {name: column for name, column in mapping.items() if isinstance(column, str)}
+            if isinstance(mapping, dict)
+            else {}
         )
         return Columns(texts, (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS))  # of PromptDataModule
 
@@ -130,10 +134,10 @@ def _run_of(config: dict[str, Any], command: str) -> _Run:
     trainer = config.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
     used = [
-        next(classes_in([own], "trainer.callbacks", None), None)
-        for own in (callbacks if isinstance(callbacks, list) else [])
+        next(classes_in([callback], "trainer.callbacks", None), None)
+        for callback in (callbacks if isinstance(callbacks, list) else [])
     ]
-    return _Run(config, command, first["model"], first["data"], [own for own in used if own is not None])
+    return _Run(config, command, first["model"], first["data"], [kind for kind in used if kind is not None])
 
 
 def _messages(run: _Run, checks: Iterable[Callable[[_Run], None]]) -> Iterator[str]:
@@ -160,8 +164,8 @@ def _check_directory(run: _Run) -> None:
 
 def _check_loggers(run: _Run) -> None:
     entries = run.trainer.get("logger")
-    for own in entries if isinstance(entries, list) else [entries]:
-        path = own.get("class_path") if isinstance(own, dict) else own
+    for entry in entries if isinstance(entries, list) else [entries]:
+        path = entry.get("class_path") if isinstance(entry, dict) else entry
         module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
         package = _PACKAGES_OF_LOGGERS.get(name)
         if package and module.startswith(("lightning", "pytorch_lightning")) and find_spec(package) is None:
@@ -229,8 +233,8 @@ def _check_data(run: _Run) -> None:
 def _check_loops(run: _Run) -> None:
     kind = None if run.module is None else run.module.kind
     if kind is not None and kind.is_subclass(_MODULE) and _is_ours(kind):
-        others = [own.kind for own in run.callbacks if own not in run.loops]
-        provided = bool(run.loops) or not all(own is not None and _is_ours(own) for own in others)
+        others = [callback.kind for callback in run.callbacks if callback not in run.loops]
+        provided = bool(run.loops) or not all(kind is not None and _is_ours(kind) for kind in others)
         check_loops(kind.name, len(run.loops), provided)
 
 
@@ -242,10 +246,16 @@ def _is_ours(kind: SourceClass) -> bool:
 def _check_val_metric(run: _Run) -> None:
     for loop in run.loops:
         rewards, metric = loop.arguments.get("rewards") or [], loop.arguments.get("val_metric")
-        if isinstance(metric, str) and isinstance(rewards, list) and all(isinstance(own, dict) for own in rewards):
-            labels = [own.get("name") or str(own.get("function")).replace(":", ".").split(".")[-1] for own in rewards]
+        if (
+            isinstance(metric, str)
+            and isinstance(rewards, list)
+            and all(isinstance(reward, dict) for reward in rewards)
+        ):
+            labels = [
+                entry.get("name") or str(entry.get("function")).replace(":", ".").split(".")[-1] for entry in rewards
+            ]
             labels += [ENVIRONMENT] if loop.arguments.get("environment") else []
-            if not any("class_path" in own for own in rewards):
+            if not any("class_path" in reward for reward in rewards):
                 check_val_metric(metric, labels)
 
 
@@ -255,7 +265,7 @@ def _check_sizes(run: _Run) -> None:
     (loop,) = run.loops
     if loop.kind is None or loop.kind.path != _LOOP:
         return  # a subclass may count prompts in another way
-    if not all(own.arguments.keys() <= own.known.keys() for own in (loop, run.module, run.data)):
+    if not all(part.arguments.keys() <= part.known.keys() for part in (loop, run.module, run.data)):
         return  # a misspelt name may be that of a size
     group_size, prompts = _size(loop, "group_size"), _size(run.data, "batch_size")
     minibatch = _size(run.module, "minibatch_size")
@@ -268,10 +278,10 @@ def _check_sizes(run: _Run) -> None:
 
 def _estimator(module: UsedClass) -> Any:
     """Return the class of the estimator of advantages; None if it is unknown."""
-    own = next(classes_in(module.arguments.get("advantages"), "model.advantages", None), None)
+    estimator = next(classes_in(module.arguments.get("advantages"), "model.advantages", None), None)
     known = module.known.get("advantages")
-    if own is not None or known is None or "advantages" in module.arguments:
-        return None if own is None else own.kind
+    if estimator is not None or known is None or "advantages" in module.arguments:
+        return None if estimator is None else estimator.kind
     return known.module.evaluate(known.default.func) if isinstance(known.default, ast.Call) else None
 
 
@@ -298,12 +308,12 @@ def _check_rewards(run: _Run) -> None:
     (loop,) = run.loops
     entries = loop.arguments.get("rewards")
     rewards = [
-        RewardFunction(own["function"], name=own.get("name"))
-        for own in (entries if isinstance(entries, list) else [])
-        if isinstance(own, dict)
-        and own.keys() <= {"function", "name", "weight"}
-        and isinstance(own.get("name"), str | None)
-        and _loads_quickly(own.get("function"))
+        RewardFunction(entry["function"], name=entry.get("name"))
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict)
+        and entry.keys() <= {"function", "name", "weight"}
+        and isinstance(entry.get("name"), str | None)
+        and _loads_quickly(entry.get("function"))
     ]
     further = CONVERSATION_COLUMNS if loop.arguments.get("environment") else ()
     first = next(run.rows() or iter(()), None)
@@ -319,8 +329,8 @@ def _check_rewards(run: _Run) -> None:
 def _reward_columns(run: _Run, rows: Iterable[tuple[str, Row]]) -> list[str]:
     """Return the names of all columns of rows that reward functions get."""
     columns = run.columns
-    own = (columns.other_columns(columns.find(row), exclude=("prompt", "messages")) for _, row in rows)
-    return sorted({name for row in own for name in row})
+    further = (columns.other_columns(columns.find(row), exclude=("prompt", "messages")) for _, row in rows)
+    return sorted({name for row in further for name in row})
 
 
 def _loads_quickly(reference: Any) -> bool:
@@ -328,13 +338,13 @@ def _loads_quickly(reference: Any) -> bool:
     source = reference.rpartition(":")[0] if isinstance(reference, str) else ""
     if not source.endswith(".py"):
         return False
-    path = next((own for folder in (".", *sys.path) if (own := Path(folder, source)).is_file()), None)
+    path = next((candidate for folder in (".", *sys.path) if (candidate := Path(folder, source)).is_file()), None)
     if path is None:
         return True  # the message that it is missing needs no import
     try:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     except (SyntaxError, ValueError):
         return True
-    names = [alias.name for own in nodes if isinstance(own, ast.Import) for alias in own.names]
-    names += [own.module or "." for own in nodes if isinstance(own, ast.ImportFrom)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

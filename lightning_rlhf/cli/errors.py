@@ -105,4 +105,4 @@ def in_one_message(mistakes: Sequence[str]) -> str:
     """Return a message with several mistakes of a configuration, one in a line; a single one is returned as it is."""
     if len(mistakes) == 1:
         return mistakes[0]
-    return "\n".join([f"{len(mistakes)} mistakes in the configuration:", *(f"  {own}" for own in mistakes)])
+    return "\n".join([f"{len(mistakes)} mistakes in the configuration:", *(f"  {mistake}" for mistake in mistakes)])

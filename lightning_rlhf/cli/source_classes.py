@@ -86,10 +86,12 @@ class SourceModule:
             member = None if module is None else module.member(name)
             if not isinstance(member, Absent):
                 return member
-        is_open = any(own in self.text for own in _DYNAMIC) and self.name.partition(".")[0] != _PACKAGE
+        is_open = any(construct in self.text for construct in _DYNAMIC) and self.name.partition(".")[0] != _PACKAGE
         if is_open or "__invalid__" in self.names:
             return None
-        return Absent(f"{name!r} was not found in {self.name}{suggestion(name, [own for own in self.names if own])}")
+        return Absent(
+            f"{name!r} was not found in {self.name}{suggestion(name, [known for known in self.names if known])}"
+        )
 
     def _defined(self, statement: ast.stmt, original: str) -> Any:
         if isinstance(statement, ast.ClassDef):
@@ -146,7 +148,7 @@ class SourceClass:
     @functools.cached_property
     def order(self) -> list[SourceClass | None]:
         """The class and its base classes, nearest first; None in the place of an unknown one."""
-        bases = [own.value if isinstance(own, ast.Subscript) else own for own in self.node.bases]
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in self.node.bases]
         order: list[SourceClass | None] = [self]
         for base in bases:
             if isinstance(base, ast.Name) and base.id in ("object", "Generic", "Protocol", "ABC"):
@@ -162,9 +164,11 @@ class SourceClass:
     def attribute(self, name: str) -> Any:
         """Return the value of a class attribute that is a constant; None if it is unknown."""
         for kind in self.order:
-            for own in [] if kind is None else kind.node.body:
-                targets = own.targets if isinstance(own, ast.Assign) else [getattr(own, "target", None)]
-                value = getattr(own, "value", None)
+            for statement in [] if kind is None else kind.node.body:
+                targets = (
+                    statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+                )
+                value = getattr(statement, "value", None)
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                     return value.value if isinstance(value, ast.Constant) else None
         return None
@@ -174,9 +178,11 @@ class SourceClass:
         """Whether a method has no implementation."""
         methods: dict[str, bool] = {}
         for kind in self.order:
-            for own in [] if kind is None else kind.node.body:
-                if isinstance(own, ast.FunctionDef | ast.AsyncFunctionDef):
-                    methods.setdefault(own.name, any("abstract" in ast.unparse(part) for part in own.decorator_list))
+            for statement in [] if kind is None else kind.node.body:
+                if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                    methods.setdefault(
+                        statement.name, any("abstract" in ast.unparse(part) for part in statement.decorator_list)
+                    )
         return any(methods.values())
 
     @functools.cached_property
@@ -191,11 +197,11 @@ class SourceClass:
         for kind in self.order:
             if kind is None:
                 return {}
-            own = kind._own_parameters()
-            if own is None:
+            parameters = kind._own_parameters()
+            if parameters is None:
                 continue
-            passed |= set(list(own)[:count])
-            result = {name: parameter for name, parameter in own.items() if name not in passed} | result
+            passed |= set(list(parameters)[:count])
+            result = {name: parameter for name, parameter in parameters.items() if name not in passed} | result
             constructor = kind._constructor
             if constructor is None or constructor.args.kwarg is None:
                 return result
@@ -206,12 +212,12 @@ class SourceClass:
 
     @functools.cached_property
     def _constructor(self) -> ast.FunctionDef | None:
-        methods = (own for own in self.node.body if isinstance(own, ast.FunctionDef))
-        return next((own for own in methods if own.name == "__init__"), None)
+        methods = (method for method in self.node.body if isinstance(method, ast.FunctionDef))
+        return next((method for method in methods if method.name == "__init__"), None)
 
     def _own_parameters(self) -> dict[str, Parameter] | None:
         """Return the parameters of the constructor of this class alone; None if it inherits the constructor."""
-        if any("dataclass" in ast.unparse(own) for own in self.node.decorator_list):
+        if any("dataclass" in ast.unparse(decorator) for decorator in self.node.decorator_list):
             return self._fields()
         return None if self._constructor is None else _parameters_of(self._constructor, self.module)
 
@@ -219,11 +225,11 @@ class SourceClass:
         """Return the parameters of the constructor of a dataclass."""
         fields: dict[str, Parameter] = {}
         for kind in reversed(self.order):
-            for own in [] if kind is None else kind.node.body:
-                if isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
-                    is_constant = ast.unparse(own.annotation).startswith("ClassVar")
-                    if kind is not None and not is_constant and "init=False" not in ast.unparse(own):
-                        fields[own.target.id] = Parameter(own.annotation, kind.module, own.value)
+            for statement in [] if kind is None else kind.node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    is_constant = ast.unparse(statement.annotation).startswith("ClassVar")
+                    if kind is not None and not is_constant and "init=False" not in ast.unparse(statement):
+                        fields[statement.target.id] = Parameter(statement.annotation, kind.module, statement.value)
         return fields
 
 
@@ -308,7 +314,7 @@ def class_named(name: str) -> SourceClass | None:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a message with the nearest of the known names; empty if none is near."""
-    by_case = {own.lower(): own for own in known}
+    by_case = {match.lower(): match for match in known}
     near = [by_case[name.lower()]] if name.lower() in by_case else difflib.get_close_matches(name, by_case.values(), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -323,34 +329,34 @@ def _spec(name: str) -> Any:
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, tuple[ast.stmt, str]]]:
     """Yield (name, (statement, original name)) of a module, those in ``if``, ``try`` and ``with`` included."""
-    for own in body:
-        if isinstance(own, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield own.name, (own, own.name)
-        elif isinstance(own, ast.Import):
-            for alias in own.names:
+    for statement in body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement.name, (statement, statement.name)
+        elif isinstance(statement, ast.Import):
+            for alias in statement.names:
                 first = alias.name.partition(".")[0]
-                yield (alias.asname, (own, alias.name)) if alias.asname else (first, (own, first))
-        elif isinstance(own, ast.ImportFrom):
-            for alias in own.names:
-                key = f"* of {own.level}{own.module}" if alias.name == "*" else alias.asname or alias.name
-                yield key, (own, alias.name)
-        elif isinstance(own, ast.Assign):
-            for target in own.targets:
+                yield (alias.asname, (statement, alias.name)) if alias.asname else (first, (statement, first))
+        elif isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                key = f"* of {statement.level}{statement.module}" if alias.name == "*" else alias.asname or alias.name
+                yield key, (statement, alias.name)
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
                 parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                yield from ((part.id, (own, part.id)) for part in parts if isinstance(part, ast.Name))
-        elif isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
-            yield own.target.id, (own, own.target.id)
-        elif isinstance(own, ast.If | ast.Try | ast.With):
+                yield from ((part.id, (statement, part.id)) for part in parts if isinstance(part, ast.Name))
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, (statement, statement.target.id)
+        elif isinstance(statement, ast.If | ast.Try | ast.With):
             for name in ("body", "orelse", "finalbody"):
-                yield from _definitions(getattr(own, name, []))
-            for handler in getattr(own, "handlers", []):
+                yield from _definitions(getattr(statement, name, []))
+            for handler in getattr(statement, "handlers", []):
                 yield from _definitions(handler.body)
 
 
 def _super_calls(constructor: ast.FunctionDef) -> list[ast.Call]:
     """Return the calls of a base class's constructor."""
-    calls = [own for own in ast.walk(constructor) if isinstance(own, ast.Call)]
-    return [own for own in calls if isinstance(own.func, ast.Attribute) and own.func.attr == "__init__"]
+    calls = [node for node in ast.walk(constructor) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"]
 
 
 def _parameters_of(function: ast.FunctionDef, module: SourceModule) -> dict[str, Parameter]:
@@ -361,7 +367,7 @@ def _parameters_of(function: ast.FunctionDef, module: SourceModule) -> dict[str,
     pairs = zip(
         [*positional, *signature.kwonlyargs], [*without, *signature.defaults, *signature.kw_defaults], strict=True
     )
-    result = {own.arg: Parameter(own.annotation, module, default) for own, default in pairs}
+    result = {argument.arg: Parameter(argument.annotation, module, default) for argument, default in pairs}
     result.pop(positional[0].arg, None)
     return result
 
@@ -386,7 +392,7 @@ def _annotation(expression: ast.expr, module: SourceModule) -> Any:
         return type(origin.name, (), {"__module__": origin.module.name, "source": origin})
     if isinstance(origin, ast.Assign) and origin.value is not expression:  # an alias such as Source = str | Pretrained
         owner = next(
-            (own for own in _origins(module, name) if origin in [part for part, _ in own.names.values()]), None
+            (source for source in _origins(module, name) if origin in [part for part, _ in source.names.values()]), None
         )
         return Any if owner is None else _annotation(origin.value, owner)
     return _COLLECTIONS.get(name, Any)
@@ -397,15 +403,15 @@ def _subscripted(expression: ast.Subscript, module: SourceModule) -> Any:
     name = ast.unparse(expression.value).rpartition(".")[2]
     parts = expression.slice.elts if isinstance(expression.slice, ast.Tuple) else [expression.slice]
     if name == "Literal":
-        choices = tuple(own.value for own in parts if isinstance(own, ast.Constant))
+        choices = tuple(part.value for part in parts if isinstance(part, ast.Constant))
         return Literal[choices] if len(choices) == len(parts) else Any
     if name in ("Optional", "Union"):
-        options = [_annotation(own, module) for own in parts]
+        options = [_annotation(part, module) for part in parts]
         return functools.reduce(operator.or_, [*options, *([None] if name == "Optional" else [])])
     kind = {**_BUILT_IN, **_COLLECTIONS}.get(name)
     if kind is None or kind is Callable:
         return Any if kind is None else Callable
-    return types.GenericAlias(kind, tuple(_annotation(own, module) for own in parts))  # type: ignore[arg-type]
+    return types.GenericAlias(kind, tuple(_annotation(part, module) for part in parts))  # type: ignore[arg-type]
 
 
 def _origins(module: SourceModule, name: str) -> Iterator[SourceModule]:

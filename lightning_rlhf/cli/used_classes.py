@@ -81,7 +81,7 @@ def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
 def _accepts(annotation: Any, kind: SourceClass | None) -> bool:
     """Return whether a class is one of those in an annotation, or a subclass."""
     options = [annotation, *typing.get_args(annotation)]
-    sources = [source for own in options if (source := getattr(own, "source", None)) is not None]
+    sources = [source for option in options if (source := getattr(option, "source", None)) is not None]
     return kind is not None and any(kind.is_subclass(source.path) for source in sources)
 
 

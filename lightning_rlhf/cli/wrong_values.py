@@ -39,7 +39,7 @@ def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
         return None
     options = _options(annotation)
     values = [value, *_parsed(value)]
-    if any(_matches(own, option) for own in values for option in options):
+    if any(_matches(value, option) for value in values for option in options):
         return None
     shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
     message = f"{name} must be {_described(options)}, got {shown}"
@@ -127,6 +127,6 @@ def _subclasses(kind: Any) -> list[str]:
     }
     return [
         path
-        for path, own in sorted(public.items())
-        if isinstance(own, SourceClass) and own.is_subclass(source.path) and not own.is_abstract
+        for path, home in sorted(public.items())
+        if isinstance(home, SourceClass) and home.is_subclass(source.path) and not home.is_abstract
     ]

@@ -258,7 +258,7 @@ class RowsDataModule(LightningDataModule):
     def ignored_tools(self) -> str:
         """Warning about ``tools`` that the chat template does not render; empty if it renders them."""
         probe = [{"role": "user", "content": "question"}]
-        plain, with_tools = (Chat(self.tokenizer, own, self.chat_template_kwargs) for own in (None, self.tools))
+        plain, with_tools = (Chat(self.tokenizer, tools, self.chat_template_kwargs) for tools in (None, self.tools))
         try:
             if not self.tools or plain.render(probe, "prompt") != with_tools.render(probe, "prompt"):
                 return ""

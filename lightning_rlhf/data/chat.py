@@ -297,7 +297,9 @@ def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str
     """
     schemas = []
     tools = [load_function(function) if isinstance(function, str) else function for function in functions]
-    for loaded in [own for tool in tools for own in (without_self(tool) if isinstance(tool, type) else [tool])]:
+    for loaded in [
+        function for tool in tools for function in (without_self(tool) if isinstance(tool, type) else [tool])
+    ]:
         try:
             schemas.append(get_json_schema(loaded))
         except (DocstringParsingException, TypeHintParsingException) as error:

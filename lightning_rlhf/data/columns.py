@@ -222,7 +222,7 @@ def _hint(column: str, row: Row, mapping: Mapping[str, str]) -> str:
     if likely is None:
         near = difflib.get_close_matches(column, map(str, row), n=1)
         return f"; did you mean {near[0]!r}?" if near else ""
-    entries = ", ".join(f"{field}: {own}" for field, own in {**mapping, column: likely}.items())
+    entries = ", ".join(f"{field}: {source}" for field, source in {**mapping, column: likely}.items())
     return f"; to use {likely!r}, set data.init_args.columns: {{{entries}}}"
 
 

@@ -84,10 +84,10 @@ class PromptDataModule(RowsDataModule):
         uses_template = any(examples[0].messages for examples in self.examples.values() if len(examples))
         if end is None or end in ends or not uses_template:
             return ""
-        token, own = (self.tokenizer.convert_ids_to_tokens(index) for index in (end, ends[0]))
+        token, own_end = (self.tokenizer.convert_ids_to_tokens(index) for index in (end, ends[0]))
         return (
             f"the chat template ends a message of the assistant with {token!r} (id {end}), but responses end with the "
-            f"tokenizer's end token {own!r} (id {ends[0]}): set stop_token_ids: [{end}] in RolloutLoop, or another "
+            f"tokenizer's end token {own_end!r} (id {ends[0]}): set stop_token_ids: [{end}] in RolloutLoop, or another "
             f"eos_token in the tokenizer, so that responses do not continue after the answer"
         )
 

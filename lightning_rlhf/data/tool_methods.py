@@ -24,7 +24,9 @@ def tool_methods(owner: type) -> dict[str, Callable[..., Any]]:
 
 def without_self(owner: type) -> list[Callable[..., Any]]:
     """Return the methods of a class that are tools, without their argument ``self``, for schemas."""
-    is_static = {name for base in owner.__mro__ for name, own in vars(base).items() if isinstance(own, staticmethod)}
+    is_static = {
+        name for base in owner.__mro__ for name, member in vars(base).items() if isinstance(member, staticmethod)
+    }
     return [
         method if name in is_static else types.MethodType(method, owner) for name, method in tool_methods(owner).items()
     ]

@@ -114,7 +114,7 @@ def _call(environment: Any, name: str, offered: Mapping[str, Any]) -> Steps[Any]
 
 
 def run_steps(steps: Steps[_Result]) -> _Result:
-    """Run steps in this thread; what must be awaited runs in an event loop of the thread."""
+    """Run steps in this thread; awaitable results run in an event loop of the thread."""
     try:
         awaitable = next(steps)
         while True:

@@ -163,7 +163,7 @@ class _ExitError(RunError):
 
 
 async def _awaited(steps: Steps[_Result]) -> _Result:
-    """Run steps in the running event loop, which awaits what must be awaited."""
+    """Run steps in the running event loop, and await their awaitable results."""
     try:
         awaitable = next(steps)
         while True:

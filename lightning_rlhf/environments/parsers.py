@@ -136,7 +136,9 @@ class MarkedToolCalls(ToolCallParser):
     def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Validate that the environment has the tool, and the tool the argument."""
         functions = [schema["function"] for schema in tools]
-        arguments = {own["name"]: list((own.get("parameters") or {}).get("properties") or {}) for own in functions}
+        arguments = {
+            function["name"]: list((function.get("parameters") or {}).get("properties") or {}) for function in functions
+        }
         if arguments and self.tool not in arguments:
             raise UsageError(f"MarkedToolCalls calls the tool {self.tool!r}, but the tools are {', '.join(arguments)}")
         if arguments and self.argument not in arguments[self.tool]:

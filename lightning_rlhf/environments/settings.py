@@ -110,8 +110,8 @@ class EnvironmentSettings:
     def may_finish(self) -> bool:
         """Whether the environment may have a method ``finish``, which is not known of those that a function returns."""
         factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
-        own = getattr(factory, "finish", None)
-        return not isinstance(factory, type) or own not in (None, Environment.finish)
+        finish = getattr(factory, "finish", None)
+        return not isinstance(factory, type) or finish not in (None, Environment.finish)
 
     @property
     def spec(self) -> Spec:
@@ -177,7 +177,7 @@ def _check_method(factory: type, name: str, passed: Sequence[str]) -> None:
         return
     parameters = list(inspect.signature(method).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if unknown := [own for own in required if own not in passed]:
+    if unknown := [parameter for parameter in required if parameter not in passed]:
         raise UsageError(
             f"{factory.__qualname__}.{name}() has the argument {unknown[0]!r}, which is not passed to it: it may have "
             f"the arguments {', '.join(passed) or 'none'}"

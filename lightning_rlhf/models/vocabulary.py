@@ -27,7 +27,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
     (first, source), *_ = roles.items()
     expected, whose = vocab_size(source), "the run's"
     if tokenizer is None:
-        tokenizer, whose = _own_tokenizer(first, source), f"{first}'s"
+        tokenizer, whose = _saved_tokenizer(first, source), f"{first}'s"
     checked: list[ModelSource] = []
     for name, source in roles.items():
         if source in checked:
@@ -39,9 +39,9 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
                 f"the tokenizer has {len(tokenizer)} tokens, {name} only {size}: "
                 f"use the tokenizer that belongs to {name}"
             )
-        own = _own_tokenizer(name, source)
-        if own is not None and tokenizer is not None:
-            _check_same_ids(own.get_vocab(), tokenizer.get_vocab(), name, whose)
+        saved = _saved_tokenizer(name, source)
+        if saved is not None and tokenizer is not None:
+            _check_same_ids(saved.get_vocab(), tokenizer.get_vocab(), name, whose)
         elif size != expected:
             raise UsageError(
                 f"vocabulary sizes differ ({name} {size}, {first} {expected}), and there is no tokenizer to compare: "
@@ -49,12 +49,14 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
             )
 
 
-def _check_same_ids(own: dict[str, int], ours: dict[str, int], name: str, whose: str) -> None:
+def _check_same_ids(tokens: dict[str, int], ours: dict[str, int], name: str, whose: str) -> None:
     """Raise if a token has different ids or is missing in one vocabulary; the message names the first such token."""
-    order = [*sorted(ours, key=lambda token: ours[token]), *sorted(own, key=lambda token: own[token])]
-    token = next((token for token in order if own.get(token) != ours.get(token)), None)
+    order = [*sorted(ours, key=lambda token: ours[token]), *sorted(tokens, key=lambda token: tokens[token])]
+    token = next((token for token in order if tokens.get(token) != ours.get(token)), None)
     if token is not None:
-        here, there = (f"{token!r} is {ids[token]}" if token in ids else f"{token!r} is unknown" for ids in (own, ours))
+        here, there = (
+            f"{token!r} is {ids[token]}" if token in ids else f"{token!r} is unknown" for ids in (tokens, ours)
+        )
         raise UsageError(
             f"{name} was trained with another tokenizer: in its tokenizer {here}, in {whose} {there}; "
             f"all roles must use the same token ids, so choose models that share one tokenizer"
@@ -66,7 +68,7 @@ def vocab_size(source: ModelSource) -> int:
     return int(source.hf_config().get_text_config().vocab_size)
 
 
-def _own_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | None:
+def _saved_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that was saved with a model; None if it has no tokenizer."""
     if not isinstance(source, Pretrained) or not any(_has(source, file) for file in _FILES):
         return None

@@ -20,11 +20,11 @@ class MatrixDecayAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, params: Iterable[Tensor], weight_decay: float = 0.01, **options: Any) -> None:
-        own = list(params)
+        parameters = list(params)
         # ZeRO stage 3 replaces parameters by empty tensors, and keeps their shapes in ds_shape.
-        matrices = [parameter for parameter in own if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
+        matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
         known = {id(parameter) for parameter in matrices}
-        others = [parameter for parameter in own if id(parameter) not in known]
+        others = [parameter for parameter in parameters if id(parameter) not in known]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         super().__init__([group for group in groups if group["params"]], weight_decay=weight_decay, **options)
 

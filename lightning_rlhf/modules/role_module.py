@@ -84,7 +84,7 @@ class RoleModule(LightningModule):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(
-            {name: own if isinstance(own, partial) else copy.deepcopy(own, memo) for name, own in state.items()}
+            {name: value if isinstance(value, partial) else copy.deepcopy(value, memo) for name, value in state.items()}
         )
         return made
 

@@ -201,7 +201,7 @@ def breaks_of(batch: TensorBatch) -> list[list[int]]:
     for row, token in starts.nonzero().tolist():
         breaks[row].append(token)
     prompts = getattr(batch, "prompt_lengths").tolist()  # noqa: B009 (only rollouts have starts)
-    return [[prompt + token for token in own] for prompt, own in zip(prompts, breaks, strict=True)]
+    return [[prompt + token for token in offsets] for prompt, offsets in zip(prompts, breaks, strict=True)]
 
 
 @torch.no_grad()

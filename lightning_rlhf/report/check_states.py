@@ -97,7 +97,9 @@ def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:
     """
     rows = parts[need.metrics[0].startswith("val/")]
     logged = {name for row in rows for name in row}
-    names = [next((own for own in each.split("|") if own in logged), each) for each in need.metrics]
+    names = [
+        next((alternative for alternative in each.split("|") if alternative in logged), each) for each in need.metrics
+    ]
     missing = [name.replace("|", " or ") for name in names if name not in logged]
     if missing and parts[False]:
         return "no data", f"{missing[0]} is not logged"

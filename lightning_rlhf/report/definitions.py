@@ -27,7 +27,7 @@ def definitions(names: Iterable[str]) -> dict[str, dict[str, str]]:
         names: names of metrics.
     """
     known = {name: _definition(name) for name in names}
-    return {name: own for name, own in known.items() if own is not None}
+    return {name: definition for name, definition in known.items() if definition is not None}
 
 
 @cache

@@ -80,7 +80,7 @@ class HealthMonitor:
                 continue
             if (failure := check(history)) is not None:
                 finding = Finding(name, step, *failure)
-                cause = next((own for own in _CAUSES.get(name, ()) if own in failed), None)
+                cause = next((cause for cause in _CAUSES.get(name, ()) if cause in failed), None)
                 if cause is not None and not (name == "truncation" and _failed_from_the_start(history, finding)):
                     remedy = f'This is probably a consequence of "{cause}" (step {failed[cause]}): mend that first'
                     finding = replace(finding, remedy=remedy)
@@ -107,7 +107,7 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
         means = values_of(history.first, f"reward/{name}")
         deviations = values_of(history.first, f"reward/{name}_std")
         constant = len(deviations) == len(means) == FIRST_STEPS and len({f"{mean:.6g}" for mean in means}) == 1
-        if constant and all(own <= 1e-6 * abs(mean) for own, mean in zip(deviations, means, strict=True)):
+        if constant and all(deviation <= 1e-6 * abs(mean) for deviation, mean in zip(deviations, means, strict=True)):
             return (
                 f"reward/{name}_std",
                 deviations[-1],

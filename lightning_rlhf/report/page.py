@@ -131,7 +131,7 @@ def _data_of(run: RunDirectory, live: bool, signature: tuple[Any, ...]) -> dict[
         "environment": run.environment(),
         "rewards": [reward_quantiles(step, paths) for step, paths in files.items()],
         "groups": groups_of(ends[steps[-1]]) if steps else [],
-        "samples": [{"step": step, "rows": samples_of(own)} for step, own in ends.items()],
+        "samples": [{"step": step, "rows": samples_of(responses)} for step, responses in ends.items()],
         "validations": list(validations),
         **({} if live else {"answers": answers_of(validations)}),
     }
@@ -170,7 +170,7 @@ def _columns(rows: list[tuple[int, Row]]) -> dict[str, list[float | None]]:
 
 def setting_texts(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a configuration as texts."""
-    return {k: own if isinstance(own, str) else json.dumps(own, default=str) for k, own in config.items()}
+    return {k: value if isinstance(value, str) else json.dumps(value, default=str) for k, value in config.items()}
 
 
 def reward_quantiles(step: int, files: Sequence[Path]) -> dict[str, Any]:
@@ -224,12 +224,12 @@ def answers_of(validations: dict[int, list[Path]]) -> list[dict[str, Any]]:
     steps = list(validations)
     ends = {step: read_responses(validations[step]) for step in sorted({*steps[:1], *steps[-1:]})}
     rows = {
-        step: {index: row for row in own if (index := number(row.get("index"))) is not None}
-        for step, own in ends.items()
+        step: {index: row for row in responses if (index := number(row.get("index"))) is not None}
+        for step, responses in ends.items()
     }
-    common = set.intersection(*(set(own) for own in rows.values())) if rows else set()
+    common = set.intersection(*(set(responses) for responses in rows.values())) if rows else set()
     chosen = sorted(common)[:_SAMPLES]
-    return [{"step": step, "rows": [_sample(own[index]) for index in chosen]} for step, own in rows.items()]
+    return [{"step": step, "rows": [_sample(responses[index]) for index in chosen]} for step, responses in rows.items()]
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:

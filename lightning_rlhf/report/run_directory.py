@@ -184,7 +184,9 @@ class RunDirectory:
             return []
         with os.scandir(folder) as entries:
             named = [entry for entry in entries if re.fullmatch(ROLLOUT_FILE, entry.name)]
-            return [own for own in named if own.is_file() and (not own.is_symlink() or self._has(Path(own.path)))]
+            return [
+                entry for entry in named if entry.is_file() and (not entry.is_symlink() or self._has(Path(entry.path)))
+            ]
 
     def rollout_files(self, kind: Literal["step", "validation"] = "step") -> dict[int, list[Path]]:
         """Return the files with the responses of each step or validation, one file for each rank, in order."""

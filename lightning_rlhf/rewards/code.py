@@ -78,8 +78,8 @@ class CodeExecution:
             )
         empty = [None] * len(completions)
         rows = [
-            (extract_program(text) if self.fenced else text, read_tests(truth if own is None else own))
-            for text, own, truth in zip(completions, tests or empty, ground_truth or empty, strict=True)
+            (extract_program(text) if self.fenced else text, read_tests(truth if case is None else case))
+            for text, case, truth in zip(completions, tests or empty, ground_truth or empty, strict=True)
         ]
         if len(rows) == 1:
             return [self._score(*rows[0])]

@@ -55,10 +55,12 @@ class BySource:
         values: list[float | None] = [None] * len(completions)
         for pattern, rows in rows_by_pattern.items():
             reward = self.rewards[pattern]
-            own = {name: [column[row] for row in rows] for name, column in columns.items() if isinstance(column, list)}
+            selected = {
+                name: [column[row] for row in rows] for name, column in columns.items() if isinstance(column, list)
+            }
             with RewardExecutor([reward]) as executor:
                 try:
-                    scored = executor.score(own, trainer_state)
+                    scored = executor.score(selected, trainer_state)
                 except RuntimeError as error:
                     # Raise the original error: the caller's message adds the row and on_error.
                     raise error.__cause__ or error from None

@@ -75,16 +75,16 @@ class AgentLoop(ConversationLoop):
         self._endpoint = endpoint
         self._agents: dict[int, _Agent] = {}
 
-    def _start(self, own: RunningConversation) -> None:
+    def _start(self, running: RunningConversation) -> None:
         """Start an agent."""
-        agent = self._agents[own.index] = _Agent()
-        agent.api_key = self._endpoint.register(partial(self._receive, own))
-        self._call_host(own, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
+        agent = self._agents[running.index] = _Agent()
+        agent.api_key = self._endpoint.register(partial(self._receive, running))
+        self._call_host(running, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
 
-    def _release(self, own: RunningConversation) -> None:
+    def _release(self, running: RunningConversation) -> None:
         """Reject further requests of a conversation."""
-        super()._release(own)
-        agent = self._agents[own.index]
+        super()._release(running)
+        agent = self._agents[running.index]
         self._endpoint.remove(agent.api_key)
         for answer in [agent.answer, *(answer for _, answer in agent.waiting)]:
             if answer is not None and not answer.done():
@@ -92,26 +92,26 @@ class AgentLoop(ConversationLoop):
 
     # -- requests ---------------------------------------------------------------------------------------------
 
-    def _receive(self, own: RunningConversation, body: Body) -> Future[Body]:
+    def _receive(self, running: RunningConversation, body: Body) -> Future[Body]:
         """Pass a request to the loop; called in the thread of the request."""
         answer: Future[Body] = Future()
         event: Future[tuple[Body, Future[Body]]] = Future()
         event.set_result((body, answer))
-        self._notify(self._on_request, own, event)
+        self._notify(self._on_request, running, event)
         return answer
 
-    def _on_request(self, own: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
+    def _on_request(self, running: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
         """Request the next turn, unless one is being generated."""
         body, answer = request
-        agent = self._agents[own.index]
-        if own.index in self._completions or agent.outcome is not None:
+        agent = self._agents[running.index]
+        if running.index in self._completions or agent.outcome is not None:
             answer.set_exception(RefusedRequest("the conversation has ended"))
         elif agent.answer is not None:
             agent.waiting.append(request)
         else:
             try:
                 messages, tools = messages_of(body), tools_of(body)
-                self._extend(own, agent, messages, tools)
+                self._extend(running, agent, messages, tools)
             except RefusedRequest as error:
                 answer.set_exception(error)
                 return
@@ -120,22 +120,24 @@ class AgentLoop(ConversationLoop):
                 return
             agent.answer, agent.messages = answer, messages
             agent.max_tokens = limit_of(body)
-            own.environment_s += time.perf_counter() - own.called_at
+            running.environment_s += time.perf_counter() - running.called_at
             self._calls -= 1  # the agent waits
-            self._ready.append(own)
+            self._ready.append(running)
 
-    def _extend(self, own: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]) -> None:
+    def _extend(
+        self, running: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]
+    ) -> None:
         """Append the new messages of an agent to the row of tokens, or begin another row.
 
         Raises:
             RefusedRequest: no further turn is possible.
         """
-        if len(own.turns) == self._settings.max_turns:
-            own.conversation.end("max_turns")
+        if len(running.turns) == self._settings.max_turns:
+            running.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
         branch = _continued(agent.branches, messages)
         if branch is not None:
-            own.conversation = conversation = branch.conversation
+            running.conversation = conversation = branch.conversation
             if conversation.stop is not None:
                 raise _too_long("the last turn was cut, and cannot be continued")
             turn, before = conversation.last_turn
@@ -146,77 +148,77 @@ class AgentLoop(ConversationLoop):
                 raise _too_long("no token is left for another turn")
             return
         prompt = self._bridge.conversation(messages, tools)
-        left = len(own.request.prompt_ids) + own.request.sampling.max_tokens - len(prompt)
+        left = len(running.request.prompt_ids) + running.request.sampling.max_tokens - len(prompt)
         if left < 1:
             raise _too_long(f"the messages have {len(prompt)} tokens")
-        own.conversation = Conversation(prompt, replace(self._limits(own.request), max_response_tokens=left))
+        running.conversation = Conversation(prompt, replace(self._limits(running.request), max_response_tokens=left))
 
-    def _turn_budget(self, own: RunningConversation) -> int:
+    def _turn_budget(self, running: RunningConversation) -> int:
         """Return the largest number of tokens of the next turn."""
-        limit = self._agents[own.index].max_tokens
-        budget = own.conversation.turn_budget
+        limit = self._agents[running.index].max_tokens
+        budget = running.conversation.turn_budget
         return budget if limit is None else max(1, min(budget, limit))
 
-    def _on_turn(self, own: RunningConversation, completion: Completion) -> None:
+    def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
-        agent = self._agents[own.index]
+        agent = self._agents[running.index]
         if agent.answer is None:  # of an agent that failed before its first request
-            super()._on_turn(own, completion)
+            super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
-        is_agents_limit = self._turn_budget(own) < own.conversation.turn_budget
-        own.conversation.add_turn(completion, may_be_cut=is_agents_limit)
-        turn = self._turn_of(own, completion)
-        own.turns.append(turn)
-        own.malformed += turn.malformed is not None
-        body = response_of(turn, completion, own.conversation)
-        own.messages = [*agent.messages, _normalised(body["choices"][0]["message"])]
-        others = [branch for branch in agent.branches if branch.conversation is not own.conversation]
-        agent.branches = [*others, _Branch(own.messages, own.conversation)]
+        is_agents_limit = self._turn_budget(running) < running.conversation.turn_budget
+        running.conversation.add_turn(completion, may_be_cut=is_agents_limit)
+        turn = self._turn_of(running, completion)
+        running.turns.append(turn)
+        running.malformed += turn.malformed is not None
+        body = response_of(turn, completion, running.conversation)
+        running.messages = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        others = [branch for branch in agent.branches if branch.conversation is not running.conversation]
+        agent.branches = [*others, _Branch(running.messages, running.conversation)]
         answer, agent.answer = agent.answer, None
         self._calls += 1
-        own.called_at = time.perf_counter()
+        running.called_at = time.perf_counter()
         answer.set_result(body)
         if agent.outcome is not None:
-            self._settle(own, agent.outcome)
+            self._settle(running, agent.outcome)
         while agent.waiting and agent.answer is None:
-            self._on_request(own, agent.waiting.pop(0))
+            self._on_request(running, agent.waiting.pop(0))
 
     # -- end --------------------------------------------------------------------------------------------------
 
-    def _on_outcome(self, own: RunningConversation, outcome: Reply | Fault) -> None:
+    def _on_outcome(self, running: RunningConversation, outcome: Reply | Fault) -> None:
         """End the conversation of an agent that has returned; a turn that is being generated is awaited."""
-        agent = self._agents[own.index]
+        agent = self._agents[running.index]
         agent.outcome = outcome
         if agent.answer is None:
-            own.environment_s += time.perf_counter() - own.called_at
-            self._settle(own, outcome)
+            running.environment_s += time.perf_counter() - running.called_at
+            self._settle(running, outcome)
 
-    def _settle(self, own: RunningConversation, outcome: Reply | Fault) -> None:
+    def _settle(self, running: RunningConversation, outcome: Reply | Fault) -> None:
         """Store the reward of an agent and finish its conversation."""
         self._calls -= 1
-        if isinstance(outcome, Reply) and not own.turns:
+        if isinstance(outcome, Reply) and not running.turns:
             outcome = Fault("invalid", "ended without a turn of the policy")
         if isinstance(outcome, Fault):
-            self._on_fault(own, outcome)
+            self._on_fault(running, outcome)
             return
-        own.rewards[0] = outcome.reward
-        own.metrics = {**outcome.metrics, "branches": float(len(self._agents[own.index].branches) - 1)}
-        own.conversation.end("done")
-        self._finish(own)
+        running.rewards[0] = outcome.reward
+        running.metrics = {**outcome.metrics, "branches": float(len(self._agents[running.index].branches) - 1)}
+        running.conversation.end("done")
+        self._finish(running)
 
-    def _finish(self, own: RunningConversation) -> None:
+    def _finish(self, running: RunningConversation) -> None:
         """Store the branches of a conversation as one row."""
-        branches = [branch.conversation for branch in self._agents[own.index].branches]
+        branches = [branch.conversation for branch in self._agents[running.index].branches]
         if branches:
-            stop, row = own.conversation.stop, branches[0]
-            own.text_starts = [row.append(branch) for branch in branches[1:]]
-            row.stop, own.conversation = stop, row
-        super()._finish(own)
+            stop, row = running.conversation.stop, branches[0]
+            running.text_starts = [row.append(branch) for branch in branches[1:]]
+            row.stop, running.conversation = stop, row
+        super()._finish(running)
 
-    def _turn_rewards(self, own: RunningConversation) -> list[float]:
+    def _turn_rewards(self, running: RunningConversation) -> list[float]:
         """Return the reward of each turn: that of the agent belongs to the last one."""
-        return [0.0] * (len(own.conversation.turn_ends) - 1) + [own.rewards[0]]
+        return [0.0] * (len(running.conversation.turn_ends) - 1) + [running.rewards[0]]
 
 
 def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch | None:

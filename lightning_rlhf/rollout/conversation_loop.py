@@ -139,8 +139,8 @@ class ConversationLoop:
         ]
         began = logged = time.monotonic()
         try:
-            for own in running:
-                self._start(own)
+            for conversation in running:
+                self._start(conversation)
             while len(self._completions) < len(running):
                 # An engine that generates at once gets as many turns together as possible.
                 if self._ready and (self._engine.traits.overlaps or not self._calls):
@@ -154,17 +154,17 @@ class ConversationLoop:
                     log.info("Waiting for %s conversations for %.0f s.", missing, logged - began)
             return [self._completions[index] for index in range(len(running))]
         finally:
-            for own in running:
-                if own.index not in self._completions:
-                    self._release(own)
+            for conversation in running:
+                if conversation.index not in self._completions:
+                    self._release(conversation)
 
     def _handle_events(self) -> int:
         """Wait for an event, but not long, and handle all that have happened; return their number."""
         events, seconds = 0, _CHECK_SECONDS
         with contextlib.suppress(Empty):
             while True:
-                handle, own, future = self._events.get(timeout=seconds)
-                handle(own, future.result())
+                handle, running, future = self._events.get(timeout=seconds)
+                handle(running, future.result())
                 events, seconds = events + 1, 0.0
         return events
 
@@ -172,56 +172,56 @@ class ConversationLoop:
         settings = self._settings
         return Limits(settings.max_turns, request.sampling.max_tokens, settings.max_turn_tokens)
 
-    def _start(self, own: RunningConversation) -> None:
+    def _start(self, running: RunningConversation) -> None:
         """Start the environment of a conversation."""
-        self._call_environment(own)
+        self._call_environment(running)
 
-    def _release(self, own: RunningConversation) -> None:
+    def _release(self, running: RunningConversation) -> None:
         """Close the environment of a conversation."""
-        self._host.release(own.key)
+        self._host.release(running.key)
 
     # -- turns ------------------------------------------------------------------------------------------------
 
     def _request_turns(self) -> None:
         """Request the next turn of all conversations that are ready."""
-        ready, self._ready = sorted(self._ready, key=lambda own: own.index), []
+        ready, self._ready = sorted(self._ready, key=lambda running: running.index), []
         futures = self._engine.request(
-            [own.conversation.request for own in ready],
-            [replace(own.request.sampling, max_tokens=self._turn_budget(own)) for own in ready],
-            [own.request.turn_seeds[len(own.turns)] for own in ready],
+            [running.conversation.request for running in ready],
+            [replace(running.request.sampling, max_tokens=self._turn_budget(running)) for running in ready],
+            [running.request.turn_seeds[len(running.turns)] for running in ready],
         )
-        for own, future in zip(ready, futures, strict=True):
-            self._notify(self._on_turn, own, future)
+        for running, future in zip(ready, futures, strict=True):
+            self._notify(self._on_turn, running, future)
 
-    def _turn_budget(self, own: RunningConversation) -> int:
+    def _turn_budget(self, running: RunningConversation) -> int:
         """Return the largest number of tokens of the next turn."""
-        return own.conversation.turn_budget
+        return running.conversation.turn_budget
 
     def _notify(
-        self, handle: Callable[[RunningConversation, Any], None], own: RunningConversation, future: Future[Any]
+        self, handle: Callable[[RunningConversation, Any], None], running: RunningConversation, future: Future[Any]
     ) -> None:
-        future.add_done_callback(lambda done: self._events.put((handle, own, done)))
+        future.add_done_callback(lambda done: self._events.put((handle, running, done)))
 
-    def _on_turn(self, own: RunningConversation, completion: Completion) -> None:
+    def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn, and pass it to the environment if the conversation continues."""
         self._check.check_one(completion)
-        conversation = own.conversation
+        conversation = running.conversation
         conversation.add_turn(completion)
-        turn = self._turn_of(own, completion)
-        if own.fault is not None:
+        turn = self._turn_of(running, completion)
+        if running.fault is not None:
             conversation.end("fault")
         if conversation.stop is not None:
-            own.messages.append({"role": "assistant", "content": turn.text})
-            own.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(own.rewards))
-            self._end(own, turn)
+            running.messages.append({"role": "assistant", "content": turn.text})
+            running.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(running.rewards))
+            self._end(running, turn)
             return
-        own.turns.append(turn)
-        own.malformed += turn.malformed is not None
+        running.turns.append(turn)
+        running.malformed += turn.malformed is not None
         calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in turn.calls]
-        own.messages.append({"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})})
-        self._call_environment(own)
+        running.messages.append({"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})})
+        self._call_environment(running)
 
-    def _turn_of(self, own: RunningConversation, completion: Completion) -> Turn:
+    def _turn_of(self, running: RunningConversation, completion: Completion) -> Turn:
         """Decode a turn and parse its tool calls."""
         ids = completion.token_ids
         ids = ids[:-1] if ids[-1] == self._tokenizer.eos_token_id else ids
@@ -230,79 +230,79 @@ class ConversationLoop:
             for skip in (False, True)
         )
         parser = self._settings.parser
-        parsed = ParsedTurn(text) if parser is None or own.conversation.stop else parser(raw, self._tokenizer)
-        return Turn(parsed.text, parsed.calls, parsed.malformed, len(own.turns), raw)
+        parsed = ParsedTurn(text) if parser is None or running.conversation.stop else parser(raw, self._tokenizer)
+        return Turn(parsed.text, parsed.calls, parsed.malformed, len(running.turns), raw)
 
     # -- environments -----------------------------------------------------------------------------------------
 
-    def _call_environment(self, own: RunningConversation) -> None:
+    def _call_environment(self, running: RunningConversation) -> None:
         """Start the environment, or pass it the last turn."""
-        self._call_host(own, self._on_reply)
+        self._call_host(running, self._on_reply)
 
     def _call_host(
-        self, own: RunningConversation, handle: Callable[[RunningConversation, Any], None], **call: Any
+        self, running: RunningConversation, handle: Callable[[RunningConversation, Any], None], **call: Any
     ) -> None:
         """Start a call of a conversation's environment or agent.
 
         Args:
-            own: conversation.
+            running: conversation.
             handle: method that gets the result.
             **call: further arguments of :class:`Call`.
         """
-        own.called_at = time.perf_counter()
+        running.called_at = time.perf_counter()
         self._calls += 1
-        request = own.request
-        made = Call(own.key, request.row, request.seed, tuple(own.turns), tuple(own.replies), **call)
-        self._notify(handle, own, self._host.call(made))
+        request = running.request
+        made = Call(running.key, request.row, request.seed, tuple(running.turns), tuple(running.replies), **call)
+        self._notify(handle, running, self._host.call(made))
 
-    def _on_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
+    def _on_reply(self, running: RunningConversation, reply: Reply | Fault) -> None:
         """Append the messages of an environment, and request the next turn if the conversation continues."""
         self._calls -= 1
-        own.environment_s += time.perf_counter() - own.called_at
+        running.environment_s += time.perf_counter() - running.called_at
         if isinstance(reply, Reply):
             try:
-                reply = self._append(own, reply) if own.turns else self._begin(own, reply)
+                reply = self._append(running, reply) if running.turns else self._begin(running, reply)
             except UsageError as error:  # the chat template rejects the messages
                 reply = Fault("invalid", f"returned messages that cannot be appended to the conversation: {error}")
         if isinstance(reply, Fault):
-            self._on_fault(own, reply)
+            self._on_fault(running, reply)
             return
-        own.replies.append(digest_of(reply))
-        if own.turns:
-            own.rewards.append(reply.reward)
+        running.replies.append(digest_of(reply))
+        if running.turns:
+            running.rewards.append(reply.reward)
         else:
-            own.rewards[0] = reply.reward
-        _add_metrics(own, reply)
-        self._continue(own)
+            running.rewards[0] = reply.reward
+        _add_metrics(running, reply)
+        self._continue(running)
 
-    def _append(self, own: RunningConversation, reply: Reply) -> Reply:
+    def _append(self, running: RunningConversation, reply: Reply) -> Reply:
         """Append the messages of a reply to a turn, or end the conversation; a reply without messages has an empty one.
 
         Raises:
             UsageError: the bridge does not allow the messages.
         """
-        conversation = own.conversation
+        conversation = running.conversation
         if reply.done:
             conversation.end("done")
         elif conversation.has_all_turns:  # messages behind the last turn need not suit the template
             conversation.end("max_turns")
         else:
-            role = "tool" if own.turns[-1].calls else "user"
+            role = "tool" if running.turns[-1].calls else "user"
             written = _as_messages(reply.messages, role) or [{"role": role, "content": ""}]
             turn, before = conversation.last_turn
             conversation.add_written(self._bridge.between(turn, written, before))
             if conversation.stop is None:
-                own.messages += written
+                running.messages += written
         return reply
 
-    def _begin(self, own: RunningConversation, reply: Reply) -> Reply | Fault:
+    def _begin(self, running: RunningConversation, reply: Reply) -> Reply | Fault:
         """Append the messages of ``reset`` to the prompt; arguments and errors are those of :meth:`_append`."""
         if reply.done:
             return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
         written = _as_messages(reply.messages, "user")
         if not written:
             return reply
-        request = own.request
+        request = running.request
         prompt = self._bridge.prompt(request.text, request.messages, written)
         left = request.sampling.max_tokens - (len(prompt) - len(request.prompt_ids))
         if left < 1:
@@ -311,29 +311,29 @@ class ConversationLoop:
                 f"reset() returned messages that lengthen the prompt by {len(prompt) - len(request.prompt_ids)} "
                 f"tokens, but max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
             )
-        own.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left))
-        own.messages += written
+        running.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left))
+        running.messages += written
         return reply
 
-    def _on_fault(self, own: RunningConversation, fault: Fault) -> None:
+    def _on_fault(self, running: RunningConversation, fault: Fault) -> None:
         """End a conversation whose environment failed; one without a turn gets one."""
-        self._count_fault(own, fault)
-        if own.turns:
-            own.conversation.end("fault")
-            own.rewards.append(0.0)
-        self._continue(own)
+        self._count_fault(running, fault)
+        if running.turns:
+            running.conversation.end("fault")
+            running.rewards.append(0.0)
+        self._continue(running)
 
-    def _count_fault(self, own: RunningConversation, fault: Fault) -> None:
+    def _count_fault(self, running: RunningConversation, fault: Fault) -> None:
         """Store the failure of an environment.
 
         Raises:
             RunError: the settings allow no failure, or not as many.
         """
-        self._faults.append((own.index, fault))
+        self._faults.append((running.index, fault))
         allowed = self._settings.max_error_rate * self._count
         if self._settings.on_error == "raise" or len(self._faults) > allowed:
             self._raise(fault if self._settings.on_error == "raise" else self._faults[0][1])
-        own.fault = fault
+        running.fault = fault
 
     def _raise(self, fault: Fault) -> None:
         name = self._settings.factory
@@ -353,65 +353,65 @@ class ConversationLoop:
             f"{fault.message}{_indented(fault.trace)}"
         )
 
-    def _continue(self, own: RunningConversation) -> None:
+    def _continue(self, running: RunningConversation) -> None:
         """Request the next turn, or end the conversation."""
-        if own.conversation.stop is None:
-            self._ready.append(own)
+        if running.conversation.stop is None:
+            self._ready.append(running)
         else:
-            self._end(own, own.turns[-1])
+            self._end(running, running.turns[-1])
 
-    def _end(self, own: RunningConversation, last: Turn) -> None:
+    def _end(self, running: RunningConversation, last: Turn) -> None:
         """Pass the last turn of a conversation that a limit has ended to ``finish`` of its environment."""
-        stop = str(own.conversation.stop)
-        if stop == "done" or own.fault is not None or not self._settings.may_finish:
-            self._finish(own)
+        stop = str(running.conversation.stop)
+        if stop == "done" or running.fault is not None or not self._settings.may_finish:
+            self._finish(running)
             return
-        self._call_host(own, self._on_final_reply, stop=stop, last=last)
+        self._call_host(running, self._on_final_reply, stop=stop, last=last)
 
-    def _on_final_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
+    def _on_final_reply(self, running: RunningConversation, reply: Reply | Fault) -> None:
         """Add the reward of ``finish`` to that of the last turn; the reason of the end remains, also at a failure."""
         self._calls -= 1
-        own.environment_s += time.perf_counter() - own.called_at
+        running.environment_s += time.perf_counter() - running.called_at
         if isinstance(reply, Fault):
-            self._count_fault(own, reply)
+            self._count_fault(running, reply)
         else:
-            own.rewards[-1] += reply.reward
-            _add_metrics(own, reply)
-        self._finish(own)
+            running.rewards[-1] += reply.reward
+            _add_metrics(running, reply)
+        self._finish(running)
 
-    def _finish(self, own: RunningConversation) -> None:
+    def _finish(self, running: RunningConversation) -> None:
         """Store the completion of a conversation that has ended, and close its environment."""
-        self._release(own)
-        rewards = self._turn_rewards(own)
-        if own.fault is not None and self._settings.on_error in ("zero", "skip"):
+        self._release(running)
+        rewards = self._turn_rewards(running)
+        if running.fault is not None and self._settings.on_error in ("zero", "skip"):
             rewards = [0.0] * len(rewards)
         record = ConversationRecord(
-            prompt_ids=own.conversation.prompt,
-            messages=own.messages,
-            turn_ends=own.conversation.turn_ends,
+            prompt_ids=running.conversation.prompt,
+            messages=running.messages,
+            turn_ends=running.conversation.turn_ends,
             turn_rewards=rewards,
-            stop=str(own.conversation.stop),
-            tool_calls=sum(len(turn.calls) for turn in own.turns),
-            malformed=own.malformed,
-            fault=None if own.fault is None else own.fault.kind,
-            metrics=own.metrics,
-            environment_s=own.environment_s,
-            text_starts=own.text_starts,
+            stop=str(running.conversation.stop),
+            tool_calls=sum(len(turn.calls) for turn in running.turns),
+            malformed=running.malformed,
+            fault=None if running.fault is None else running.fault.kind,
+            metrics=running.metrics,
+            environment_s=running.environment_s,
+            text_starts=running.text_starts,
         )
-        completion = replace(own.conversation.completion, conversation=record)
-        self._completions[own.index] = completion
+        completion = replace(running.conversation.completion, conversation=record)
+        self._completions[running.index] = completion
         if self._on_finished is not None:
-            self._on_finished(own.index, completion)
+            self._on_finished(running.index, completion)
 
-    def _turn_rewards(self, own: RunningConversation) -> list[float]:
+    def _turn_rewards(self, running: RunningConversation) -> list[float]:
         """Return the reward of each turn."""
-        first, *later = own.rewards
+        first, *later = running.rewards
         return [first + later[0], *later[1:]]
 
 
-def _add_metrics(own: RunningConversation, reply: Reply) -> None:
+def _add_metrics(running: RunningConversation, reply: Reply) -> None:
     for name, value in reply.metrics.items():
-        own.metrics[name] = own.metrics.get(name, 0.0) + value
+        running.metrics[name] = running.metrics.get(name, 0.0) + value
 
 
 def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:

@@ -54,7 +54,8 @@ def example_calls(settings: EnvironmentSettings) -> list[str]:
         return []
     functions = [schema["function"] for schema in settings.schemas]
     calls = [
-        ToolCall(own["name"], {name: _value(part) for name, part in _properties(own).items()}) for own in functions
+        ToolCall(function["name"], {name: _value(part) for name, part in _properties(function).items()})
+        for function in functions
     ]
     return [text for call in calls if (text := settings.parser.example(call)) is not None]
 

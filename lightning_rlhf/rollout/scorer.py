@@ -177,9 +177,9 @@ def with_environment(
         zero_failed: whether all rewards of conversations whose environment failed become 0.
     """
     records = [each.conversation for each in completions if each.conversation is not None]
-    rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(own.turn_rewards) for own in records])}
+    rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(record.turn_rewards) for record in records])}
     if zero_failed:
-        failed = torch.tensor([own.fault is not None for own in records])
+        failed = torch.tensor([record.fault is not None for record in records])
         rewards = {name: values.masked_fill(failed, 0.0) for name, values in rewards.items()}
     return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions))
 
@@ -191,16 +191,16 @@ def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
     tokens = float(sum(len(each.token_ids) for each in completions))
     written = sum((each.sampled or ()).count(False) for each in completions)
     totals: dict[str, float] = {
-        "turns": sum(len(own.turn_ends) for own in records),
-        "tool_calls": sum(own.tool_calls for own in records),
-        "malformed_calls": sum(own.malformed for own in records),
+        "turns": sum(len(record.turn_ends) for record in records),
+        "tool_calls": sum(record.tool_calls for record in records),
+        "malformed_calls": sum(record.malformed for record in records),
     }
-    totals |= {f"stop_{reason}": sum(own.stop == reason for own in records) for reason in get_args(StopReason)}
-    totals |= {f"fault_{kind}": sum(own.fault == kind for own in records) for kind in get_args(FaultKind)}
-    for name in sorted({name for own in records for name in own.metrics} - totals.keys()):
-        totals[name] = sum(own.metrics.get(name, 0.0) for own in records)
+    totals |= {f"stop_{reason}": sum(record.stop == reason for record in records) for reason in get_args(StopReason)}
+    totals |= {f"fault_{kind}": sum(record.fault == kind for record in records) for kind in get_args(FaultKind)}
+    for name in sorted({name for record in records for name in record.metrics} - totals.keys()):
+        totals[name] = sum(record.metrics.get(name, 0.0) for record in records)
     sums = {f"env/{name}": (float(total), count) for name, total in totals.items()}
-    seconds = sum(own.environment_s for own in records)
+    seconds = sum(record.environment_s for record in records)
     return {**sums, "env/written_share": (float(written), tokens), "time/environment_s": (seconds, count)}
 
 

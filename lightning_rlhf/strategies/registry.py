@@ -12,6 +12,6 @@ from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 
 _CLASSES = (RLHFSingleDeviceStrategy, RLHFDDPStrategy, RLHFFSDPStrategy, RLHFDeepSpeedStrategy)
 for _name, (_class_name, _options) in REGISTERED.items():
-    _class = next(own for own in _CLASSES if own.__name__ == _class_name)
+    _class = next(kind for kind in _CLASSES if kind.__name__ == _class_name)
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _class, description=str(_class.__doc__).splitlines()[0], **_options)

@@ -26,8 +26,8 @@ def test_a_shared_prompt_worked_by_hand():
     assert packing.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
     assert packing.lengths == ((2, 2), ((1, 2), ()))
     assert packing.lengths.tokens == 7
-    places = packing.row_index(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
-    assert places.tolist() == [[0, 1, 4], [2, 3, 3], [1, 5, 6]]
+    positions = packing.row_index(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
+    assert positions.tolist() == [[0, 1, 4], [2, 3, 3], [1, 5, 6]]
 
 
 def test_rows_of_several_texts_worked_by_hand():
@@ -37,8 +37,8 @@ def test_rows_of_several_texts_worked_by_hand():
     assert ids.flatten()[packing.tokens].tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
     assert packing.positions.tolist() == [[0, 1, 0, 0, 0, 1, 0, 1, 1]]
     assert packing.lengths == ((2, 1, 1, 2, 1), ((), (), (), (), (1, 1)))
-    places = packing.row_index(torch.tensor([[0, 1, 2]] * 4))
-    assert places.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 7], [6, 8, 8]]
+    positions = packing.row_index(torch.tensor([[0, 1, 2]] * 4))
+    assert positions.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 7], [6, 8, 8]]
 
 
 def test_padded_texts_of_rows_worked_by_hand():
@@ -66,10 +66,10 @@ def test_every_token_is_found_at_the_place_of_its_position(rows, extra):
     packing = pack_responses(prompts, responses, groups, width)
     packed = ids.flatten()[packing.tokens]
     assert packed.shape == packing.positions.shape[1:] == (packing.lengths.tokens,)
-    places = packing.row_index(torch.arange(width).expand(len(rows), -1))
+    positions = packing.row_index(torch.arange(width).expand(len(rows), -1))
     for row, total in enumerate(p + r for p, r in zip(prompts, responses, strict=True)):
-        assert torch.equal(packed[places[row, :total]], ids[row, :total])
-        assert packing.positions[0, places[row, :total]].tolist() == list(range(total))
-        assert bool((places[row, total:] == places[row, total - 1]).all())
+        assert torch.equal(packed[positions[row, :total]], ids[row, :total])
+        assert packing.positions[0, positions[row, :total]].tolist() == list(range(total))
+        assert bool((positions[row, total:] == positions[row, total - 1]).all())
     once = sum(group + 1 for group in set(groups))
     assert packing.lengths.tokens == once + sum(responses)

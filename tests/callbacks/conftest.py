@@ -16,7 +16,7 @@ ROWS = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(["a", "bb
 
 
 def exact(completions, answer):
-    return [float(said == right) for said, right in zip(completions, answer, strict=True)]
+    return [float(output == right) for output, right in zip(completions, answer, strict=True)]
 
 
 class Run:

@@ -89,9 +89,9 @@ def test_an_empty_folder_of_the_last_checkpoint_is_an_error_and_not_a_new_start(
 def test_a_missing_last_checkpoint_is_logged_and_not_an_error(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         logging.getLogger("lightning_rlhf").addHandler(caplog.handler)  # it hands nothing on to the root
-        found = RunCheckpoint()._find_last_checkpoints(SimpleNamespace(default_root_dir=str(tmp_path)))
+        result = RunCheckpoint()._find_last_checkpoints(SimpleNamespace(default_root_dir=str(tmp_path)))
         logging.getLogger("lightning_rlhf").removeHandler(caplog.handler)
-    assert found == set()
+    assert result == set()
     assert "has no last.ckpt yet: training starts from the beginning" in caplog.text
 
 
@@ -110,8 +110,8 @@ def test_zero_steps_between_saves_raise():
 
 def test_a_run_without_a_configured_checkpoint_can_be_resumed_too(tmp_path):
     trainer = trainer_with(tmp_path)
-    kept = [callback for callback in complete(trainer.callbacks) if isinstance(callback, ModelCheckpoint)]
-    assert [(type(callback), callback.filename) for callback in kept] == [(RunCheckpoint, "last")]
+    saved = [callback for callback in complete(trainer.callbacks) if isinstance(callback, ModelCheckpoint)]
+    assert [(type(callback), callback.filename) for callback in saved] == [(RunCheckpoint, "last")]
 
 
 def test_a_configured_checkpoint_stays_and_without_checkpoints_there_is_none(tmp_path):

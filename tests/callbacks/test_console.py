@@ -171,9 +171,9 @@ def test_no_number_of_a_validation_is_shown_twice():
 )
 def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, sampled, sentence):
     for pair in (("val/share_correct_greedy", "val/share_correct_sampled"), ("val/right_greedy", "val/right_sampled")):
-        told = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
-        assert sentence in told
-        assert bool(told) == bool(sentence)
+        message = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
+        assert sentence in message
+        assert bool(message) == bool(sentence)
     graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
     assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
         "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones, but val/graded "

@@ -48,8 +48,15 @@ def test_rollouts_are_logged_by_default():
 
 def test_given_ones_take_their_turn_and_replace_a_default():
     console = Console(every_n_steps=7)
-    given = [RunCheckpoint(every_n_steps=1), Report(), ModelCheckpoint(), RolloutLog(), RolloutLoop([]), KLControl(1.0)]
-    ordered = complete([*given, console])
+    inputs = [
+        RunCheckpoint(every_n_steps=1),
+        Report(),
+        ModelCheckpoint(),
+        RolloutLog(),
+        RolloutLoop([]),
+        KLControl(1.0),
+    ]
+    ordered = complete([*inputs, console])
     assert kinds(ordered) == [
         GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks, RunState,
         HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,

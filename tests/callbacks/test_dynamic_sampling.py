@@ -20,11 +20,11 @@ def prompts(count):
     return PromptBatch(list(range(count)), [[5]] * count, ["x"] * count, {})
 
 
-def rolling(rewards, asked, size=2):
+def rolling(rewards, requested, size=2):
     """Responses of growing length whose rewards are given per prompt."""
 
     def roll(batch):
-        asked.append(batch.indices)
+        requested.append(batch.indices)
         rows = [Response([i], [1] * (i + 1), reward) for i in batch.indices for reward in rewards[i]]
         rollout = rollout_of(rows)
         rollout.group[:] = torch.arange(len(batch)).repeat_interleave(size)
@@ -37,7 +37,7 @@ SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("rewards", "rounds", "learnt", "kept"),
+    ("rewards", "rounds", "learnt", "saved"),
     [
         ([DIFFERENT, DIFFERENT, SAME, SAME], 1, [0, 1], 2),
         ([SAME, DIFFERENT, DIFFERENT, DIFFERENT, SAME, SAME], 2, [1, 2], 2),  # the surplus of the last round is dropped
@@ -45,28 +45,28 @@ SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
         ([SAME] * 4, 2, [0, 1], 0),
     ],
 )
-def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, kept):
-    asked = []
+def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, saved):
+    requested = []
     sampling = DynamicSampling(2)
-    rollout, counts = sampling(prompts(len(rewards)), rolling(rewards, asked))
-    assert asked == [[2 * i, 2 * i + 1] for i in range(rounds)]
+    rollout, counts = sampling(prompts(len(rewards)), rolling(rewards, requested))
+    assert requested == [[2 * i, 2 * i + 1] for i in range(rounds)]
     assert rollout.prompt_ids[:, 0].tolist() == [i for i in learnt for _ in range(2)]
     assert rollout.group.tolist() == [0, 0, 1, 1]
-    assert rollout.included.tolist() == [i < kept for i in (0, 0, 1, 1)]
+    assert rollout.included.tolist() == [i < saved for i in (0, 0, 1, 1)]
     generated = rewards[: 2 * rounds]
     assert sampling.metrics(counts) == {
         "rollout/generated_prompts": 2.0 * rounds,
         "rollout/contrast_fraction": sum(pair == DIFFERENT for pair in generated) / len(generated),
-        "rollout/filled_fraction": 1 - kept / 2,
+        "rollout/filled_fraction": 1 - saved / 2,
         "reward/generated_mean": pytest.approx(sum(sum(pair) for pair in generated) / (2 * len(generated))),
     }
 
 
 def test_ranks_find_their_part_of_the_prompts_and_tell_of_all_together():
-    asked, sampling = [], DynamicSampling(4)
+    requested, sampling = [], DynamicSampling(4)
     shares = [[SAME, DIFFERENT, DIFFERENT, SAME], [SAME] * 4]
-    both = [sampling(prompts(4), rolling(rewards, asked), 2) for rewards in shares]
-    assert asked == 2 * [[0, 1], [2, 3]]
+    both = [sampling(prompts(4), rolling(rewards, requested), 2) for rewards in shares]
+    assert requested == 2 * [[0, 1], [2, 3]]
     assert [rollout.included.tolist() for rollout, _ in both] == [[True] * 4, [False] * 4]
     total = {name: both[0][1][name] + both[1][1][name] for name in both[0][1]}
     assert sampling.metrics(total) == {

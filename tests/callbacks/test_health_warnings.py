@@ -74,11 +74,11 @@ def test_a_resumed_run_warns_as_the_whole_run(run, caplog, tmp_path):
         return [FarFromReference(0.25, 0.5, 0.5), MetricsCSV(), HealthChecks()]
 
     def warned():
-        found = [
+        result = [
             record.message for record in caplog.records if "kl/ref" in record.message or "none_right" in record.message
         ]
         caplog.clear()
-        return found
+        return result
 
     run(loop={"rewards": rewards}, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks()).fit()
     whole = warned()

@@ -72,8 +72,8 @@ def test_a_checkpoint_of_such_a_run_continues_it(tmp_path):
     fit(tmp_path / "half", RunCheckpoint(), epochs=2)
     last = str(tmp_path / "half/checkpoints/last.ckpt")
     continued = fit(tmp_path / "half", RunCheckpoint(), epochs=3, ckpt_path=last)
-    for own, other in zip(continued.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(own, other)
+    for parameter, other in zip(continued.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 @pytest.mark.filterwarnings("ignore")

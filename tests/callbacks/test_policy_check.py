@@ -38,8 +38,8 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
 
     def checked(precision="32-true", **arguments):
-        given = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
-        check = Watch(**{**given, "max_response_tokens": 6, **arguments})
+        inputs = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
+        check = Watch(**{**inputs, "max_response_tokens": 6, **arguments})
         data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
         module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
         trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path, precision=precision)
@@ -122,10 +122,10 @@ def test_afterwards_the_scores_have_mean_0_and_deviation_1(checked):
 def test_a_reward_model_below_the_bounds_is_warned_of(checked, caplog):
     caplog.set_level("INFO", "lightning_rlhf")
     checked(min_policy_order=1.01, min_pair_accuracy=0.0)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert said[0].startswith("val/policy_order is ")
-    assert "below 1.01: PPO may learn to exploit this reward model" in said[0]
+    output = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(output) == 1
+    assert output[0].startswith("val/policy_order is ")
+    assert "below 1.01: PPO may learn to exploit this reward model" in output[0]
     caplog.clear()
     checked(min_policy_order=0.0, min_pair_accuracy=0.0)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -173,6 +173,6 @@ def test_a_policy_of_another_tokenizer_raises_before_training(checked, tmp_path)
     ids=["small vocabulary", "large vocabulary", "path", "prompts", "column", "samples"],
 )
 def test_prompts_and_rules_that_cannot_be_used_raise_before_training(checked, arguments, message, monkeypatch):
-    monkeypatch.setattr(RewardModule, "training_step", lambda *given: pytest.fail("it trained"))
+    monkeypatch.setattr(RewardModule, "training_step", lambda *args: pytest.fail("it trained"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         checked(**arguments)

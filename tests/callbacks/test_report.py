@@ -63,8 +63,8 @@ def test_without_validation_or_training_there_is_no_progress_table(rows):
 def test_answers_that_changed_come_first():
     report = Report(num_samples=2)
     report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]
-    said = (("p1", "same"), ("p2", "new"), ("p3", "alike"))
-    after = [{"prompt": p, "response": r, "ground_truth": "x"} for p, r in said]
+    output = (("p1", "same"), ("p2", "new"), ("p3", "alike"))
+    after = [{"prompt": p, "response": r, "ground_truth": "x"} for p, r in output]
     table = report.responses(after)
     assert table.row_count == 2
     assert words(table, "p2") == ["p2", "old", "new", "x"]

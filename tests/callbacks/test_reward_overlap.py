@@ -27,9 +27,9 @@ class Reading(PPOModule):
 
     seen = None
 
-    def receive(self, given):
-        self.seen = given.rollout.rewards
-        super().receive(given)
+    def receive(self, inputs):
+        self.seen = inputs.rollout.rewards
+        super().receive(inputs)
 
 
 def made_with(run, kind=PPOModule, rewards=(same, length), **parts):
@@ -87,13 +87,13 @@ def test_with_dynamic_sampling_rewards_are_known_before_the_evaluation(run):
 
 def test_functions_of_the_trainer_s_thread_are_not_deferred(run):
     made = run(loop={"validate_at_ends": False})
-    given = []
+    inputs = []
     made.module.receive = lambda *arguments: (
-        given.append(arguments),
+        inputs.append(arguments),
         type(made.module).receive(made.module, *arguments),
     )
     made.fit()
-    assert all(own.rewards is None for (own,) in given)
+    assert all(instance.rewards is None for (instance,) in inputs)
 
 
 def test_a_failure_ends_the_run_with_its_cause(run):

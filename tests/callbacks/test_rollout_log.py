@@ -53,10 +53,10 @@ def test_each_response_has_the_right_answer_from_any_column(run, tmp_path, colum
     loop = {"rewards": [judge], "group_size": 2, "dynamic_sampling": sampling}
     data = {"train": InMemory(rows), "columns": columns, "batch_size": 4 if sampling else 2}
     run(loop=loop, data=data, callbacks=[RolloutLog(table_every_n_steps=0)]).fit()
-    found = rows_of(tmp_path, 1)
-    assert len(found) == 4
-    assert [row["ground_truth"] for row in found] == [ANSWERS[row["prompt"]] for row in found]
-    assert len({row["prompt"] for row in found}) == 2
+    result = rows_of(tmp_path, 1)
+    assert len(result) == 4
+    assert [row["ground_truth"] for row in result] == [ANSWERS[row["prompt"]] for row in result]
+    assert len({row["prompt"] for row in result}) == 2
 
 
 def test_right_answers_that_json_has_no_words_for_are_written_as_text(run, tmp_path, capsys):
@@ -111,14 +111,14 @@ def test_long_text_is_cut_in_the_middle():
 
 def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
     log = RolloutLog(max_token_values=10)
-    own = run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[log]).fit()
+    instance = run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[log]).fit()
     rows = rows_of(tmp_path, 2)  # responses of 2, 3, 4 and 2 tokens, end tokens included
     assert [row["response_tokens"] for row in rows] == [2, 3, 4, 2]
     assert [len(row.get("tokens", {"ids": []})["ids"]) for row in rows] == [2, 3, 0, 2]  # the worst that fit
     values = rows[1]["tokens"]
     assert values["texts"] == ["a", "b", "</s>"]
     assert {len(column) for column in values.values()} == {3}
-    experience = own.module.last_step.experience
+    experience = instance.module.last_step.experience
     for name, expected in (
         ("logprob", experience.old_logprobs),
         ("rollout_logprob", experience.rollout.rollout_logprobs),
@@ -169,13 +169,13 @@ def test_a_step_of_long_responses_has_values_of_each(run, tmp_path):
 
 
 def test_advantage_length_and_end_of_a_response(run, tmp_path):
-    own = run(
+    instance = run(
         texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[RolloutLog()]
     ).fit()
     rows = rows_of(tmp_path, 2)
     assert [row["stop"] for row in rows] == ["stop", "stop", "length", "stop"]
     assert [row["response_tokens"] for row in rows] == [2, 3, 4, 2]
-    experience = own.module.last_step.experience
+    experience = instance.module.last_step.experience
     for i, row in enumerate(rows):
         length = row["response_tokens"]
         assert row["advantage"] == pytest.approx(float(experience.advantages[i, :length].mean()), abs=1e-6)
@@ -212,11 +212,11 @@ def test_turns_and_ends_of_conversations(run, tmp_path):
 
 def test_each_validation_leaves_a_file_with_its_greedy_responses(run, tmp_path):
     data = {"val": InMemory(ROWS), "val_batch_size": 3}
-    own = run(texts=["a", "gfedc"], data=data, callbacks=[RolloutLog()]).fit()
+    instance = run(texts=["a", "gfedc"], data=data, callbacks=[RolloutLog()]).fit()
     assert files_of(tmp_path) == ["step-000001", "step-000002", "validation-000000", "validation-000002"]
     rows = rows_of(tmp_path, 2, "validation")
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
-    for row, sample in zip(rows, own.loop.validation_samples, strict=True):
+    for row, sample in zip(rows, instance.loop.validation_samples, strict=True):
         assert [row[name] for name in ("prompt", "response", "ground_truth")] == [
             sample[name] for name in ("prompt", "response", "ground_truth")
         ]
@@ -258,25 +258,27 @@ def test_a_new_run_leaves_no_files_of_an_earlier_one(run, tmp_path):
 
 
 def test_the_command_validate_writes_no_file(run, tmp_path):
-    own = run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()])
-    own.trainer.validate(own.module, datamodule=own.data)
+    instance = run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()])
+    instance.trainer.validate(instance.module, datamodule=instance.data)
     assert not (tmp_path / "rollouts").exists()
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
-    own = run(model={"kl_loss": KLTerm(coef, "k3"), "kl_reward": KLTerm(0.0, "k1")}, callbacks=[RolloutLog()]).fit()
-    assert own.module.has_ref == bool(coef)
-    rows = rows_of(tmp_path, own.trainer.global_step)
+    instance = run(
+        model={"kl_loss": KLTerm(coef, "k3"), "kl_reward": KLTerm(0.0, "k1")}, callbacks=[RolloutLog()]
+    ).fit()
+    assert instance.module.has_ref == bool(coef)
+    rows = rows_of(tmp_path, instance.trainer.global_step)
     assert {row["kl"] is None for row in rows} == {not coef}
     assert {"ref_logprob" in row["tokens"] for row in rows} == {bool(coef)}
     if coef:
-        expected = own.module.last_step.experience.ref_logprobs[0, : rows[0]["response_tokens"]].tolist()
+        expected = instance.module.last_step.experience.ref_logprobs[0, : rows[0]["response_tokens"]].tolist()
         assert rows[0]["tokens"]["ref_logprob"] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "own"),
+    ("prompts", "instance"),
     [
         (["Example: 1\n2+3", "Example: 1\n2+4"], ["... 2+3", "... 2+4"]),
         (["Example: 1\n2+3"] * 2, ["Example: 1\n2+3"] * 2),
@@ -287,5 +289,5 @@ def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
         (["a\nb", "a\nb\nb"], ["... b", "... b\nb"]),
     ],
 )
-def test_the_common_start_of_prompts_is_left_out(prompts, own):
-    assert own_parts(prompts) == own
+def test_the_common_start_of_prompts_is_left_out(prompts, instance):
+    assert own_parts(prompts) == instance

@@ -43,11 +43,11 @@ class Listening(TransformersEngine):
 
     def __init__(self):
         super().__init__()
-        self.asked = []
+        self.requested = []
 
     def request(self, prompts, sampling, seeds):
         futures = super().request(prompts, sampling, seeds)
-        self.asked.append((sampling[0], list(seeds), [future.result() for future in futures]))
+        self.requested.append((sampling[0], list(seeds), [future.result() for future in futures]))
         return futures
 
 
@@ -135,11 +135,11 @@ class Stale(TransformersEngine):
         self.name = name
 
     def update_weights(self, parameters, version):
-        kept = dict(self._running.named_parameters())[self.name].clone() if version == 1 else None
+        saved = dict(self._running.named_parameters())[self.name].clone() if version == 1 else None
         super().update_weights(parameters, version)
-        if kept is not None:
+        if saved is not None:
             with torch.no_grad():
-                dict(self._running.named_parameters())[self.name].copy_(kept + 0.05)
+                dict(self._running.named_parameters())[self.name].copy_(saved + 0.05)
 
 
 def test_a_lost_weight_is_an_error_that_names_it(run):
@@ -226,21 +226,25 @@ def test_the_check_uses_the_mixed_precision_of_training(run):
 def requests(run, **parts):
     engine = Listening()
     run(loop={"engine": engine, "group_size": 2, "validate_at_ends": False, **parts.pop("loop", {})}, **parts).fit()
-    return engine.asked
+    return engine.requested
 
 
 def test_every_sample_has_a_different_seed_in_every_epoch(run):
-    asked = requests(run, trainer={"max_epochs": 3}, data={"val": InMemory(ROWS)}, loop={"val_samples": 2})
-    training = [seed for sampling, seeds, _ in asked if sampling.temperature == 1 and len(seeds) == 4 for seed in seeds]
+    requested = requests(run, trainer={"max_epochs": 3}, data={"val": InMemory(ROWS)}, loop={"val_samples": 2})
+    training = [
+        seed for sampling, seeds, _ in requested if sampling.temperature == 1 and len(seeds) == 4 for seed in seeds
+    ]
     assert len(training) > 12
-    greedy = [seeds for sampling, seeds, _ in asked if sampling.temperature == 0]
-    sampled = [seeds for (sampling, _, _), (_, seeds, _) in pairwise(asked) if sampling.temperature == 0]
+    greedy = [seeds for sampling, seeds, _ in requested if sampling.temperature == 0]
+    sampled = [seeds for (sampling, _, _), (_, seeds, _) in pairwise(requested) if sampling.temperature == 0]
     assert len(greedy) == len(sampled) == 6  # two batches in each of three validations
     assert sampled[0::2] == [sampled[0]] * 3  # the same at every validation
     of_training = [derive_seed(0, "train", epoch, i, k) for epoch in range(3) for i in range(4) for k in range(2)]
     of_validation = [derive_seed(0, "validation", 0, i, k) for i in range(4) for k in range(2)]
     assert set(sampled[0] + sampled[1]) == set(of_validation)
-    drawn = [seed for sampling, seeds, _ in asked if sampling.temperature == 1 for seed in seeds if seed in of_training]
+    drawn = [
+        seed for sampling, seeds, _ in requested if sampling.temperature == 1 for seed in seeds if seed in of_training
+    ]
     assert sorted(drawn) == sorted(of_training)  # each once
     assert not set(of_training) & set(of_validation)
 
@@ -281,7 +285,7 @@ def test_transformers_accepts_a_temperature_that_vllm_does_not(run):
 
 def test_a_trial_run_keeps_responses_short(run):
     made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
-    assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.asked] == [16]
+    assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.requested] == [16]
 
 
 # -- start and end -----------------------------------------------------------------------------------------------------
@@ -293,8 +297,8 @@ def test_auto_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     made = run(loop={"engine": "auto"}).fit()
     assert isinstance(made.loop.engine, TransformersEngine)
-    said = [record.getMessage() for record in caplog.records if "Rollouts by" in record.getMessage()]
-    assert said == ["Rollouts by TransformersEngine: vLLM is not installed."]
+    output = [record.getMessage() for record in caplog.records if "Rollouts by" in record.getMessage()]
+    assert output == ["Rollouts by TransformersEngine: vLLM is not installed."]
 
 
 def test_the_engine_starts_before_the_models_load(run, monkeypatch):
@@ -365,10 +369,10 @@ def test_an_unusable_reward_function_raises_before_any_model_is_loaded(run, monk
     monkeypatch.setattr(TinyModel, "causal", None)
     untried.dry_call = False
     made = run(loop={"rewards": [RewardFunction(untried), RewardFunction(faulty, on_error="skip")]})
-    said = (
+    output = (
         "'faulty' raised ZeroDivisionError: division by zero; it was called before the run on a completion that repeats"
     )
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=output) as error:
         made.fit()
     lines = traceback.extract_tb(error.value.__cause__.__traceback__)
     assert [line.name for line in lines] == ["faulty", "<listcomp>"][: len(lines)]  # its author's, and none of ours
@@ -397,9 +401,9 @@ def test_the_same_loop_can_run_again_and_syncs_again(run):
 
 def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     class Recorded(ReMaxModule):
-        def receive(self, given):
-            self.given = given.rollout, given.greedy
-            super().receive(given)
+        def receive(self, inputs):
+            self.inputs = inputs.rollout, inputs.greedy
+            super().receive(inputs)
 
     engine = Listening()
     loop = RolloutLoop(
@@ -408,12 +412,12 @@ def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     module = Recorded(TinyModel(), minibatch_size=4)
     data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8, shuffle=False)
     quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], max_steps=1).fit(module, datamodule=data)
-    rollout, greedy = module.given
-    (sampled, _, _), (likeliest, _, said) = engine.asked
+    rollout, greedy = module.inputs
+    (sampled, _, _), (likeliest, _, output) = engine.requested
     assert (sampled.temperature, likeliest.temperature) == (1.0, 0.0)
     assert (len(rollout), len(greedy)) == (4, 2)
     assert greedy.prompt_ids.tolist() == rollout.prompt_ids[::2].tolist()
-    assert greedy.response_lengths.tolist() == [len(completion.token_ids) for completion in said]
+    assert greedy.response_lengths.tolist() == [len(completion.token_ids) for completion in output]
     assert greedy.rewards.keys() == {"exact"}
 
 

@@ -54,10 +54,10 @@ class Recorder(Callback):
         self.rollouts.append(pl_module.last_rollout)
 
     def versions(self):
-        return [sorted(set(own.policy_version[own.response_mask].tolist())) for own in self.rollouts]
+        return [sorted(set(rollout.policy_version[rollout.response_mask].tolist())) for rollout in self.rollouts]
 
     def prompts(self):
-        return [own.prompt_ids.tolist() for own in self.rollouts]
+        return [rollout.prompt_ids.tolist() for rollout in self.rollouts]
 
 
 class Requested(ScriptedEngine):
@@ -100,7 +100,7 @@ def test_the_version_of_a_step_is_a_function_of_the_step(run, max_staleness, ver
 def test_each_step_trains_on_its_own_prompts_with_the_same_seeds_in_every_epoch(run, max_staleness):
     on_policy, ahead = recorded(run, 0), recorded(run, max_staleness)
     assert ahead.recorder.prompts() == on_policy.recorder.prompts()
-    assert [own[1:] for own in ahead.engine.requests] == [own[1:] for own in on_policy.engine.requests]
+    assert [request[1:] for request in ahead.engine.requests] == [request[1:] for request in on_policy.engine.requests]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_nothing_is_requested_for_steps_after_the_end(run, trainer, steps):
 
 
 @pytest.mark.parametrize("shares_cores", [True, False])
-@pytest.mark.parametrize(("max_staleness", "own", "engine"), [(0, 3, 3), (1, 2, 1)])
-def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, max_staleness, own, engine):
+@pytest.mark.parametrize(("max_staleness", "instance", "engine"), [(0, 3, 3), (1, 2, 1)])
+def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, max_staleness, instance, engine):
     threads = {}
 
     class Sharing(Requested):
@@ -139,7 +139,7 @@ def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, ma
 
     torch.set_num_threads(3)  # a fixture of conftest.py resets it
     recorded(run, max_staleness, steps=2, engine=Sharing)
-    assert threads == {"engine": engine, "trainer": own if shares_cores else 3}
+    assert threads == {"engine": engine, "trainer": instance if shares_cores else 3}
     assert torch.get_num_threads() == 3
     with pytest.raises(RuntimeError, match="killed"):
         recorded(run, max_staleness, steps=9, engine=Sharing)
@@ -331,9 +331,9 @@ def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
     received = []
 
     class Stored(ReMaxModule):
-        def receive(self, given):
-            received.append(tuple(own.policy_version[0, 0].item() for own in (given.rollout, given.greedy)))
-            super().receive(given)
+        def receive(self, inputs):
+            received.append(tuple(item.policy_version[0, 0].item() for item in (inputs.rollout, inputs.greedy)))
+            super().receive(inputs)
 
     made = run(loop={"max_staleness": 1, "validate_at_ends": False}, trainer={"max_steps": 3, "max_epochs": -1})
     actor = made.module.sources["actor"]
@@ -356,7 +356,7 @@ def test_a_run_without_staleness_logs_none(run):
 def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
     made = run(loop={"max_staleness": 1}, model=CORRECTION)
     generate = made.engine.generate
-    made.engine.generate = lambda *request: [replace(own, policy_version=-2) for own in generate(*request)]
+    made.engine.generate = lambda *request: [replace(item, policy_version=-2) for item in generate(*request)]
     monkeypatch.setattr("lightning_rlhf.rollout.generation.CompletionCheck.check_one", lambda self, completion: None)
     with pytest.raises(RuntimeError, match="a token is from weights that are 2 steps old, more than max_staleness 1"):
         made.fit()
@@ -403,7 +403,7 @@ def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, t
     assert torch.load(last, weights_only=True)["global_step"] == 4
     resumed = sampled(run, tmp_path / "cut", max_staleness, resume=last)
     assert resumed == whole[4:]
-    assert len({str(own) for own in whole}) == 7
+    assert len({str(item) for item in whole}) == 7
 
 
 def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog):

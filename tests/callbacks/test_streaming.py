@@ -49,7 +49,7 @@ several.per_sample = True
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_is_the_same_with_and_without_streaming(run, validates):
-    found = []
+    result = []
     for engine in (Listening(), Unordered(), Unordered()):
         rewards = [RewardFunction(exact), RewardFunction(letters), RewardFunction(several, weight=0.5)]
         loop = {"rewards": rewards, "engine": engine, "group_size": 2, "val_samples": 3, "val_metric": "letters"}
@@ -58,13 +58,13 @@ def test_a_run_is_the_same_with_and_without_streaming(run, validates):
         weights = [parameter.detach().clone() for parameter in made.module.parameters()]
         clocks = ("time/", "perf/", "rollout/tokens_per_s")
         metrics = {name: value for name, value in made.metrics.items() if not name.startswith(clocks)}
-        found.append((weights, metrics, made.loop.validation_samples))
-    for weights, metrics, samples in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
-        assert metrics == found[0][1]
-        assert samples == found[0][2]
-    assert found[0][1]["reward_letters/length"] > 0
-    assert bool(found[0][2]) == validates
+        result.append((weights, metrics, made.loop.validation_samples))
+    for weights, metrics, samples in result[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(weights, result[0][0], strict=True))
+        assert metrics == result[0][1]
+        assert samples == result[0][2]
+    assert result[0][1]["reward_letters/length"] > 0
+    assert bool(result[0][2]) == validates
 
 
 class Slow(Unordered):

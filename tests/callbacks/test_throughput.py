@@ -32,18 +32,18 @@ def measured(module, rows=ROWS, **options):
 
 def test_tokens_and_seconds_of_a_step():
     started = time.perf_counter()
-    found = measured(ppo())
-    parts = found["time/evaluate_s"] + found["time/update_s"]
-    assert parts <= found["time/step_s"] * 1.0001 <= time.perf_counter() - started
-    assert found["perf/tokens"] == TOKENS
-    assert found["perf/tokens_per_s"] == pytest.approx(TOKENS / found["time/step_s"], rel=1e-5)
-    assert found["perf/tokens_per_s_per_device"] == found["perf/tokens_per_s"]
+    result = measured(ppo())
+    parts = result["time/evaluate_s"] + result["time/update_s"]
+    assert parts <= result["time/step_s"] * 1.0001 <= time.perf_counter() - started
+    assert result["perf/tokens"] == TOKENS
+    assert result["perf/tokens_per_s"] == pytest.approx(TOKENS / result["time/step_s"], rel=1e-5)
+    assert result["perf/tokens_per_s_per_device"] == result["perf/tokens_per_s"]
     for name in ("evaluate", "update"):
-        expected = 1000 * found[f"time/{name}_s"] / TOKENS
-        assert found[f"time/{name}_ms_per_token"] == pytest.approx(expected, rel=1e-5)
-    assert 0.01 < found["perf/cpu_memory_gib"] < 1000
+        expected = 1000 * result[f"time/{name}_s"] / TOKENS
+        assert result[f"time/{name}_ms_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert 0.01 < result["perf/cpu_memory_gib"] < 1000
     absent = {"perf/mfu_update", "perf/memory_allocated_gib", "perf/memory_reserved_gib", "time/generate_ms_per_token"}
-    assert not absent & found.keys()
+    assert not absent & result.keys()
 
 
 def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
@@ -52,9 +52,9 @@ def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
             rollout = self.pop_rollout().rollout
             self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
 
-    found = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
-    assert found["perf/tokens"] == TOKENS
-    assert not {"time/update_ms_per_token", "perf/mfu_update"} & found.keys()
+    result = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
+    assert result["perf/tokens"] == TOKENS
+    assert not {"time/update_ms_per_token", "perf/mfu_update"} & result.keys()
 
 
 def test_a_batch_without_rollout_is_measured_too():
@@ -63,10 +63,10 @@ def test_a_batch_without_rollout_is_measured_too():
     batch = SequenceBatch(
         ids, torch.tensor([4, 3]), torch.tensor([[False, True, True, True], [False, True, True, False]])
     )
-    found = fit(module, [batch], callbacks=[Throughput(1.0)]).callback_metrics
-    assert found["perf/tokens"] == 7
-    assert {"perf/tokens_per_s", "time/step_s", "perf/cpu_memory_gib"} <= found.keys()
-    assert not {"perf/mfu_update", "time/update_ms_per_token"} & found.keys()
+    result = fit(module, [batch], callbacks=[Throughput(1.0)]).callback_metrics
+    assert result["perf/tokens"] == 7
+    assert {"perf/tokens_per_s", "time/step_s", "perf/cpu_memory_gib"} <= result.keys()
+    assert not {"perf/mfu_update", "time/update_ms_per_token"} & result.keys()
 
 
 def test_two_ranks_add_their_tokens_and_wait_for_the_slower_one():
@@ -104,17 +104,17 @@ def once(parameters):
 
 def test_operations_of_an_update_are_those_of_the_formula():
     module = ppo(update_epochs=3)
-    found = measured(module, peak_tflops=0.25)
+    result = measured(module, peak_tflops=0.25)
     assert module.parameter_counts() == {"actor": ACTOR, "critic": CRITIC}
     expected = 3 * (once(ACTOR) + once(CRITIC))
     assert 3 * operations_per_pass(module, module.last_step) == expected
-    assert found["perf/mfu_update"] == pytest.approx(expected / found["time/update_s"] / 0.25e12, rel=1e-4)
+    assert result["perf/mfu_update"] == pytest.approx(expected / result["time/update_s"] / 0.25e12, rel=1e-4)
 
 
 def test_roles_that_were_not_updated_take_no_operations():
     stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
-    found = measured(stopped)
-    assert found["policy/updates"] == 2  # the second sees that the first went too far
+    result = measured(stopped)
+    assert result["policy/updates"] == 2  # the second sees that the first went too far
     assert operations_per_pass(stopped, stopped.last_step) == once(ACTOR) + once(CRITIC)
     warming = ppo(update_epochs=2, critic_warmup_steps=1)
     assert measured(warming)["policy/updates"] == 0
@@ -141,8 +141,8 @@ def test_a_peak_is_known_of_few_devices_and_of_bfloat16_alone(monkeypatch, devic
 def test_memory_of_a_gpu_is_in_gib(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 5 * 2**30)
-    found = memory(torch.device("cuda"))
-    assert (found["perf/memory_allocated_gib"], found["perf/memory_reserved_gib"]) == (3.0, 5.0)
+    result = memory(torch.device("cuda"))
+    assert (result["perf/memory_allocated_gib"], result["perf/memory_reserved_gib"]) == (3.0, 5.0)
     used = type("Usage", (), {"ru_maxrss": 2**20})  # KiB
     monkeypatch.setattr(throughput.resource, "getrusage", lambda _: used)
     assert memory(torch.device("cpu")) == {"perf/cpu_memory_gib": 1.0}

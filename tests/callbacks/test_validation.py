@@ -58,19 +58,19 @@ def measured(tokenizer):
 
 
 def test_means_of_greedy_and_sampled_responses(measured):
-    found = measured.metrics(ONE_RANK)
-    assert found["val/share_correct_greedy"] == found["val/given_greedy"] == 0.5
-    assert found["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
-    assert found["val/share_correct_sampled"] == found["val/given_sampled"] == 0.5
-    assert found["val/response_tokens_mean"] == 2.0  # of the sampled ones
-    assert found["val/truncated_fraction"] == 1 / 8
+    result = measured.metrics(ONE_RANK)
+    assert result["val/share_correct_greedy"] == result["val/given_greedy"] == 0.5
+    assert result["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
+    assert result["val/share_correct_sampled"] == result["val/given_sampled"] == 0.5
+    assert result["val/response_tokens_mean"] == 2.0  # of the sampled ones
+    assert result["val/truncated_fraction"] == 1 / 8
 
 
 def test_intervals_of_the_shares_of_correct_responses(measured):
-    found = measured.metrics(ONE_RANK)
+    result = measured.metrics(ONE_RANK)
     # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
     for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
-        assert (found[f"val/share_correct_{name}_low"], found[f"val/share_correct_{name}_high"]) == pytest.approx(
+        assert (result[f"val/share_correct_{name}_low"], result[f"val/share_correct_{name}_high"]) == pytest.approx(
             interval
         )
 
@@ -78,10 +78,10 @@ def test_intervals_of_the_shares_of_correct_responses(measured):
 def test_graded_rewards_have_intervals_too(tokenizer):
     validation = Validation(4, ["given"])
     validation.add(*judged([3.0, 1.0, 2.0, 3.0, 2.0, 5.0, 6.0, 5.0, 7.0, 6.0]), tokenizer)
-    found = validation.metrics(ONE_RANK)
+    result = validation.metrics(ONE_RANK)
     # the prompts' means are 2 and 6: s^2 = 8, s / sqrt(m) = 2
-    assert found["val/given_sampled"] == 4.0
-    bounds = (found["val/given_sampled_low"], found["val/given_sampled_high"])
+    assert result["val/given_sampled"] == 4.0
+    bounds = (result["val/given_sampled_low"], result["val/given_sampled_high"])
     assert bounds == pytest.approx((4 - 1.959964 * 2, 4 + 1.959964 * 2), abs=1e-5)
     one = Validation(4, ["given"])
     batch, rollout = judged([3.0, 1.0, 2.0, 3.0, 2.0] * 2)
@@ -97,8 +97,8 @@ def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
         validation.add(batch[number : number + 1], rollout[list(range(5 * number, 5 * number + 5))], tokenizer)
         return validation.metrics(ranks)
 
-    for found in over_ranks(*(partial(rank, number) for number in (0, 1))):
-        assert (found["val/share_correct_sampled_low"], found["val/share_correct_sampled_high"]) == pytest.approx(
+    for result in over_ranks(*(partial(rank, number) for number in (0, 1))):
+        assert (result["val/share_correct_sampled_low"], result["val/share_correct_sampled_high"]) == pytest.approx(
             wilson_interval(4, 8)
         )
 
@@ -110,17 +110,17 @@ def test_without_a_correctness_of_any_response_there_is_no_interval(tokenizer):
 
 
 def test_pass_at_k_is_unbiased(measured):
-    found = measured.metrics(ONE_RANK)
+    result = measured.metrics(ONE_RANK)
     # n = 4. c = 1: pass@2 = 1 - C(3,2)/C(4,2) = 1/2. c = 3: C(1,2) = 0, so 1.
-    assert found["val/pass@2"] == pytest.approx(0.75)
-    assert found["val/pass@4"] == 1.0
-    assert found["val/pass@1"] == found["val/share_correct_sampled"] == 0.5
-    assert not {"val/pass@3", "val/pass@8", "val/given_best@1", "val/given_worst@1"} & set(found)
+    assert result["val/pass@2"] == pytest.approx(0.75)
+    assert result["val/pass@4"] == 1.0
+    assert result["val/pass@1"] == result["val/share_correct_sampled"] == 0.5
+    assert not {"val/pass@3", "val/pass@8", "val/given_best@1", "val/given_worst@1"} & set(result)
     for k in (2, 4):
-        assert found[f"val/given_best@{k}"] == pytest.approx(found[f"val/pass@{k}"])
+        assert result[f"val/given_best@{k}"] == pytest.approx(result[f"val/pass@{k}"])
     # the worst of two: of 0 1 0 0 never 1, of 1 1 0 1 in C(3,2) of C(4,2) draws
-    assert found["val/given_worst@2"] == pytest.approx(0.25)
-    assert found["val/given_worst@4"] == 0.0
+    assert result["val/given_worst@2"] == pytest.approx(0.25)
+    assert result["val/given_worst@4"] == 0.0
 
 
 def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
@@ -137,11 +137,11 @@ def test_scores_of_right_samples_should_be_higher(tokenizer):
     measured.add(*judged(REWARDS), tokenizer)
     #                                 right                        wrong: 0.1 0.9 0.9 0.3 / right: 0.5 | 0.8 0.9 0.2
     measured.add_scores(torch.tensor([9, 0.1, 0.5, 0.9, 0.9, -9, 0.8, 0.9, 0.3, 0.2]))
-    found = measured.metrics(ONE_RANK)
+    result = measured.metrics(ONE_RANK)
     # wins over (0.1, 0.9, 0.9, 0.3): 0.5 -> 2, 0.8 -> 2, 0.9 -> 2 and two ties, 0.2 -> 1
-    assert found["val/score_orders_right_first"] == pytest.approx((2 + 2 + 3 + 1) / 16)
-    assert found["val/score_greedy"] == 0.0
-    assert found["val/score_sampled"] == pytest.approx((0.1 + 0.5 + 0.9 + 0.9 + 0.8 + 0.9 + 0.3 + 0.2) / 8)
+    assert result["val/score_orders_right_first"] == pytest.approx((2 + 2 + 3 + 1) / 16)
+    assert result["val/score_greedy"] == 0.0
+    assert result["val/score_sampled"] == pytest.approx((0.1 + 0.5 + 0.9 + 0.9 + 0.8 + 0.9 + 0.3 + 0.2) / 8)
 
 
 @pytest.mark.parametrize("reward", [0, 1])
@@ -155,10 +155,10 @@ def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, rewa
 def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
-    found = validation.metrics(ONE_RANK)
-    assert found["val/given_sampled"] == 1.0  # of five
-    assert found["val/share_correct_sampled"] == 1.0
-    assert found["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
+    result = validation.metrics(ONE_RANK)
+    assert result["val/given_sampled"] == 1.0  # of five
+    assert result["val/share_correct_sampled"] == 1.0
+    assert result["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
 
 
 def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
@@ -173,12 +173,12 @@ def test_without_a_metric_only_the_means_of_each_reward_are_logged(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
     validation.add_scores(torch.arange(10.0))
-    found = validation.metrics(ONE_RANK)
-    assert set(found) == {
+    result = validation.metrics(ONE_RANK)
+    assert set(result) == {
         "val/response_tokens_mean", "val/truncated_fraction", *of_one("given"), *of_one("score"),
     }  # fmt: skip
-    assert found["val/given_best@4"] == 2.5
-    assert found["val/given_greedy"] == found["val/given_sampled"] == 1.25
+    assert result["val/given_best@4"] == 2.5
+    assert result["val/given_greedy"] == result["val/given_sampled"] == 1.25
 
 
 def test_the_samples_compared_are_powers_of_two_and_all():
@@ -193,30 +193,30 @@ def test_means_and_deviations_are_those_of_verl(tokenizer):
         rows = [Response([4], [5], reward) for reward in (0.0, *rewards)]
         validation = Validation(len(rewards), ["given"])
         validation.add(PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows, dtype=torch.float64), tokenizer)
-        found = validation.metrics(ONE_RANK)
-        assert_close(found["val/given_sampled"], case["mean"], rtol=1e-9)
-        assert_close(found["val/given_sampled_std"], case["std"], rtol=1e-9)
+        result = validation.metrics(ONE_RANK)
+        assert_close(result["val/given_sampled"], case["mean"], rtol=1e-9)
+        assert_close(result["val/given_sampled_std"], case["std"], rtol=1e-9)
 
 
 def test_a_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokenizer):
     validation = Validation(4, ["given"], answer=lambda completions: completions)
     validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
-    found = validation.metrics(ONE_RANK)
-    assert found["val/given_sampled"] == pytest.approx((2 + 4 + 6 + 1 + 2 + 3 + 4) / 7)
-    assert found["val/given_best@4"] == 4.0  # of the second prompt alone
-    assert found["val/given_worst@4"] == 1.0
-    assert found["val/given_sampled_std"] == pytest.approx(1.25**0.5)
-    assert found["val/given_maj@4"] == 2.5
+    result = validation.metrics(ONE_RANK)
+    assert result["val/given_sampled"] == pytest.approx((2 + 4 + 6 + 1 + 2 + 3 + 4) / 7)
+    assert result["val/given_best@4"] == 4.0  # of the second prompt alone
+    assert result["val/given_worst@4"] == 1.0
+    assert result["val/given_sampled_std"] == pytest.approx(1.25**0.5)
+    assert result["val/given_maj@4"] == 2.5
 
 
 def test_a_nan_score_is_visible(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged(REWARDS), tokenizer)
     validation.add_scores(torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, 8, math.nan]))
-    found = validation.metrics(ONE_RANK)
-    assert found["val/score_greedy"] == 2.5
+    result = validation.metrics(ONE_RANK)
+    assert result["val/score_greedy"] == 2.5
     for kind in ("sampled", "sampled_std", "best@2", "worst@4"):
-        assert math.isnan(found[f"val/score_{kind}"])
+        assert math.isnan(result[f"val/score_{kind}"])
 
 
 def test_truncated_responses_count_with_their_reward(tokenizer):
@@ -237,24 +237,24 @@ def spoken(words, rewards):
 
 
 def test_samples_vote_with_the_answers_they_give(tokenizer):
-    asked = []
+    requested = []
 
     def answer(completions):
-        asked.append(completions)
-        return [None if said == "g" else said for said in completions]
+        requested.append(completions)
+        return [None if output == "g" else output for output in completions]
 
     validation = Validation(5, ["given"], "given", answer)
     validation.add(*spoken("aabcag", [0, 1, 0, 0, 1, 0]), tokenizer)  # the greedy response has no vote
     validation.add(*spoken("accbbg", [0, 0, 0, 1, 1, 0.5]), tokenizer)
-    found = validation.metrics(ONE_RANK)
-    assert asked == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
+    result = validation.metrics(ONE_RANK)
+    assert requested == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
     # a b c a -: of all five a wins;  c c b b -: c and b tie
-    assert found["val/given_maj@5"] == found["val/maj@5"] == pytest.approx((1 + 0.5) / 2)
+    assert result["val/given_maj@5"] == result["val/maj@5"] == pytest.approx((1 + 0.5) / 2)
     # of four: a b c a, a b a -, a c a - for a, and a b c - twice a tie of three;  then b wins as often as c
     first = (1 + 1 / 3 + 1 / 3 + 1 + 1) / 5
-    assert found["val/maj@4"] == pytest.approx((first + 0.5) / 2)
+    assert result["val/maj@4"] == pytest.approx((first + 0.5) / 2)
     # of two: ab ac aa a- bc ba b- ca c- a- earn 5 of 10;  cc cb cb c- cb cb c- bb b- b- as well
-    assert found["val/given_maj@2"] == pytest.approx(0.5)
+    assert result["val/given_maj@2"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("answers", [["a"], [["a"]] * 4])
@@ -278,19 +278,19 @@ def test_each_source_has_separate_metrics(tokenizer, column):
     both.add(with_sources(batch, column, ["x", "y"]), rollout, tokenizer)
     scores = normal(10, seed=1)
     both.add_scores(scores)
-    found = both.metrics(ONE_RANK)
+    result = both.metrics(ONE_RANK)
     for source, rows, one in (("x", slice(0, 5), first), ("y", slice(5, 10), second)):
         one.add(batch[:1], rollout[list(range(10))[rows]], tokenizer)
         one.add_scores(scores[rows])
         expected = one.metrics(ONE_RANK)
-        assert {name for name in found if name.startswith(f"val/{source}/")} == {
+        assert {name for name in result if name.startswith(f"val/{source}/")} == {
             name.replace("val/", f"val/{source}/") for name in expected
         }
         for name, value in expected.items():
-            assert found[name.replace("val/", f"val/{source}/")] == pytest.approx(value, nan_ok=True)
+            assert result[name.replace("val/", f"val/{source}/")] == pytest.approx(value, nan_ok=True)
     assert (
-        found["val/share_correct_sampled"]
-        == (found["val/x/share_correct_sampled"] + found["val/y/share_correct_sampled"]) / 2
+        result["val/share_correct_sampled"]
+        == (result["val/x/share_correct_sampled"] + result["val/y/share_correct_sampled"]) / 2
     )
 
 
@@ -322,7 +322,7 @@ def test_a_column_that_describes_each_row_makes_no_sources(caplog):
 
 def validation_of(tokenizer, prompts, seed=7):
     """A validation of some of six prompts: real-valued rewards, some of which do not apply, votes, sources, scores."""
-    validation = Validation(4, ["given"], "given", lambda said: said, ["x", "y"], scored=True)
+    validation = Validation(4, ["given"], "given", lambda output: output, ["x", "y"], scored=True)
     rewards, scores = normal(6, 5, seed=seed).round().tolist(), normal(6, 5, seed=seed + 1)
     rewards[2][3] = math.nan
     for prompt in prompts:
@@ -344,9 +344,9 @@ def test_prompts_shared_out_over_ranks_give_the_metrics_of_one(tokenizer, shares
     def rank(number):
         return lambda ranks: validation_of(tokenizer, shares[number]).metrics(ranks)
 
-    for found in over_ranks(rank(0), rank(1)):
-        assert list(found) == list(expected)
-        assert found == pytest.approx(expected, nan_ok=True, rel=1e-12)
+    for result in over_ranks(rank(0), rank(1)):
+        assert list(result) == list(expected)
+        assert result == pytest.approx(expected, nan_ok=True, rel=1e-12)
 
 
 def test_greedy_responses_are_stored_with_rewards_and_columns(measured):
@@ -423,21 +423,21 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     texts = {tuple(encode[letter] for letter in row["prompt"]): row["prompt"] for row in ROWS}
 
     def generate(prompts, sampling, seeds):
-        said, number = [], {}
+        output, number = [], {}
         for ids in prompts:
             prompt = texts[tuple(ids)]
             number[prompt] = number.get(prompt, -1) + 1
             word = GREEDY[prompt] if sampling.temperature == 0 else SAMPLED[prompt][number[prompt] % 2]
-            said.append(Completion([encode[word], 2], [-1.0, -1.0], "stop", made.engine.version))
-        return said
+            output.append(Completion([encode[word], 2], [-1.0, -1.0], "stop", made.engine.version))
+        return output
 
     monkeypatch.setattr(made.engine, "generate", generate)
     made.fit()
-    found = diary.entries[0][1]
-    assert found["val/share_correct_greedy"] == 0.5
-    assert found["val/share_correct_sampled"] == (1 + 0 + 2 + 1) / 8
-    assert found["val/pass@2"] == 3 / 4
-    assert found["val/response_tokens_mean"] == 2.0
+    result = diary.entries[0][1]
+    assert result["val/share_correct_greedy"] == 0.5
+    assert result["val/share_correct_sampled"] == (1 + 0 + 2 + 1) / 8
+    assert result["val/pass@2"] == 3 / 4
+    assert result["val/response_tokens_mean"] == 2.0
     shown = {"prompt": "ccc", "response": "d", "exact": 0.0, "answer": "c", "ground_truth": "c"}
     assert made.loop.validation_samples[2] == shown
 
@@ -453,8 +453,8 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     right = [marks[p, w] for p, w in pairs if RIGHT[p] == w]
     wrong = [marks[p, w] for p, w in pairs if RIGHT[p] != w]
     wins = [float(a > b) + float(a == b) / 2 for a in right for b in wrong]
-    assert found["val/score_orders_right_first"] == pytest.approx(sum(wins) / len(wins))
-    assert found["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
+    assert result["val/score_orders_right_first"] == pytest.approx(sum(wins) / len(wins))
+    assert result["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
 
 
 def test_without_a_metric_a_run_logs_rewards_and_no_accuracy(run):
@@ -488,11 +488,11 @@ def test_answers_are_extracted_by_a_function_that_yaml_names():
 def test_votes_and_sources_under_a_trainer(run):
     rows = [{**row, "source": "ends" if row["prompt"] in "ad" else "middle"} for row in ROWS]
     loop = {"val_samples": 3, "val_answer": first_letters}
-    found = run(loop=loop, data={"val": InMemory(rows)}, texts=("a", "b", "b", "d")).fit().metrics
-    assert found["val/exact_greedy"] == (found["val/ends/exact_greedy"] + found["val/middle/exact_greedy"]) / 2
+    result = run(loop=loop, data={"val": InMemory(rows)}, texts=("a", "b", "b", "d")).fit().metrics
+    assert result["val/exact_greedy"] == (result["val/ends/exact_greedy"] + result["val/middle/exact_greedy"]) / 2
     for name in ("maj@3", "pass@3", "exact_maj@2", "exact_best@3", "exact_worst@2", "exact_sampled_std"):
-        assert math.isfinite(found[f"val/{name}"])
-        assert found[f"val/{name}"] == pytest.approx((found[f"val/ends/{name}"] + found[f"val/middle/{name}"]) / 2)
+        assert math.isfinite(result[f"val/{name}"])
+        assert result[f"val/{name}"] == pytest.approx((result[f"val/ends/{name}"] + result[f"val/middle/{name}"]) / 2)
 
 
 def test_a_validation_draws_no_global_random_numbers(run):

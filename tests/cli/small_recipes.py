@@ -35,7 +35,7 @@ def spread(completions):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
-def given(path):
+def as_written(path):
     """The configuration as it stands in the file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
@@ -48,8 +48,8 @@ def published(model):
 def models_of(config):
     """Paths or hub ids of the models that a configuration names, by role."""
     options = config["model"]["init_args"]
-    found = {role: options[role] for role in ("actor", "reward_model") if role in options}
-    return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in found.items()}
+    result = {role: options[role] for role in ("actor", "reward_model") if role in options}
+    return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in result.items()}
 
 
 def small(model, tokenizer, lora=None):
@@ -81,7 +81,7 @@ def rows_of(source):
 
 def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
     """The recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
-    config = copy.deepcopy(given(path))
+    config = copy.deepcopy(as_written(path))
     options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     for role, model in models_of(config).items():
         lora = options[role]["init_args"].get("lora") if isinstance(options[role], dict) else None

@@ -59,10 +59,10 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     result = cli("fit", *arguments(path))
     assert (result.code, result.err) == (0, "")
     (model,) = made
-    given = values(path)["model"]["init_args"]
+    inputs = values(path)["model"]["init_args"]
     for name in ("advantages", "policy_loss", "aggregation"):
-        if "class_path" in given.get(name, {}):
-            assert type(getattr(model, name)).__name__ == given[name]["class_path"].rpartition(".")[2]
+        if "class_path" in inputs.get(name, {}):
+            assert type(getattr(model, name)).__name__ == inputs[name]["class_path"].rpartition(".")[2]
 
 
 @pytest.mark.quick_cases(3)
@@ -111,9 +111,9 @@ def test_the_page_says_what_the_configuration_says(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 60
     (config,) = set(re.findall(r"\]\((?:\.\./)+(configs/\S+\.yaml)\)", text))
-    given = values(ROOT / config)
+    inputs = values(ROOT / config)
     (snippet,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert stands_in(yaml.safe_load(snippet), given)
+    assert stands_in(yaml.safe_load(snippet), inputs)
     touched = set(re.findall(r"\]\((?:\.\./)+((?:lightning_rlhf|tests|configs|callbacks)/[^)]+)\)", text))
     assert config in touched
     assert any(name.startswith("tests/") for name in touched)
@@ -128,10 +128,10 @@ def test_tables_are_generated_from_the_configurations():
 
 def test_what_the_overview_puts_together_runs(fit):
     (snippet,) = re.findall(r"```yaml\n(.*?)```", OVERVIEW, re.DOTALL)
-    config, given = tiny(BASE.with_stem("grpo")), yaml.safe_load(snippet)["model"]
-    kept = ("actor", "update_epochs", "minibatch_size")
-    options = {name: config["model"]["init_args"][name] for name in kept}
-    config["model"] = {"class_path": given["class_path"], "init_args": given["init_args"] | options}
+    config, inputs = tiny(BASE.with_stem("grpo")), yaml.safe_load(snippet)["model"]
+    saved = ("actor", "update_epochs", "minibatch_size")
+    options = {name: config["model"]["init_args"][name] for name in saved}
+    config["model"] = {"class_path": inputs["class_path"], "init_args": inputs["init_args"] | options}
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
 

@@ -39,7 +39,7 @@ def checked(config, tmp_path, capsys):
 
     def checked(
         *arguments,
-        given=None,
+        inputs=None,
         rows=None,
         rewards=None,
         architecture=NOTHING,
@@ -48,24 +48,24 @@ def checked(config, tmp_path, capsys):
         minibatch=2,
         **data,
     ):
-        given = copy.deepcopy(given or config)
-        given["model"]["init_args"]["minibatch_size"] = minibatch
-        own = given["data"]["init_args"]
+        inputs = copy.deepcopy(inputs or config)
+        inputs["model"]["init_args"]["minibatch_size"] = minibatch
+        instance = inputs["data"]["init_args"]
         if rows is not None:
             path = tmp_path / "x.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            own |= {"train": str(path), "tokenizer": TOKENIZER, "batch_size": 2}
-            given["model"]["init_args"]["actor"]["init_args"]["architecture"] |= {"vocab_size": 36} | architecture
+            instance |= {"train": str(path), "tokenizer": TOKENIZER, "batch_size": 2}
+            inputs["model"]["init_args"]["actor"]["init_args"]["architecture"] |= {"vocab_size": 36} | architecture
         if rewards is not None:
-            given["trainer"]["callbacks"][0]["init_args"]["rewards"] = rewards
-        given["trainer"]["callbacks"][0]["init_args"] |= loop
-        given["data"]["class_path"] = kind = data.pop("kind", given["data"]["class_path"])
+            inputs["trainer"]["callbacks"][0]["init_args"]["rewards"] = rewards
+        inputs["trainer"]["callbacks"][0]["init_args"] |= loop
+        inputs["data"]["class_path"] = kind = data.pop("kind", inputs["data"]["class_path"])
         if module or (module := MODULES.get(kind)):
-            actor = given["model"]["init_args"]["actor"]
-            given["model"] = {"class_path": module, "init_args": {"actor": actor}}
-        own |= data
+            actor = inputs["model"]["init_args"]["actor"]
+            inputs["model"] = {"class_path": module, "init_args": {"actor": actor}}
+        instance |= data
         path = tmp_path / "x.yaml"
-        path.write_text(yaml.safe_dump(given))
+        path.write_text(yaml.safe_dump(inputs))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
             try:
@@ -83,9 +83,9 @@ PROMPTS = [{"question": "why?", "answer": "so"}, {"question": "how do you do?", 
 
 def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
     exact = [{"function": "lightning_rlhf.data.addition.exact"}]
-    found = checked(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
-    assert (found.code, found.err) == (0, "")
-    assert found.out.splitlines() == [
+    result = checked(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines() == [
         "PromptDataModule",
         "",
         "train: 2 rows read, 2 kept",
@@ -112,16 +112,16 @@ def of_messages(prompts, completions, **_):
 
 
 def test_it_refuses_what_fit_refuses_about_sizes_and_rewards(checked):
-    given = {"rows": PROMPTS, "columns": {"prompt": "question"}}
-    found = checked(**given, minibatch=4)
-    assert found.code == 2
+    inputs = {"rows": PROMPTS, "columns": {"prompt": "question"}}
+    result = checked(**inputs, minibatch=4)
+    assert result.code == 2
     sentence = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would"
-    assert found.err == f"lightning-rlhf: {sentence}\n"
+    assert result.err == f"lightning-rlhf: {sentence}\n"
     rewards = [{"function": f"{__file__}:of_messages"}]
-    found = checked(**given, rewards=rewards)
-    assert found.code == 2
-    assert "it seems to expect chat messages: set messages: true" in found.err
-    assert checked(**given, rewards=[{**rewards[0], "messages": True}]).code == 0
+    result = checked(**inputs, rewards=rewards)
+    assert result.code == 2
+    assert "it seems to expect chat messages: set messages: true" in result.err
+    assert checked(**inputs, rewards=[{**rewards[0], "messages": True}]).code == 0
 
 
 def needs_an_answer(completions, answer):
@@ -131,23 +131,25 @@ def needs_an_answer(completions, answer):
 def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_does(checked):
     rows = [{"question": ""}, *PROMPTS, {"question": "who?"}, {"question": "why?", "answer": None}]
     rewards = [{"function": f"{__file__}:needs_an_answer"}]
-    given = {"rows": rows, "columns": {"prompt": "question"}, "on_bad_row": "skip"}
-    found = checked(**given, rewards=rewards)
-    told = found.out.split("\n\n")[2]
-    assert told.startswith(
+    inputs = {"rows": rows, "columns": {"prompt": "question"}, "on_bad_row": "skip"}
+    result = checked(**inputs, rewards=rewards)
+    message = result.out.split("\n\n")[2]
+    assert message.startswith(
         "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"
     )
-    assert told.endswith("/x.jsonl:4")
-    assert "rewards with all their columns" not in found.out
-    assert (found.code, found.err) == (0, "")
-    assert json.loads(checked("--json", **given, rewards=rewards).out)["warnings"] == [told.removeprefix("warning: ")]
+    assert message.endswith("/x.jsonl:4")
+    assert "rewards with all their columns" not in result.out
+    assert (result.code, result.err) == (0, "")
+    assert json.loads(checked("--json", **inputs, rewards=rewards).out)["warnings"] == [
+        message.removeprefix("warning: ")
+    ]
 
 
 def test_texts_show_what_is_learnt_from(checked, config):
     rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
-    found = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
-    assert found.code == 0
-    assert "  first text, 8 tokens, 4 of them trained on:\n    | who?⟦ me</s>⟧" in found.out
+    result = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
+    assert result.code == 0
+    assert "  first text, 8 tokens, 4 of them trained on:\n    | who?⟦ me</s>⟧" in result.out
 
 
 @pytest.mark.parametrize(
@@ -171,31 +173,31 @@ def test_texts_show_what_is_learnt_from(checked, config):
     ],
 )
 def test_pairs_and_judged_texts(checked, kind, row, expected):
-    found = checked(rows=[row, row], kind=kind, rewards=[])
-    assert found.code == 0
-    assert "\n".join(expected) in found.out
+    result = checked(rows=[row, row], kind=kind, rewards=[])
+    assert result.code == 0
+    assert "\n".join(expected) in result.out
 
 
 def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skipped(checked):
     rows = [{"prompt": "why?"}, {"prompt": None}, {"prompt": "how?"}, {"prompt": ""}, {"prompt": "a" * 30}, {}]
-    found = checked(rows=rows, rewards=[])
-    assert found.code == 2
-    assert "train: 6 rows read, 2 kept" in found.out
+    result = checked(rows=rows, rewards=[])
+    assert result.code == 2
+    assert "train: 6 rows read, 2 kept" in result.out
     for reason in ("column 'prompt' holds null", "column 'prompt' is empty", "the prompt longer than 16 tokens"):
-        assert f"  dropped: 1 row: {reason}" in found.out
-    assert "train data: 4 of 6 rows cannot be used" in found.err
-    assert "x.jsonl:2: column 'prompt' holds null, expected text" in found.err
+        assert f"  dropped: 1 row: {reason}" in result.out
+    assert "train data: 4 of 6 rows cannot be used" in result.err
+    assert "x.jsonl:2: column 'prompt' holds null, expected text" in result.err
     skipped = checked(rows=rows, rewards=[], on_bad_row="skip")
-    assert (skipped.code, skipped.err, skipped.out) == (0, "", f"{found.out}\nthe data can be used\n")
+    assert (skipped.code, skipped.err, skipped.out) == (0, "", f"{result.out}\nthe data can be used\n")
 
 
 def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked):
-    found = checked(
+    result = checked(
         rows=PROMPTS, rewards=[], kind="lightning_rlhf.PreferenceDataModule", module="lightning_rlhf.SFTModule"
     )
-    assert found.code == 2
-    assert "cannot train on the rows of PreferenceDataModule: use ConversationDataModule as data module" in found.err
-    assert "column" not in found.err
+    assert result.code == 2
+    assert "cannot train on the rows of PreferenceDataModule: use ConversationDataModule as data module" in result.err
+    assert "column" not in result.err
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"train": "nothing.jsonl"}, "no data at 'nothing.jsonl'"),
         ({"tokenizer": "./nothing"}, "no tokenizer at './nothing'"),
@@ -224,30 +226,30 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
         ({"rewards": [{"function": "tests.cli.test_check_data.nothing"}]}, "'nothing' was not found in"),
     ],
 )
-def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, said):
-    given = {"rows": PROMPTS, "columns": {"prompt": "question"}, "rewards": []}
-    found = checked(**given | change)
-    assert found.code == 2
-    assert said in found.err
-    assert "Traceback" not in found.err
+def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, output):
+    inputs = {"rows": PROMPTS, "columns": {"prompt": "question"}, "rewards": []}
+    result = checked(**inputs | change)
+    assert result.code == 2
+    assert output in result.err
+    assert "Traceback" not in result.err
 
 
 def test_two_columns_that_could_be_meant_end_with_the_line_that_would_settle_it(checked):
     rows = [{"prompt": "why?", "answer": "so", "solution": "no"}] * 2
-    found = checked(rows=rows, rewards=[])
-    assert found.code == 2
-    assert "x.jsonl:1: both 'answer' and 'solution' could be the ground_truth" in found.err
-    assert "'columns: {ground_truth: answer}'" in found.err
+    result = checked(rows=rows, rewards=[])
+    assert result.code == 2
+    assert "x.jsonl:1: both 'answer' and 'solution' could be the ground_truth" in result.err
+    assert "'columns: {ground_truth: answer}'" in result.err
     assert checked(rows=rows, rewards=[], columns={"ground_truth": "answer"}).code == 0
 
 
 def test_json_says_the_same(checked):
-    found = checked("--json", rows=PROMPTS, columns={"prompt": "question"})
-    told = json.loads(found.out)
-    assert found.code == 0
-    assert told["module"] == "PromptDataModule"
-    assert told["rewards"] == ["exact"]
-    train = told["data"]["train"]
+    result = checked("--json", rows=PROMPTS, columns={"prompt": "question"})
+    message = json.loads(result.out)
+    assert result.code == 0
+    assert message["module"] == "PromptDataModule"
+    assert message["rewards"] == ["exact"]
+    train = message["data"]["train"]
     assert (train["read"], train["kept"], train["dropped"], train["batches"]) == (2, 2, {}, 1)
     assert train["tokens"] == {"least": 4, "5 %": 4.5, "median": 9, "95 %": 13.5, "most": 14, "all": 18}
     sample = {"text": "why?", "tokens": 4, "trained": 0, "columns": {"answer": "so", "ground_truth": "so"}}
@@ -258,22 +260,22 @@ def test_json_says_the_same(checked):
 
 
 def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_would_end_the_run(checked):
-    found = checked(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
-    assert found.code == 2
-    assert "the tokenizer has 36 tokens, the actor only 20: use the tokenizer that belongs to the actor" in found.err
+    result = checked(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
+    assert result.code == 2
+    assert "the tokenizer has 36 tokens, the actor only 20: use the tokenizer that belongs to the actor" in result.err
 
 
 def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_run(checked):
     rows = [{"prompt": "naïve café?"}, {"prompt": "why?"}, {"prompt": "à la café"}]
-    found = checked(rows=rows, rewards=[])
-    assert found.code == 0
-    assert "  the tokenizer does not know 4 parts of the texts in 2 of 3 rows: 'é' 2, 'ï' 1, 'à' 1" in found.out
+    result = checked(rows=rows, rewards=[])
+    assert result.code == 0
+    assert "  the tokenizer does not know 4 parts of the texts in 2 of 3 rows: 'é' 2, 'ï' 1, 'à' 1" in result.out
     assert "does not know" not in checked(rows=rows[1:2] * 2, rewards=[]).out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "kind", "loop", "told"),
+    ("rows", "kind", "loop", "message"),
     [
         (
             [{"prompt": "a" * 10}, {"prompt": "b"}],
@@ -292,20 +294,20 @@ def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_r
     ],
 )
 def test_texts_longer_than_the_model_s_positions_would_end_the_run_and_fit_says_the_same(
-    checked, fit, config, tmp_path, rows, kind, loop, told
+    checked, fit, config, tmp_path, rows, kind, loop, message
 ):
-    found = checked(rows=rows, rewards=[], kind=kind, loop=loop, max_tokens=100)
-    assert found.code == 2
-    assert f"lightning-rlhf: {told}" in found.err
-    given = yaml.safe_load((tmp_path / "x.yaml").read_text())
-    given["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "lightning_rlhf.data.addition.exact"}]
+    actual = checked(rows=rows, rewards=[], kind=kind, loop=loop, max_tokens=100)
+    assert actual.code == 2
+    assert f"lightning-rlhf: {message}" in actual.err
+    inputs = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    inputs["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "lightning_rlhf.data.addition.exact"}]
     for row in rows:
         row["answer"] = "so"
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given["model"]["init_args"]["minibatch_size"] = 2
-    result = fit(given)
+    inputs["model"]["init_args"]["minibatch_size"] = 2
+    result = fit(inputs)
     assert result.code == 2
-    assert result.err.startswith(f"lightning-rlhf: {told}")
+    assert result.err.startswith(f"lightning-rlhf: {message}")
 
 
 def test_pairs_are_as_long_as_the_longer_of_the_two(checked):
@@ -313,17 +315,17 @@ def test_pairs_are_as_long_as_the_longer_of_the_two(checked):
     kind = "lightning_rlhf.PreferenceDataModule"
     fits = checked(rows=[row, row], kind=kind, rewards=[], loop={"max_response_tokens": 3}, max_tokens=100)
     assert fits.code == 0, fits.err
-    found = checked(rows=[{**row, "chosen": "b" * 60}] * 2, kind=kind, rewards=[], max_tokens=100)
-    assert (found.code, "the longest prompt has 91 tokens" in found.err) == (2, True)
+    result = checked(rows=[{**row, "chosen": "b" * 60}] * 2, kind=kind, rewards=[], max_tokens=100)
+    assert (result.code, "the longest prompt has 91 tokens" in result.err) == (2, True)
 
 
 def test_a_model_that_is_not_there_yet_is_no_fault_of_the_data(checked, config, tmp_path):
     config["model"]["init_args"]["actor"] = "runs/later/export"
     path = tmp_path / "only.yaml"
     path.write_text(yaml.safe_dump(config))
-    found = checked(given=config)
-    assert (found.code, found.err) == (0, "")
-    assert "actor: not compared with the data, because there is no model at 'runs/later/export'" in found.out
+    result = checked(inputs=config)
+    assert (result.code, result.err) == (0, "")
+    assert "actor: not compared with the data, because there is no model at 'runs/later/export'" in result.out
 
 
 @pytest.mark.slow
@@ -333,20 +335,20 @@ def test_a_model_by_its_path_is_looked_at_without_its_weights(checked, config, t
         (tmp_path / "empty" / name).write_bytes((tiny_export / name).read_bytes())
     (tmp_path / "empty/model.safetensors").write_text("no weights at all")
     config["model"]["init_args"]["actor"] = str(tmp_path / "empty")
-    found = checked(given=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
-    assert found.code == 2
-    assert "the actor accepts at most 256 (max_position_embeddings)" in found.err
-    other = checked(given=config)
+    result = checked(inputs=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
+    assert result.code == 2
+    assert "the actor accepts at most 256 (max_position_embeddings)" in result.err
+    other = checked(inputs=config)
     assert "the actor was trained with another tokenizer" in other.err
 
 
 def test_options_of_fit_change_what_is_checked(checked):
-    found = checked("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
+    result = checked("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
         "class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 5, "held_out": True}
     }))  # fmt: skip
-    assert found.code == 0
-    assert "batches of an epoch: 2" in found.out
-    assert "val: 5 rows read, 5 kept" in found.out
+    assert result.code == 0
+    assert "batches of an epoch: 2" in result.out
+    assert "val: 5 rows read, 5 kept" in result.out
 
 
 def test_help_is_short_and_says_where_the_rest_is(capsys):
@@ -387,11 +389,11 @@ ECHO = {"factory": "tests.environments.worlds:Echo", "bridge": "plain", "max_tur
 
 
 def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(checked):
-    found = checked(loop={"environment": ECHO})
-    assert found.code == 0
-    assert "a conversation whose turns are '0'; it ended with max_turns:" in found.out
-    assert "\u27e60</s>\u27e70\u27e60</s>\u27e7" in found.out
-    assert "rewards of its turns: 0, 0" in found.out
+    result = checked(loop={"environment": ECHO})
+    assert result.code == 0
+    assert "a conversation whose turns are '0'; it ended with max_turns:" in result.out
+    assert "\u27e60</s>\u27e70\u27e60</s>\u27e7" in result.out
+    assert "rewards of its turns: 0, 0" in result.out
     failing = ECHO | {"factory": "tests.environments.worlds:Misbehaves"}
     assert (
         "environment tests.environments.worlds:Misbehaves raised KeyError" in checked(loop={"environment": failing}).err
@@ -430,28 +432,28 @@ def count(word: Literal["ab", "c"]) -> int:
 def test_tools_are_called_with_made_up_arguments_and_unknown_parts_of_results_counted(checked):
     rows = [{"prompt": "who?", "answer": "a"}] * 2
     tokenizer = {**TOKENIZER, "init_args": {"characters": CHARACTERS + '<>{}",01_'}}
-    found = checked(
+    result = checked(
         rows=rows, rewards=[], loop={"environment": CALLS}, tokenizer=tokenizer, architecture={"vocab_size": 99}
     )
-    assert found.err == ""
-    assert "a conversation whose turns are a call of each tool, then '0'; it ended with done:" in found.out
-    assert '\u27e6<{"name": "repeat", "arguments": {"text": "1", "times": 1, "loud": true}}></s>\u27e71' in found.out
-    assert '\u27e6<{"name": "count", "arguments": {"word": "ab"}}></s>\u27e7' in found.out
-    assert "the tokenizer does not know parts of the environment's texts: 'É' 1, '2' 1" in found.out
+    assert result.err == ""
+    assert "a conversation whose turns are a call of each tool, then '0'; it ended with done:" in result.out
+    assert '\u27e6<{"name": "repeat", "arguments": {"text": "1", "times": 1, "loud": true}}></s>\u27e71' in result.out
+    assert '\u27e6<{"name": "count", "arguments": {"word": "ab"}}></s>\u27e7' in result.out
+    assert "the tokenizer does not know parts of the environment's texts: 'É' 1, '2' 1" in result.out
 
 
 def test_a_val_metric_that_is_not_a_reward_is_an_error(checked):
-    found = checked(loop={"val_metric": "wrong"})
-    assert found.code == 2
-    assert "val_metric must be the name of a reward, one of ['" in found.err
+    result = checked(loop={"val_metric": "wrong"})
+    assert result.code == 2
+    assert "val_metric must be the name of a reward, one of ['" in result.err
     alone = checked(rewards=[], loop={"val_metric": "wrong", "environment": ECHO})
     assert "val_metric must be the name of a reward, one of ['environment'], got 'wrong'" in alone.err
 
 
 def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    found = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)
-    assert "warning: the chat template does not render tools, so no prompt describes count: describe" in found.out
+    result = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)
+    assert "warning: the chat template does not render tools, so no prompt describes count: describe" in result.out
     plain = checked(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
     assert "does not render tools" not in plain.out
 
@@ -464,8 +466,8 @@ def test_a_template_that_ends_turns_with_another_token_is_a_warning(checked, tin
     tokenizer.save_pretrained(tmp_path / "other")
     options = {"tokenizer": str(tmp_path / "other"), "max_tokens": 64}
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    found = checked(rows=rows, **options)
-    assert f"warning: the chat template ends a message of the assistant with '<end>' (id {end}), but" in found.out
-    assert f"set stop_token_ids: [{end}] in RolloutLoop" in found.out
+    result = checked(rows=rows, **options)
+    assert f"warning: the chat template ends a message of the assistant with '<end>' (id {end}), but" in result.out
+    assert f"set stop_token_ids: [{end}] in RolloutLoop" in result.out
     assert "ends a message" not in checked(rows=rows, loop={"stop_token_ids": [end]}, **options).out
     assert "ends a message" not in checked(rows=[{"prompt": "who?"}], **options).out  # no template is used

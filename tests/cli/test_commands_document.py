@@ -61,8 +61,8 @@ def test_every_command_of_the_document_works(files, call, monkeypatch):
     monkeypatch.setattr(response_backends, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     assert {line.split()[1] for line in lines} >= __main__.COMMANDS.keys() - {"validate", "test", "predict"}
-    told = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}
-    assert len(told) == len(lines) - 3
+    message = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}
+    assert len(message) == len(lines) - 3
     assert Path("runs/x/report.html").is_file()
     rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [(row["answer"], len(row["responses"])) for row in rows] == [("42", 4), ("10", 4)]
@@ -72,13 +72,13 @@ def test_every_command_of_the_document_works(files, call, monkeypatch):
 
 
 def test_the_commands_that_need_a_server_are_understood():
-    served, asked = (
+    served, requested = (
         line for block in blocks("bash") for line in block.splitlines() if {"serve", "--server"} & set(line.split())
     )
     assert serve.make_parser().parse_args(shlex.split(served)[2:]).model == "models/x"
-    given = make_parser().parse_args(shlex.split(asked)[2:])
+    inputs = make_parser().parse_args(shlex.split(requested)[2:])
     port = serve.make_parser().parse_args(["--model", "x"]).port
-    assert (given.server, given.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
+    assert (inputs.server, inputs.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
 
 
 def test_functions_that_the_document_names_are_there():

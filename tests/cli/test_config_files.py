@@ -78,9 +78,9 @@ def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, co
     Path("run.yaml").write_text(yaml.safe_dump(config))
     result = cli("fit", "--config", "run.yaml")
     assert result.code == 2
-    told = f"model.{key}: class_path must name a class, got 'os.system', a builtin_function_or_method"
-    assert result.err == f"lightning-rlhf: {told}\n"
-    with pytest.raises(CLIError, match=told.removeprefix("model.")):
+    message = f"model.{key}: class_path must name a class, got 'os.system', a builtin_function_or_method"
+    assert result.err == f"lightning-rlhf: {message}\n"
+    with pytest.raises(CLIError, match=message.removeprefix("model.")):
         make_module(parse_run_config(["--config", "run.yaml"]))
     assert not Path("ran").exists()
 

@@ -79,28 +79,28 @@ def test_all_mistakes_come_at_once_before_torch_is_imported(tmp_path):
     assert ended.stdout.split() == ["False", "2"]
     first, *lines = ended.stderr.splitlines()
     assert first == "lightning-rlhf: 10 mistakes in the configuration:"
-    assert [line.strip()[: len(told)] for line, told in zip(lines, MISTAKES, strict=True)] == MISTAKES
+    assert [line.strip()[: len(message)] for line, message in zip(lines, MISTAKES, strict=True)] == MISTAKES
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_parameters_read_from_the_source_are_those_of_the_class(name):
-    found = find_class(name)
-    assert isinstance(found, SourceClass)
+    result = find_class(name)
+    assert isinstance(result, SourceClass)
     kind = load_function(name)
-    assert (found.module.name, found.name) == (kind.__module__, kind.__name__)
+    assert (result.module.name, result.name) == (kind.__module__, kind.__name__)
     expected = dict(inspect.signature(kind).parameters)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for parameter, own in expected.items():
-        if found.parameters and own.kind not in variadic:
-            assert found.parameters[parameter].is_required == (own.default is own.empty)
-    if not any(own.kind in variadic for own in expected.values()):
-        assert set(found.parameters) == set(expected)
+    for parameter, entry in expected.items():
+        if result.parameters and entry.kind not in variadic:
+            assert result.parameters[parameter].is_required == (entry.default is entry.empty)
+    if not any(item.kind in variadic for item in expected.values()):
+        assert set(result.parameters) == set(expected)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_shipped_configurations_have_no_mistake(path, monkeypatch):
     monkeypatch.syspath_prepend(str(path.parent))
-    assert [own for own in mistakes(yaml.safe_load(path.read_text())) if not PARTIAL.match(own)] == []
+    assert [mistake for mistake in mistakes(yaml.safe_load(path.read_text())) if not PARTIAL.match(mistake)] == []
 
 
 ALGORITHMS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
@@ -108,8 +108,8 @@ ALGORITHMS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", [path for path in ALGORITHMS if path.stem != "base"], ids=lambda path: path.stem)
 def test_an_algorithm_and_the_values_that_all_share_have_no_mistake(path):
-    base, own = (yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithms/base.yaml", path))
-    merged = merge(base, own)
+    base, instance = (yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithms/base.yaml", path))
+    merged = merge(base, instance)
     assert [*mistakes(merged), *mistakes_of_settings(merged)] == []
 
 
@@ -132,9 +132,9 @@ def test_policy_losses_that_do_not_exist_are_mistakes(tmp_path, monkeypatch, kin
     Path("losses.py").write_text("def yours(tokens):\n    return -tokens.log_ratio\n")
     model = {"class_path": f"lightning_rlhf.{kind}", "init_args": {"actor": "x", "policy_loss": loss}}
     data = {"class_path": "lightning_rlhf.PromptDataModule", "init_args": {"train": "x", "tokenizer": "x"}}
-    found = list(mistakes({"model": model, "data": data}))
-    assert len(found) == (message is not None)
-    assert message is None or found[0].startswith(f"model ({kind}): {message}")
+    result = list(mistakes({"model": model, "data": data}))
+    assert len(result) == (message is not None)
+    assert message is None or result[0].startswith(f"model ({kind}): {message}")
 
 
 def test_lists_of_equal_length_are_merged_entry_by_entry_as_in_a_run(tmp_path):
@@ -199,6 +199,6 @@ def test_what_cannot_be_known_is_no_mistake(tmp_path, monkeypatch):
 
 def test_a_short_name_of_a_class_is_no_mistake():
     config = yaml.safe_load(WRONG)
-    assert not [own for own in mistakes(config) if "engine" in own]
+    assert not [mistake for mistake in mistakes(config) if "engine" in mistake]
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = "GRPOModule"
-    assert [own for own in mistakes(config) if "engine must be 'auto' or a class" in own]
+    assert [mistake for mistake in mistakes(config) if "engine must be 'auto' or a class" in mistake]

@@ -93,8 +93,8 @@ def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, c
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     versions["rich"] = "1.0"
     assert doctor.run(["--directory", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert said.endswith("fault: rich 1.0 is not supported: pip install 'rich>=13'\n1 fault\n")
+    output = capsys.readouterr().out
+    assert output.endswith("fault: rich 1.0 is not supported: pip install 'rich>=13'\n1 fault\n")
 
 
 def test_what_setup_cfg_says_is_what_is_asked_for(report):
@@ -152,9 +152,9 @@ def test_what_several_extras_want_must_suit_them_all(report, versions, monkeypat
     monkeypatch.setattr(doctor, "requirements", lambda: (SpecifierSet(), listed))
     for version, faults in (("0.28", 0), ("0.27", 1), ("0.30", 1)):
         versions["httpx"] = version
-        found = doctor.Report()
-        doctor.check_packages(found)
-        assert len(found.faults) == faults
+        result = doctor.Report()
+        doctor.check_packages(result)
+        assert len(result.faults) == faults
 
 
 def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
@@ -205,11 +205,11 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
     doctor.check_memory(closed, Path("/proc/runs"))  # where even root makes no file
     assert closed.faults == ["the disk of /proc/runs has 0.00 GiB left: free space for checkpoints"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
-    for directory, told in (("/proc/runs", "/proc: "), (tmp_path / "file", f"{tmp_path / 'file'}: Not a directory")):
+    for directory, message in (("/proc/runs", "/proc: "), (tmp_path / "file", f"{tmp_path / 'file'}: Not a directory")):
         (tmp_path / "file").touch()
         closed = doctor.Report()
         doctor.check_memory(closed, Path(directory))
-        assert closed.faults[0].startswith(f"runs cannot be written to {directory}: {told}")
+        assert closed.faults[0].startswith(f"runs cannot be written to {directory}: {message}")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     doctor.check_devices(report)
-    assert [fault in told for told in report.faults] == ([True] if fault else [])
+    assert [fault in message for message in report.faults] == ([True] if fault else [])
     shown = findings(report, "gpus")
     assert any("driver" in name for name in shown)
 
@@ -373,8 +373,8 @@ def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_pat
 
 def test_sandboxes_are_shown_and_one_that_does_not_work_is_a_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
-    told = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
-    monkeypatch.setattr(doctor.bubblewrap, "probe", lambda: told)
+    message = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
+    monkeypatch.setattr(doctor.bubblewrap, "probe", lambda: message)
     assert doctor.run(["--directory", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "│ bubblewrap" in shown

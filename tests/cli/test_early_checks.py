@@ -105,9 +105,9 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("path", "value", "message"), CASES)
 def test_a_mistake_is_found(path, value, message):
-    found = list(early_mistakes(changed(path, value)))
-    assert len(found) == 1
-    assert message in found[0]
+    result = list(early_mistakes(changed(path, value)))
+    assert len(result) == 1
+    assert message in result[0]
 
 
 @pytest.mark.parametrize(("path", "value"), ACCEPTED)
@@ -120,12 +120,12 @@ def test_what_may_be_right_is_accepted(path, value, folder):
 def test_the_package_of_a_logger_is_named_with_its_extra(folder, monkeypatch, as_list):
     monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name == "wandb" else True)
     entry = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
-    own = {"class_path": "mine.WandbLogger"}
+    instance = {"class_path": "mine.WandbLogger"}
     csv = "lightning.pytorch.loggers.CSVLogger"
     assert list(early_mistakes(changed("trainer.logger", [csv, entry] if as_list else entry))) == [
         "WandbLogger needs the package wandb: run pip install 'lightning-rlhf[wandb]'"
     ]
-    assert list(early_mistakes(changed("trainer.logger", [csv, own] if as_list else own))) == []
+    assert list(early_mistakes(changed("trainer.logger", [csv, instance] if as_list else instance))) == []
 
 
 def test_a_module_that_is_not_ours_may_need_no_loop(folder):
@@ -184,7 +184,7 @@ def test_no_value_raises_another_error(folder, value):
             for key in path[:-1]:
                 inner = inner[int(key) if isinstance(inner, list) else key]
             inner[int(path[-1]) if isinstance(inner, list) else path[-1]] = value
-            assert all(isinstance(own, str) for own in [*mistakes(config), *early_mistakes(config)]), path
+            assert all(isinstance(item, str) for item in [*mistakes(config), *early_mistakes(config)]), path
 
 
 def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
@@ -230,9 +230,9 @@ def test_a_gpu_that_is_missing_is_named_by_its_option(hidden, monkeypatch, folde
     real = Machine.here
     (folder / "nvidia0").touch()
     monkeypatch.setattr(Machine, "here", lambda environ: real(environ, devices=folder))
-    found = list(early_mistakes(changed("trainer.accelerator", "gpu")))
-    told = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
-    assert found == ([] if hidden else told)
+    result = list(early_mistakes(changed("trainer.accelerator", "gpu")))
+    message = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
+    assert result == ([] if hidden else message)
 
 
 def test_an_interrupt_during_the_checks_is_no_traceback(folder):

@@ -41,7 +41,7 @@ def _by_dotted_path():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"accelerator": "tpu"}, "Requirement 'torch_xla"),
         ({"devices": 0}, "`Trainer(devices=0)` value is not a valid input using cpu accelerator."),
@@ -53,13 +53,13 @@ def _by_dotted_path():
     ],
     ids=["accelerator", "devices", "limit", "interval"],
 )
-def test_what_lightning_refuses_before_training_is_one_line_and_code_2(fit, config, settings, told):
+def test_what_lightning_refuses_before_training_is_one_line_and_code_2(fit, config, settings, message):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     config["trainer"] |= settings
     result = fit(config)
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert line.startswith(f"lightning-rlhf: {told}")
+    assert line.startswith(f"lightning-rlhf: {message}")
 
 
 ROLE_STRATEGIES = (
@@ -70,7 +70,7 @@ ROLE_STRATEGIES = (
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"strategy": "nonsense"}, f"trainer.strategy 'nonsense' is not available. {ROLE_STRATEGIES}"),
         (
@@ -101,31 +101,33 @@ ROLE_STRATEGIES = (
         ({"barebones": True}, "trainer.barebones is True, but it disables the logging and the checkpoints"),
     ],
 )
-def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(fit, config, settings, told, monkeypatch):
+def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(
+    fit, config, settings, message, monkeypatch
+):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     config["trainer"] |= settings
     result = fit(config)
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert line.startswith(f"lightning-rlhf: {told}")
+    assert line.startswith(f"lightning-rlhf: {message}")
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "message"),
     [
         ("LearningRateFinder", {}, "set model.init_args.actor_optimizer.init_args.lr"),
         ("BatchSizeFinder", {}, "set model.init_args.micro_batch_tokens"),
         ("StochasticWeightAveraging", {"swa_lrs": 0.1}, "use lightning.pytorch.callbacks.EMAWeightAveraging"),
     ],
 )
-def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, name, arguments, told):
+def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, name, arguments, message):
     config["trainer"]["callbacks"].append({"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments})
     result = fit(config)
     assert result.code == 2
     assert result.err.splitlines()[-1].startswith(f"lightning-rlhf: {name} needs automatic optimization of one model")
-    assert told in result.err
+    assert message in result.err
 
 
 def test_a_monitored_metric_that_nobody_logs_is_one_line_with_those_that_are(fit, config):
@@ -210,8 +212,10 @@ def test_a_directory_that_cannot_be_made_is_refused(fit, config):
     config["trainer"]["default_root_dir"] = "/proc/runs"
     result = fit(config)
     assert result.code == 2
-    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be created (No such file or directory): set "
-    assert result.err.startswith(told)
+    message = (
+        "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be created (No such file or directory): set "
+    )
+    assert result.err.startswith(message)
 
 
 @pytest.mark.slow

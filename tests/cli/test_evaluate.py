@@ -108,18 +108,18 @@ def test_every_figure_is_the_one_worked_by_hand(evaluate):
 
 def test_what_does_not_apply_is_left_out(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:some", "--reward", "rewards.py:length")
-    found = report["sources"]["a"]["rewards"]
-    assert (found["some"]["not_applicable"], found["some"]["mean"]) == (1, 1.0)
-    assert found["length"]["mean"] == 1.0
-    assert found["some"]["pass@3"]["mean"] == 1.0  # three are left of the second prompt
-    assert "pass@4" not in found["some"]
+    result = report["sources"]["a"]["rewards"]
+    assert (result["some"]["not_applicable"], result["some"]["mean"]) == (1, 1.0)
+    assert result["length"]["mean"] == 1.0
+    assert result["some"]["pass@3"]["mean"] == 1.0  # three are left of the second prompt
+    assert "pass@4" not in result["some"]
 
 
 def test_lengths_and_cuts_are_those_that_generate_counted(evaluate):
-    told = [{**ROWS[0], "response_tokens": [2, 2, 2, 4], "finish_reasons": ["stop", "stop", "stop", "length"]}]
-    _, report, _ = evaluate("--reward", "rewards.py:length", rows=told)
-    found = report["sources"]["a"]
-    assert (found["response_tokens_mean"], found["truncated_fraction"]) == (2.5, 0.25)
+    message = [{**ROWS[0], "response_tokens": [2, 2, 2, 4], "finish_reasons": ["stop", "stop", "stop", "length"]}]
+    _, report, _ = evaluate("--reward", "rewards.py:length", rows=message)
+    result = report["sources"]["a"]
+    assert (result["response_tokens_mean"], result["truncated_fraction"]) == (2.5, 0.25)
     _, report, _ = evaluate("--reward", "rewards.py:length")
     assert "response_tokens_mean" not in report["sources"]["a"]
 
@@ -140,7 +140,7 @@ def test_what_verls_main_eval_reads_gives_what_it_prints(evaluate):
     parquet.write_table(Table.from_pylist(rows), "verl.parquet")
     code, report, shown = evaluate("--reward", "rewards.py:compute_score", file="verl.parquet")
     assert code == 0, shown
-    means = {name: found["rewards"]["compute_score"]["mean"] for name, found in report["sources"].items()}
+    means = {name: result["rewards"]["compute_score"]["mean"] for name, result in report["sources"].items()}
     # test_score/<source>: the mean over rows of the mean over responses
     assert means == {"a": (0.75 + 0.5) / 2, "b": 1.0, "all": (0.75 + 0.5 + 1) / 3}
 
@@ -165,8 +165,8 @@ def test_a_reward_in_the_working_directory_is_found_by_its_dotted_path(evaluate,
 
 def test_a_reward_of_nine_tenths_is_correct_at_nine_tenths(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.9")
-    found = report["sources"]["a"]["rewards"]["nine_tenths"]
-    assert found["pass@1"]["mean"] == 1.0
+    result = report["sources"]["a"]["rewards"]["nine_tenths"]
+    assert result["pass@1"]["mean"] == 1.0
     _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.91")
     assert report["sources"]["a"]["rewards"]["nine_tenths"]["pass@1"]["mean"] == 0.0
 
@@ -175,9 +175,9 @@ def test_how_many_are_left_out_is_in_the_table_where_any_are(evaluate):
     code, _, shown = evaluate("--reward", "rewards.py:some")
     assert code == 0, shown
     (head,) = (line for line in shown.splitlines() if "left out" in line)
-    place = [cell.strip() for cell in head.split("┃")].index("left out")
+    position = [cell.strip() for cell in head.split("┃")].index("left out")
     cells = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines() if "│ some" in line]
-    assert [row[place] for row in cells] == ["1", "0", "1"]
+    assert [row[position] for row in cells] == ["1", "0", "1"]
     assert "left out" not in evaluate("--reward", "rewards.py:length")[2]
 
 
@@ -206,12 +206,12 @@ def test_files_for_the_same_rows_are_compared_row_by_row(evaluate):
     Path("after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in after))
     Path("other.jsonl").write_text(json.dumps({**ROWS[0], "prompt": "another", "answer": "2"}) + "\n")
     _, report, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl", "other.jsonl"])
-    assert [own["file"] for own in report["files"]] == ["responses.jsonl", "after.jsonl", "other.jsonl"]
-    (found,) = report["differences"]
-    assert (found["file"], found["from"]) == ("after.jsonl", "responses.jsonl")
+    assert [item["file"] for item in report["files"]] == ["responses.jsonl", "after.jsonl", "other.jsonl"]
+    (result,) = report["differences"]
+    assert (result["file"], result["from"]) == ("after.jsonl", "responses.jsonl")
     # Differences 1/2, 1 and 0: mean 1/2, s^2 = (0 + 1/4 + 1/4) / 2 = 1/4, standard error 1 / (2 sqrt(3)).
     reach = 1.959964 / (2 * 3**0.5)
-    right = found["rewards"]["right"]
+    right = result["rewards"]["right"]
     assert_close([right["mean"], right["low"], right["high"]], [0.5, 0.5 - reach, 0.5 + reach])
     assert "after.jsonl less responses.jsonl, 3 rows, 95 % intervals in brackets:" in shown
     assert "  right: +0.500 (-0.066 to +1.066)" in shown
@@ -242,10 +242,10 @@ def test_mistakes_are_found_without_torch():
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():
     for right in itertools.product((0.0, 1.0), repeat=5):
-        found = statistics([ScoredResponses("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
+        result = statistics([ScoredResponses("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
         for k in (1, 2, 4, 5):
             draws = list(itertools.combinations(right, k))
-            assert_close(found[f"pass@{k}"]["mean"], sum(any(draw) for draw in draws) / len(draws))
+            assert_close(result[f"pass@{k}"]["mean"], sum(any(draw) for draw in draws) / len(draws))
 
 
 def test_draws_are_powers_of_two_and_all():
@@ -257,12 +257,12 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         ScoredResponses("s", {"r": [1.0, 0.0]}, characters=[1, 1]),
         ScoredResponses("s", {"r": [1.0] * 5}, characters=[1] * 5),
     ]
-    found = statistics(rows, 1.0)["rewards"]["r"]
-    assert [key for key in found if key.startswith("pass")] == ["pass@1", "pass@2"]
+    result = statistics(rows, 1.0)["rewards"]["r"]
+    assert [key for key in result if key.startswith("pass")] == ["pass@1", "pass@2"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rows", "code", "told"),
+    ("arguments", "rows", "code", "message"),
     [
         (["--reward", "rewards.py:rihgt"], ROWS, 2, "reward function 'rewards.py:rihgt': 'rihgt' was not found in"),
         (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which the file"),
@@ -304,8 +304,8 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "--columns needs field=column"),
     ],
 )
-def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, told):
-    found, _, shown = evaluate(*arguments, rows=rows)
-    assert found == code
-    assert f"lightning-rlhf: {told}" in shown
+def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, message):
+    result, _, shown = evaluate(*arguments, rows=rows)
+    assert result == code
+    assert f"lightning-rlhf: {message}" in shown
     assert not Path("report.json").exists()

@@ -35,13 +35,13 @@ def trained(fit, config):
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "tests.cli.test_export.varied"}]
 
     def trained(strategy=None, lora=False):
-        given = copy.deepcopy(config)
-        given["trainer"]["callbacks"] += [copy.deepcopy(CHECKPOINTS), copy.deepcopy(EXPORTS)]
+        inputs = copy.deepcopy(config)
+        inputs["trainer"]["callbacks"] += [copy.deepcopy(CHECKPOINTS), copy.deepcopy(EXPORTS)]
         if strategy:
-            given["trainer"]["strategy"] = strategy
+            inputs["trainer"]["strategy"] = strategy
         if lora:
-            given["model"]["init_args"]["actor"]["init_args"]["lora"] = LORA
-        result = fit(given)
+            inputs["model"]["init_args"]["actor"]["init_args"]["lora"] = LORA
+        result = fit(inputs)
         assert result.code == 0, result.err
         return Path("runs/tiny")
 
@@ -105,13 +105,13 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
     assert export("--config", str(run / "config.yaml"), "--to", "alone", "--adapter") == (0, "")
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files_of(Path("alone")).keys()
     assert "model.safetensors" not in files_of(Path("alone"))
-    for name, library, told in (
+    for name, library, message in (
         ("alone", "peft", "alone, to be added to the base model"),
         ("merged", "transformers", "merged into the weights"),
     ):
         card = Path(name, "README.md").read_text()
         assert f'library_name: "{library}"' in card
-        assert f"| LoRA | rank 2, alpha 4, {told} |" in card
+        assert f"| LoRA | rank 2, alpha 4, {message} |" in card
 
 
 @pytest.mark.slow
@@ -125,12 +125,12 @@ def test_an_export_that_fails_or_was_killed_leaves_nothing_half_and_nothing_of_o
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # as a disk that is full
     try:
-        code, said = export(*arguments)
+        code, output = export(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 2
-    assert said.startswith(f"lightning-rlhf: cannot write {Path('out').absolute()}: ")
-    assert "File too large" in said
+    assert output.startswith(f"lightning-rlhf: cannot write {Path('out').absolute()}: ")
+    assert "File too large" in output
     assert not Path("out").exists()
     assert not killed.exists()
     assert export(*arguments) == (0, "")
@@ -147,8 +147,10 @@ def test_vllm_and_transformers_give_the_same_answers_of_it(trained, export, caps
     assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i + 3}="}) + "\n" for i in range(20)))
     for engine in ("vllm", "transformers"):
-        given = ["--model", "out", "--engine", engine, "--temperature", "0", "--max-tokens", "8"]
-        assert generate.run([*given, "--prompts", "prompts.jsonl", "--to", f"{engine}.jsonl"]) == 0, capsys.readouterr()
+        inputs = ["--model", "out", "--engine", engine, "--temperature", "0", "--max-tokens", "8"]
+        assert generate.run([*inputs, "--prompts", "prompts.jsonl", "--to", f"{engine}.jsonl"]) == 0, (
+            capsys.readouterr()
+        )
     assert Path("vllm.jsonl").read_bytes() == Path("transformers.jsonl").read_bytes()
 
 
@@ -191,7 +193,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--to", "runs"], "runs exists already: choose another directory, or remove it"),
         (["--to", "."], ". exists already: choose another directory, or remove it"),
@@ -205,11 +207,11 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
         (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),
     ],
 )
-def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, arguments, told):
+def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, arguments, message):
     run = trained()
-    code, said = export("--config", str(run / "config.yaml"), *arguments)
+    code, output = export("--config", str(run / "config.yaml"), *arguments)
     assert code == 2
-    assert said.splitlines()[-1].startswith(f"lightning-rlhf: {told}"), said
+    assert output.splitlines()[-1].startswith(f"lightning-rlhf: {message}"), output
     assert not Path("out").exists()
 
 
@@ -220,9 +222,9 @@ def test_mistakes_are_found_without_torch():
         "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, "--config", "run.yaml", "--to", "out"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
-    assert found.stderr == "lightning-rlhf: no checkpoint at runs/default/checkpoints/last.ckpt\n"
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+    assert result.stderr == "lightning-rlhf: no checkpoint at runs/default/checkpoints/last.ckpt\n"
 
 
 @pytest.mark.slow
@@ -232,10 +234,10 @@ def test_a_damaged_checkpoint_is_named(trained, export):
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(content)
-    code, said = export("--config", str(run / "config.yaml"), "--to", "out")
+    code, output = export("--config", str(run / "config.yaml"), "--to", "out")
     assert code == 2
-    assert "is damaged" in said
-    assert "actor/shard-" in said
+    assert "is damaged" in output
+    assert "actor/shard-" in output
 
 
 @pytest.mark.quick_cases(1)
@@ -244,7 +246,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained, export, strategy):
     run = trained(strategy)
     text = (run / "config.yaml").read_text()
     Path("other.yaml").write_text(text.replace("intermediate_size: 48", "intermediate_size: 64"))
-    code, said = export("--config", "other.yaml", "--to", "out")
+    code, output = export("--config", "other.yaml", "--to", "out")
     assert code == 2
-    assert said.startswith("lightning-rlhf: the actor")
-    assert "mlp" in said
+    assert output.startswith("lightning-rlhf: the actor")
+    assert "mlp" in output

@@ -37,9 +37,9 @@ def generate(capsys, prompts, tiny_export):
     def generate(*arguments, model=tiny_export, to="out.jsonl", engine="transformers", source=prompts):
         capsys.readouterr()
         who = [] if "--server" in arguments else ["--model", str(model), "--engine", engine]
-        given = [*who, "--prompts", source, "--to", to, "--max-tokens", "12"]
+        inputs = [*who, "--prompts", source, "--to", to, "--max-tokens", "12"]
         try:
-            code = command.run([*given, *arguments])
+            code = command.run([*inputs, *arguments])
         except SystemExit as end:
             code = end.code
         shown = capsys.readouterr()
@@ -83,8 +83,8 @@ def test_greedy_responses_are_what_transformers_generates(generate, tiny_export,
     for row in read_lines(Path("out.jsonl")):
         text = f"user: {row['prompt'][0]['content']}\nassistant: "
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-        assert row["responses"] == [tokenizer.decode(said, skip_special_tokens=True)]
+        output = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert row["responses"] == [tokenizer.decode(output, skip_special_tokens=True)]
         assert row["prompt_tokens"] == ids.shape[1]
 
 
@@ -96,8 +96,8 @@ def test_a_file_that_was_cut_short_anywhere_is_gone_on_with(generate):
         code, out, _ = generate("--batch-size", "5")
         assert code == 0
         assert Path("out.jsonl").read_bytes() == whole
-        kept = whole[:cut].count(b"\n")
-        assert (f"has {kept} of 11 rows already" in out) == (kept > 0)
+        saved = whole[:cut].count(b"\n")
+        assert (f"has {saved} of 11 rows already" in out) == (saved > 0)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export
     assert generate()[0] == 0
     before = Path("out.jsonl").read_bytes()
     Path("prompts.jsonl").write_text(Path("prompts.jsonl").read_text().replace("times", "plus"))
-    for arguments, told in (
+    for arguments, message in (
         (("--temperature", "0.5"), "temperature was 1.0, is 0.5"),
         (("--seed", "3"), "seed was 0, is 3"),
         ((), "prompts was '"),
@@ -138,7 +138,7 @@ def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export
         code, _, err = generate(*arguments)
         assert code == 2
         assert err.startswith("lightning-rlhf: out.jsonl was started with other settings (")
-        assert told in err
+        assert message in err
     assert Path("out.jsonl").read_bytes() == before
 
 
@@ -165,9 +165,9 @@ def test_lines_that_hold_line_separators_and_twins_are_gone_on_with(generate):
     Path("prompts.jsonl").write_text(text, encoding="utf-8")
     assert generate("--batch-size", "2")[0] == 0
     whole = Path("out.jsonl").read_bytes()
-    found = read_lines(Path("out.jsonl"))
-    assert [{name: row[name] for name in ("prompt", "note")} for row in found] == rows
-    assert found[0]["responses"] != found[1]["responses"]  # twins are drawn from seeds of their own
+    result = read_lines(Path("out.jsonl"))
+    assert [{name: row[name] for name in ("prompt", "note")} for row in result] == rows
+    assert result[0]["responses"] != result[1]["responses"]  # twins are drawn from seeds of their own
     Path("out.jsonl").write_bytes(whole[: len(whole) // 2])
     assert generate()[0] == 0
     assert Path("out.jsonl").read_bytes() == whole
@@ -214,15 +214,15 @@ def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
 
 
 def test_a_change_of_any_one_tensor_is_seen(tmp_path):
-    def found(**changes):
+    def result(**changes):
         tensors = {name: torch.zeros(50_000) for name in "abc"} | changes
         save_file(tensors, tmp_path / "model.safetensors")
         return weights_digest(str(tmp_path))
 
     # LoRA on some layers changes only some tensors, and neither the first nor the last of a file.
-    every = [found(), *(found(**{name: torch.ones(50_000)}) for name in "abc")]
+    every = [result(), *(result(**{name: torch.ones(50_000)}) for name in "abc")]
     assert len(set(every)) == 4
-    assert found() == every[0]
+    assert result() == every[0]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path):
@@ -237,7 +237,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changes", "told"),
+    ("arguments", "changes", "message"),
     [
         (("-n", "0"), {}, "n must be at least 1, got 0"),
         (("--max-tokens", "256"), {}, "--max-tokens 256 leaves no tokens for a prompt: the model accepts 256"),
@@ -254,10 +254,10 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         (("--api-key-env", "KEY"), {}, "--api-key-env needs --server"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_code_2(generate, arguments, changes, told):
+def test_a_mistake_is_a_sentence_and_code_2(generate, arguments, changes, message):
     code, _, err = generate(*arguments, **changes)
     assert code == 2
-    assert err.startswith(f"lightning-rlhf: {told}")
+    assert err.startswith(f"lightning-rlhf: {message}")
     assert not Path("out.jsonl").exists()
 
 

@@ -78,17 +78,17 @@ def test_rows_contain_the_conversations(converse):
             *(row[name] for name in ("environment_rewards", "stop_reasons")),
             strict=True,
         ):
-            said = [message["content"] for message in messages if message["role"] == "assistant"]
+            output = [message["content"] for message in messages if message["role"] == "assistant"]
             written = [message["content"] for message in messages if message["role"] == "user"]
-            assert text == said[-1]
-            assert turns == len(said) <= row["count"]
+            assert text == output[-1]
+            assert turns == len(output) <= row["count"]
             assert len(set(written)) <= 1
             ended = stop == "done"
             assert ended == (turns == row["count"] and row["finish_reasons"][row["responses"].index(text)] == "stop")
-            assert reward == sum(map(len, said if ended else said[:-1]))
-            assert sum(map(len, said)) <= tokens <= 90
+            assert reward == sum(map(len, output if ended else output[:-1]))
+            assert sum(map(len, output)) <= tokens <= 90
     replies = {
-        row["prompt"]: {m["content"] for own in row["response_messages"] for m in own if m["role"] == "user"}
+        row["prompt"]: {m["content"] for item in row["response_messages"] for m in item if m["role"] == "user"}
         for row in rows
     }
     assert all(len(seen) <= 1 for seen in replies.values())  # one world for all samples of a prompt
@@ -153,8 +153,8 @@ def test_the_stop_tokens_of_the_run_end_turns(converse, tiny_export):
 
     def turns(path):
         rows = read_lines(Path(path))
-        messages = [own for row in rows for messages in row["response_messages"] for own in messages]
-        return [own["content"] for own in messages if own["role"] == "assistant"]
+        messages = [message for row in rows for messages in row["response_messages"] for message in messages]
+        return [message["content"] for message in messages if message["role"] == "assistant"]
 
     assert any(letter in turn[:-1] for turn in turns("out.jsonl"))
     assert all(letter not in turn[:-1] for turn in turns("stop.jsonl"))
@@ -205,7 +205,7 @@ def test_a_function_must_not_have_the_name_of_the_environments_rewards(capsys):
 
 @pytest.mark.parametrize("value", ["0.5", True, [1.0]])
 def test_rewards_that_are_not_numbers_are_bad_rows(capsys, value):
-    rows = [{"prompt": "p", "responses": ["a", "b"], "environment_rewards": [own, None]} for own in (value, 0.5)]
+    rows = [{"prompt": "p", "responses": ["a", "b"], "environment_rewards": [item, None]} for item in (value, 0.5)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert evaluate.run(["rows.jsonl"]) == 2
     assert f"'environment_rewards' has {value!r}, expected numbers and null" in capsys.readouterr().err

@@ -23,7 +23,7 @@ class Stub(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.answers, self.models, self.key = [], [], (200, MODELS), None
+        self.requested, self.answers, self.models, self.key = [], [], (200, MODELS), None
 
     @property
     def url(self):
@@ -38,14 +38,14 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.server.key and self.headers["authorization"] != f"Bearer {self.server.key}":
             return self.say(401, {"error": "no such key"})
-        self.server.asked.append((self.path, body))
-        said = body.get("prompt") or body["messages"][-1]["content"]
-        choice = {"text": said[::-1], "message": {"content": said[::-1]}, "finish_reason": "stop"}
+        self.server.requested.append((self.path, body))
+        output = body.get("prompt") or body["messages"][-1]["content"]
+        choice = {"text": output[::-1], "message": {"content": output[::-1]}, "finish_reason": "stop"}
         good = (200, {"choices": [choice], "usage": {"completion_tokens": 3, "total_tokens": 9}})
         return self.say(*(self.server.answers.pop(0) if self.server.answers else good))
 
-    def say(self, status, found):
-        content = found if isinstance(found, bytes) else json.dumps(found).encode()
+    def say(self, status, result):
+        content = result if isinstance(result, bytes) else json.dumps(result).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
         if status == 429:
@@ -73,8 +73,8 @@ def stub(monkeypatch):
 def generate(stub, capsys):
     def generate(*arguments, rows=({"prompt": "abc"}, {"prompt": [{"role": "user", "content": "de"}]})):
         Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given = ["--server", stub.url, "--prompts", "prompts.jsonl", "--to", "out.jsonl"]
-        code = command.run([*given, *arguments])
+        inputs = ["--server", stub.url, "--prompts", "prompts.jsonl", "--to", "out.jsonl"]
+        code = command.run([*inputs, *arguments])
         return code, capsys.readouterr().err
 
     return generate
@@ -83,23 +83,23 @@ def generate(stub, capsys):
 def test_text_is_completed_and_messages_are_answered(generate, stub):
     assert generate("-n", "2", "--temperature", "0.5") == (0, "")
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["cba"] * 2, ["ed"] * 2]
-    assert sorted(path for path, _ in stub.asked) == ["/v1/chat/completions"] * 2 + ["/v1/completions"] * 2
-    assert len({body["seed"] for _, body in stub.asked}) == 4
-    assert {(body["model"], body["temperature"], body["max_tokens"]) for _, body in stub.asked} == {("m", 0.5, 512)}
+    assert sorted(path for path, _ in stub.requested) == ["/v1/chat/completions"] * 2 + ["/v1/completions"] * 2
+    assert len({body["seed"] for _, body in stub.requested}) == 4
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for _, body in stub.requested} == {("m", 0.5, 512)}
 
 
 def test_a_server_that_is_busy_for_long_is_waited_for(generate, stub):
     stub.answers = [(429, {"error": "come again"})] * 5 * response_backends._TRIES
     assert generate() == (0, "")
-    assert len(stub.asked) == 5 * response_backends._TRIES + 2
+    assert len(stub.requested) == 5 * response_backends._TRIES + 2
 
 
 def test_a_server_that_stays_busy_is_given_up(generate, stub, monkeypatch):
     monkeypatch.setattr(response_backends, "_SERVER_SECONDS", 0.05)
     stub.answers = [(429, {"error": "come again"})] * 10_000
-    code, said = generate()
+    code, output = generate()
     assert code == 1
-    assert f"answered {response_backends._TRIES} times: 429" in said
+    assert f"answered {response_backends._TRIES} times: 429" in output
 
 
 def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generate, stub):
@@ -109,9 +109,9 @@ def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generat
     rows = [{"prompt": "first"}, {"prompt": "second"}]
     Path("out.jsonl").unlink()
     Path("out.jsonl.settings.json").unlink()
-    code, said = generate("--batch-size", "1", rows=rows)
+    code, output = generate("--batch-size", "1", rows=rows)
     assert code == 1
-    assert said.startswith(f"lightning-rlhf: {stub.url}/v1/completions answered: 400 ")
+    assert output.startswith(f"lightning-rlhf: {stub.url}/v1/completions answered: 400 ")
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"]]
     assert generate("--batch-size", "1", rows=rows)[0] == 0
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"], ["dnoces"]]
@@ -120,23 +120,23 @@ def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generat
 def test_a_line_end_behind_a_key_is_no_part_of_it(generate, stub, monkeypatch):
     stub.key = KEY
     monkeypatch.setenv("KEY", f"{KEY}\n")
-    code, said = generate("--api-key-env", "KEY")
-    assert code == 0, said
-    assert KEY not in said
+    code, output = generate("--api-key-env", "KEY")
+    assert code == 0, output
+    assert KEY not in output
 
 
 def test_a_wrong_key_is_told_and_not_shown(generate, stub):
     stub.key = "another-key-than-that"
-    code, said = generate("--api-key-env", "KEY")
+    code, output = generate("--api-key-env", "KEY")
     assert code == 1
-    assert "answered: 401" in said
-    assert KEY not in said
+    assert "answered: 401" in output
+    assert KEY not in output
     assert not Path("out.jsonl").exists()
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("models", "told"),
+    ("models", "message"),
     [
         ((401, {}), "/v1/models answered 401; set --api-key-env to the environment variable with the key"),
         ((503, {}), "/v1/models answered 503; it may still be loading its model"),
@@ -145,22 +145,22 @@ def test_a_wrong_key_is_told_and_not_shown(generate, stub):
         ((200, {"data": [{"id": "a"}, {"id": "b"}]}), " serves a, b: set --model to one of them"),
     ],
 )
-def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, models, told):
+def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, models, message):
     stub.models = models
-    assert generate() == (2, f"lightning-rlhf: {stub.url}{told}\n")
+    assert generate() == (2, f"lightning-rlhf: {stub.url}{message}\n")
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [3]}, None])
 def test_an_answer_that_is_none_is_a_sentence(generate, stub, answer):
     stub.answers = [(200, answer)] * 2
-    code, said = generate()
+    code, output = generate()
     assert code == 1
-    assert "returned an invalid completion: " in said
+    assert "returned an invalid completion: " in output
 
 
 def test_what_a_server_would_not_be_sent_is_a_bad_row(generate):
     rows = [{"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False}}]
-    code, said = generate(rows=rows)
+    code, output = generate(rows=rows)
     assert code == 2
-    assert "'chat_template_kwargs' of the chat template cannot be sent to a server" in said
+    assert "'chat_template_kwargs' of the chat template cannot be sent to a server" in output

@@ -58,7 +58,7 @@ def twice(fit, config, monkeypatch):
         assert resumed.code == 0, resumed.err
         assert (path.read_text() if ids else "") == ids
         known = json.loads(ids) if ids else {}
-        assert not any(own in Path("runs/tiny/config.yaml").read_text() for own in known.values())
+        assert not any(item in Path("runs/tiny/config.yaml").read_text() for item in known.values())
         return known
 
     return twice
@@ -88,7 +88,7 @@ def test_csv(twice):
     assert twice("CSV") == {}
     tables = sorted(Path("runs/tiny/lightning_logs").glob("version_*/metrics.csv"))
     rows = [list(csv.DictReader(path.read_text().splitlines())) for path in tables]
-    steps = [[row["step"] for row in own if row["reward/mean"]] for own in rows]
+    steps = [[row["step"] for row in item if row["reward/mean"]] for item in rows]
     assert steps == [["1", "2"], ["3"]]
 
 
@@ -111,7 +111,11 @@ def test_mlflow(twice):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient("sqlite:///runs/tiny/mlflow.db")
-    (experiment,) = [own for own in client.search_experiments() if own.name == "lightning-rlhf"]
+    (experiment,) = [
+        search_experiment
+        for search_experiment in client.search_experiments()
+        if search_experiment.name == "lightning-rlhf"
+    ]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_id == ids["MLFlowLogger"]
     assert run.info.status == "FINISHED"
@@ -120,7 +124,7 @@ def test_mlflow(twice):
     assert run.data.params["trainer/max_steps"] == "2"
     with open(client.download_artifacts(run.info.run_id, "config.json")) as file:
         assert json.load(file)["trainer"]["max_steps"] == 3
-    assert [own.path for own in client.list_artifacts(run.info.run_id, "rollouts")] == [
+    assert [list_artifact.path for list_artifact in client.list_artifacts(run.info.run_id, "rollouts")] == [
         f"rollouts/step-{step:06d}.json" for step in (1, 2, 3)
     ]
     assert client.list_artifacts(run.info.run_id, "health")
@@ -137,15 +141,19 @@ def test_trackio(twice, monkeypatch, tmp_path):
     ids = twice("trackio")
     with sqlite3.connect(trackio.utils.TRACKIO_DIR / "lightning-rlhf.db") as database:
         command = "select step, metrics from metrics where run_name = ?"
-        rows = [(step, json.loads(own)) for step, own in database.execute(command, [ids["TrackioLogger"]])]
+        rows = [(step, json.loads(instance)) for step, instance in database.execute(command, [ids["TrackioLogger"]])]
         (configuration,) = database.execute("select config from configs where run_name = ?", [ids["TrackioLogger"]])
-    assert [step for step, own in rows if "reward/mean" in own] == [1, 2, 3]
-    assert [step for step, own in rows if "rollouts" in own] == [1, 2, 3]
-    (last,) = [own["validation"]["_value"] for step, own in rows if step == 3 and "validation" in own]
+    assert [step for step, instance in rows if "reward/mean" in instance] == [1, 2, 3]
+    assert [step for step, instance in rows if "rollouts" in instance] == [1, 2, 3]
+    (last,) = [instance["validation"]["_value"] for step, instance in rows if step == 3 and "validation" in instance]
     assert [sample["prompt"] for sample in last] == HELD_OUT
-    checks = {step: [check["check"] for check in own["health"]["_value"]] for step, own in rows if "health" in own}
+    checks = {
+        step: [check["check"] for check in instance["health"]["_value"]]
+        for step, instance in rows
+        if "health" in instance
+    }
     assert checks[1] == ["KL to the reference"]
-    assert all(own.count("KL to the reference") == 1 for own in checks.values())  # not repeated after the resume
+    assert all(check.count("KL to the reference") == 1 for check in checks.values())  # not repeated after the resume
     assert json.loads(configuration[0])["data"]["init_args"]["batch_size"] == 4
 
 

@@ -56,7 +56,7 @@ def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, mo
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "output"),
     [
         ({"rank": 0, "alpha": 8}, "rank must be at least 1, got 0"),
         (
@@ -65,10 +65,10 @@ def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, mo
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(fit, lora, said):
+def test_what_cannot_be_is_one_sentence(fit, lora, output):
     config = small()
     config["model"]["init_args"]["actor"]["init_args"]["lora"] = lora
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert result.code == 2
-    assert said in result.err
+    assert output in result.err
     assert "Traceback" not in result.err

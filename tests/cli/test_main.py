@@ -77,21 +77,21 @@ def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(
     assert (finished.code, finished.err) == (0, "")
     assert "Nothing to train: max_steps is 2, and the checkpoint is from step 2." in finished.out
     further = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
-    told = (
+    message = (
         "Resuming from step 2 with the checkpoint's optimizer and scheduler settings. "
         "Learning rates: actor 1e-06, critic 1e-05."
     )
-    assert told in further.out
+    assert message in further.out
     assert "replaces the configured" not in further.out
     assert "step 3:" in further.out
 
 
 def optimizers(config, actor, schedule=None):
-    own = config["model"]["init_args"]
-    own["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
+    instance = config["model"]["init_args"]
+    instance["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
     if schedule is not None:
         path = f"torch.optim.lr_scheduler.{schedule.pop('name')}"
-        own["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
+        instance["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fi
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 0, result.err
     assert "Learning rates: actor 0.000225, critic 1e-05." in result.out  # 0.5 + 0.5 * 2 / 4 of 3e-4
-    told = [line for line in result.out.splitlines() if "replaces the configured" in line]
-    assert told == [
+    message = [line for line in result.out.splitlines() if "replaces the configured" in line]
+    assert message == [
         "AdamW of the actor: lr 0.0003 of the checkpoint replaces the configured 0.001",
         "LinearLR of the actor: total_iters 4 of the checkpoint replaces the configured 8",
     ]
@@ -121,8 +121,10 @@ def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
     optimizers(config, {"lr": 1e-6}, {"name": "ConstantLR", "factor": 0.5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 2
-    told = "the learning-rate schedules differ in kind from those of the checkpoint (0 in the checkpoint, 1 configured)"
-    assert told in result.err
+    message = (
+        "the learning-rate schedules differ in kind from those of the checkpoint (0 in the checkpoint, 1 configured)"
+    )
+    assert message in result.err
     assert fit(config).code == 0
     optimizers(config, {"lr": 1e-6}, {"name": "LinearLR", "total_iters": 5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
@@ -140,7 +142,7 @@ def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model.minibatch_size": 3}, "minibatch_size 3 does not divide the 4 responses of a step"),
         ({"model.actor": "runs/none/export"}, "no model at 'runs/none/export'"),
@@ -152,17 +154,17 @@ def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
         ),
     ],
 )
-def test_what_is_found_before_training_is_a_sentence_and_code_2(fit, config, changes, told):
+def test_what_is_found_before_training_is_a_sentence_and_code_2(fit, config, changes, message):
     for path, value in changes.items():
         section, *keys = path.split(".")
-        place = config[section]["init_args"]
+        position = config[section]["init_args"]
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+            position = position[key]
+        position[keys[-1]] = value
     result = fit(config)
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert line.startswith(f"lightning-rlhf: {told}")
+    assert line.startswith(f"lightning-rlhf: {message}")
 
 
 def test_ppo_without_rollouts_is_refused_before_training(fit, config):
@@ -192,8 +194,8 @@ def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by,
     result = fit(config)
     assert result.code == code
     expected = f"a list of {count} numbers: one per completion"
-    told = f"lightning-rlhf: reward function 'short' returned 1 value, expected {expected}"
-    assert result.err.startswith(told)
+    message = f"lightning-rlhf: reward function 'short' returned 1 value, expected {expected}"
+    assert result.err.startswith(message)
 
 
 def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
@@ -220,7 +222,7 @@ def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["vllm.engine.VLLMEngine", "transformers.TransformersEngine"])
 def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_starts(fit, config, monkeypatch, engine):
-    def start(*given):
+    def start(*args):
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
@@ -245,15 +247,15 @@ def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, co
     config["data"]["init_args"]["tokenizer"]["init_args"]["characters"] = "0123456789+: "
     result = fit(config)
     assert result.code == 0
-    told = "train data: the tokenizer does not know 12 parts of the texts in 12 of 12 rows: '=' 12"
-    assert result.out.index(told) < result.out.index("Rollouts by ")
+    message = "train data: the tokenizer does not know 12 parts of the texts in 12 of 12 rows: '=' 12"
+    assert result.out.index(message) < result.out.index("Rollouts by ")
 
 
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
     from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
-    def die(*given):
+    def die(*args):
         raise EngineDied("the engine process 7 died: killed by signal 9 (SIGKILL); its log is x")
 
     monkeypatch.setattr(TransformersEngine, "request", die)
@@ -263,7 +265,7 @@ def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
 
 
 def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
-    def fail(*given, **named):
+    def fail(*args, **named):
         raise ZeroDivisionError("not ours")
 
     monkeypatch.setattr("torch.optim.AdamW.step", fail)
@@ -280,10 +282,10 @@ def test_an_earlier_run_is_renamed(fit, config):
     mark = Path("runs/tiny/mine.txt")
     mark.write_text("mine")
     result = fit(config)
-    told = result.out.index(
+    message = result.out.index(
         "An earlier run of runs/tiny is now runs/tiny-1.\nUntil this run has ended, the earlier export is in runs/"
     )
-    assert told < result.out.index("step 1:")
+    assert message < result.out.index("step 1:")
     assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
     assert not mark.exists()
     fit(config)
@@ -301,7 +303,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     assert "earlier run" not in refused.out  # it has its name again
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
 
-    def fail(*given):
+    def fail(*args):
         raise kind("while the models load")
 
     monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", fail)
@@ -321,7 +323,7 @@ def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_dire
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/config.yaml").write_text("earlier: true")
 
-    def die(*given):
+    def die(*args):
         raise EngineDied("the engine process 7 died; its log is x")
 
     monkeypatch.setattr(TransformersEngine, "start", die)
@@ -337,7 +339,7 @@ def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config,
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/config.yaml").write_text("earlier: true")
 
-    def fail(*given):
+    def fail(*args):
         raise ZeroDivisionError("in the first validation")
 
     data = config["data"]["init_args"]
@@ -352,8 +354,8 @@ def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config,
 @pytest.mark.slow
 def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(fit, config):
     assert fit(config).code == 0
-    own = config["model"]["init_args"]
-    own["actor"] = own["critic"] = "runs/tiny/export"
+    instance = config["model"]["init_args"]
+    instance["actor"] = instance["critic"] = "runs/tiny/export"
     result = fit(config)
     assert result.code == 2
     assert result.err.startswith(
@@ -398,12 +400,12 @@ def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, c
 def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
-    kept = [Path("runs/tiny/config.yaml"), Path("runs/tiny/env.json")]
-    for path in kept:
+    saved = [Path("runs/tiny/config.yaml"), Path("runs/tiny/env.json")]
+    for path in saved:
         path.write_text("the run's own")
     result = cli("validate", "--config", "config.yaml")
     assert result.code == 0
-    assert [path.read_text() for path in kept] == ["the run's own"] * 2
+    assert [path.read_text() for path in saved] == ["the run's own"] * 2
     assert result.out.count("val/response_tokens_mean") == 1  # the line of Console, without Lightning's table
 
 
@@ -442,11 +444,11 @@ def test_a_directory_without_a_run_is_left_alone(tmp_path):
 # -- every configuration -----------------------------------------------------------------------------------------------
 
 
-def holds(read, given):
+def holds(read, inputs):
     """Whether all that was given was read; defaults come on top."""
-    if not isinstance(given, dict):
-        return read == given
-    return all(holds(read[name], value) for name, value in given.items())
+    if not isinstance(inputs, dict):
+        return read == inputs
+    return all(holds(read[name], value) for name, value in inputs.items())
 
 
 @pytest.mark.quick_cases(6)
@@ -454,12 +456,12 @@ def holds(read, given):
 def test_every_configuration_parses(cli, path):
     result = cli("fit", *algorithm_tables.arguments(path), "--print_config")
     assert result.code == 0, result.err
-    read, given = yaml.safe_load(result.out), algorithm_tables.values(path)
-    assert read["model"]["class_path"].rpartition(".")[2] == given["model"]["class_path"].rpartition(".")[2]
-    for name, value in given["trainer"].items():
+    read, inputs = yaml.safe_load(result.out), algorithm_tables.values(path)
+    assert read["model"]["class_path"].rpartition(".")[2] == inputs["model"]["class_path"].rpartition(".")[2]
+    for name, value in inputs["trainer"].items():
         if name not in ("callbacks", "logger"):
             assert holds(read["trainer"][name], value), name
-    assert len(read["trainer"]["callbacks"]) == len(given["trainer"]["callbacks"])
+    assert len(read["trainer"]["callbacks"]) == len(inputs["trainer"]["callbacks"])
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_the_size_of_a_model_of_the_hub_is_from_its_name(model, parameters, orig
 def test_the_size_of_a_directory_is_that_of_its_files(tiny_export, tmp_path, capsys):
     size = new.model_size(str(tiny_export))
     model = AutoModelForCausalLM.from_pretrained(tiny_export)
-    assert (size.parameters, size.positions) == (sum(own.numel() for own in model.parameters()), 256)
+    assert (size.parameters, size.positions) == (sum(parameter.numel() for parameter in model.parameters()), 256)
     settings = new.settings_for(str(tiny_export), size)
     assert (settings["prompt_tokens"], settings["response_tokens"], settings["text_tokens"]) == ("128", "128", "256")
     assert new.run([str(tmp_path / "p"), "--model", str(tmp_path)]) == 2
@@ -138,17 +138,19 @@ def test_the_size_of_a_directory_is_that_of_its_files(tiny_export, tmp_path, cap
 
 def test_rates_and_lora_fit_the_size():
     small, usual, large = (new.settings_for("m", new.ModelSize(size, 4096, "")) for size in (1.35e8, 5e8, 7e10))
-    assert [own["rl_lr"] for own in (small, usual, large)] == ["2.0e-4", "5.0e-5", "1.0e-5"]
-    assert [own["sft_lr"] for own in (small, usual, large)] == ["5.0e-4", "2.0e-4", "1.0e-4"]
-    assert [own["response_tokens"] for own in (small, usual, large)] == ["128", "256", "256"]
+    assert [item["rl_lr"] for item in (small, usual, large)] == ["2.0e-4", "5.0e-5", "1.0e-5"]
+    assert [item["sft_lr"] for item in (small, usual, large)] == ["5.0e-4", "2.0e-4", "1.0e-4"]
+    assert [item["response_tokens"] for item in (small, usual, large)] == ["128", "256", "256"]
     assert "remove this line to train all weights, with lr 1.0e-5" in small["rl_source"]
     assert small["summary"] == "LoRA, lr 0.0002 for RL, responses of at most 128 tokens"
     page = (Path(__file__).resolve().parents[2] / "docs/hyperparameters.md").read_text()
     assert "| 0.02 B to 0.3 B | 1e-5 | 2e-4 |" in page
     assert "| 0.3 B to 10 B | 1e-6 to 3e-6 | 1e-5 to 1e-4 |" in page
     for row in new._RATES:
-        cells = [[own[kind] for own in (row.full, row.lora) if own] for kind in ("sft", "reward", "dpo")]
-        texts = (" / ".join(f"{rate:g}".replace("e-0", "e-").replace("0.001", "1e-3") for rate in own) for own in cells)
+        cells = [[item[kind] for item in (row.full, row.lora) if item] for kind in ("sft", "reward", "dpo")]
+        texts = (
+            " / ".join(f"{rate:g}".replace("e-0", "e-").replace("0.001", "1e-3") for rate in cell) for cell in cells
+        )
         texts = [text.replace("0.0005", "5e-4").replace("0.0002", "2e-4").replace("0.0001", "1e-4") for text in texts]
         assert f"| {' | '.join(texts)} |" in page
 

@@ -10,7 +10,7 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (f"{MODEL}.beta", 0.04, "model (PPOModule): unknown option 'beta'; here it is kl_loss.coef (a penalty in the"),
         (
@@ -34,16 +34,16 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
     ],
 )
-def test_the_name_here_is_given(fit, config, path, value, told):
+def test_the_name_here_is_given(fit, config, path, value, message):
     *parents, last = path.split(".")
-    place = config
+    position = config
     for key in parents:
-        place = place[int(key) if key.isdigit() else key]
-    place[last] = value
+        position = position[int(key) if key.isdigit() else key]
+    position[last] = value
     result = fit(config)
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert line.startswith(f"lightning-rlhf: {told}")
+    assert line.startswith(f"lightning-rlhf: {message}")
 
 
 def test_an_option_of_the_command_line_too(fit, config):
@@ -52,7 +52,7 @@ def test_an_option_of_the_command_line_too(fit, config):
 
 def test_the_names_that_are_given_exist():
     classes = ("GRPOModule", "Pretrained", "PromptDataModule", "callbacks.RolloutLoop", "callbacks.RunCheckpoint")
-    known = {name for own in classes for name in find_class(f"lightning_rlhf.{own}").parameters}
+    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
     for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",
                  "micro_batch_tokens", "batch_size", "max_tokens", "group_size", "max_response_tokens", "rewards",
                  "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip

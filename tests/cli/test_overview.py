@@ -30,8 +30,8 @@ def call(monkeypatch, capsys):
 
 
 def test_every_command_has_its_line_whichever_way_it_is_asked_for(call):
-    told = {call(*arguments) for arguments in ((), ("--help",), ("-h",), ("help",))}
-    ((code, out, err),) = told
+    message = {call(*arguments) for arguments in ((), ("--help",), ("-h",), ("help",))}
+    ((code, out, err),) = message
     assert (code, err) == (0, "")
     shown = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert sorted(shown) == sorted(__main__.COMMANDS)
@@ -68,7 +68,7 @@ def test_it_takes_none_of_the_heavy_libraries():
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("servee", "did you mean 'serve'?"),
         ("fti", "did you mean 'fit'?"),
@@ -79,8 +79,8 @@ def test_it_takes_none_of_the_heavy_libraries():
         ("xyzzy", "lightning-rlhf --help lists all"),
     ],
 )
-def test_an_unknown_command_is_a_sentence_and_code_2(call, word, told):
-    assert call(word, "--config", "x.yaml") == (2, "", f"lightning-rlhf: unknown command {word!r}; {told}\n")
+def test_an_unknown_command_is_a_sentence_and_code_2(call, word, message):
+    assert call(word, "--config", "x.yaml") == (2, "", f"lightning-rlhf: unknown command {word!r}; {message}\n")
 
 
 @pytest.mark.parametrize("name", sorted(__main__.COMMANDS.keys() - LIGHTNING))

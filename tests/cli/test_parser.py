@@ -20,7 +20,7 @@ def put(config, path, value):
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (
             f"{MODEL}.minibatch_sise",
@@ -53,13 +53,13 @@ def put(config, path, value):
         ("modle", 4, "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
-def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told):
+def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, message):
     put(config, path, value)
-    assert refused(fit(config)) == told
+    assert refused(fit(config)) == message
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         ("model.class_path", "lightning_rlhf.PPOModul", ["model: 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"]),
         ("model.class_path", "my.py:Mine", ["model: class_path must be module.Class, got 'my.py:Mine': use 'my.Mine', with my.py in the working directory"]),
@@ -75,14 +75,14 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
         ),
     ],
 )  # fmt: skip
-def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
+def test_an_unknown_class_or_function_is_named(fit, config, path, value, message):
     put(config, path, value)
     line = refused(fit(config))
-    assert [part for part in told if part not in line] == []
+    assert [part for part in message if part not in line] == []
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (f"{MODEL}.minibatch_size", "many", ["model (PPOModule): minibatch_size must be an integer, got 'many'"]),
         (f"{MODEL}.kl_reward", {"coef": "x"}, ["model.kl_reward (KLTerm): coef must be a number, got 'x'"]),
@@ -100,22 +100,22 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
         ("model", None, ["the section 'model' is missing: it has class_path and init_args"]),
     ],
 )
-def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
+def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, message):
     put(config, path, value)
     line = refused(fit(config))
-    assert [part for part in told if part not in line] == []
+    assert [part for part in message if part not in line] == []
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("--trainer.max_step", "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
         ("--conf", "unknown option 'conf'; did you mean 'config'?"),
         ("--modle", "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
-def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
-    assert refused(fit(config, option, "3")) == told
+def test_a_misspelt_or_shortened_option_is_named(fit, config, option, message):
+    assert refused(fit(config, option, "3")) == message
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, l
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (f"{MODEL}.update_epochs", 0, "update_epochs must be at least 1, got 0"),
         (f"{MODEL}.policy_loss", {"clip_range": 3.0}, "clip_range must lie in (0, 1), got 3.0"),
@@ -147,13 +147,13 @@ def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, l
         (f"{LOOP}.group_size", 0, "group_size must be at least 1, got 0"),
     ],
 )
-def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, told):
+def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, message):
     put(config, path, value)
-    assert refused(fit(config)) == told
+    assert refused(fit(config)) == message
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "a: [b",
@@ -171,9 +171,9 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, to
         ("", ["must contain keys such as 'model:' and 'trainer:'", "None"]),
     ],
 )
-def test_a_file_that_is_not_a_configuration(fit, text, told):
+def test_a_file_that_is_not_a_configuration(fit, text, message):
     line = refused(fit(text))
-    assert [part for part in told if part not in line] == []
+    assert [part for part in message if part not in line] == []
 
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
@@ -181,7 +181,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (
             f"{MODEL}.actor_optimizer",
@@ -217,19 +217,19 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         ),
     ],
 )
-def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, told):
+def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, message):
     put(config, path, value)
     line = refused(fit(config))
-    assert [part for part in told if part not in line] == []
+    assert [part for part in message if part not in line] == []
 
 
 def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
     data = config.pop("data")
     assert refused(fit(config)) == "the section 'data' is missing: it has class_path and init_args"
     config["data"] = {"class_path": data["class_path"], "init_arg": data["init_args"]}
-    told = fit(config).err
-    assert "data (PromptDataModule): unknown option 'init_arg'; did you mean 'init_args'?" in told
-    assert "data (PromptDataModule): train, tokenizer are missing" in told
+    message = fit(config).err
+    assert "data (PromptDataModule): unknown option 'init_arg'; did you mean 'init_args'?" in message
+    assert "data (PromptDataModule): train, tokenizer are missing" in message
 
 
 def test_the_refusals_of_several_constructors_come_at_once(fit, config):
@@ -276,8 +276,8 @@ def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, dat
 
 def test_a_file_that_is_not_there(cli):
     Path("runs.yaml").touch()
-    told = refused(cli("fit", "--config", "run.yaml"))
-    assert told.startswith("configuration file not found: run.yaml; did you mean 'runs.yaml'? (working directory: ")
+    message = refused(cli("fit", "--config", "run.yaml"))
+    assert message.startswith("configuration file not found: run.yaml; did you mean 'runs.yaml'? (working directory: ")
     assert refused(cli("fit", "--trainer.max_steps", "3")) == "fit needs a configuration: add --config FILE"
 
 

@@ -30,10 +30,10 @@ def planned(config, tmp_path, capsys, monkeypatch):
     runs = []
     monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(run), plan(run, gpus))[1])
 
-    def planned(*arguments, given=config):
+    def planned(*arguments, inputs=config):
         runs.clear()
         path = tmp_path / "x.yaml"
-        path.write_text(yaml.safe_dump(given))
+        path.write_text(yaml.safe_dump(inputs))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
             try:
@@ -47,14 +47,14 @@ def planned(config, tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_that_fits_is_a_table_and_code_0(planned):
-    found = planned("--gpus", "1", "--gpu-memory-gib", "24")
-    assert (found.code, found.err) == (0, "")
-    lines = found.out.splitlines()
+    result = planned("--gpus", "1", "--gpu-memory-gib", "24")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     assert "rlhf_single on 1 GPU of 24 GiB" in lines[0]
     rows = [line.strip("│ ").split("│")[0].strip() for line in lines]
     for term in ("parameters", "gradients", "optimizer state", "activations", "engine weights"):
         assert term in rows
-    shown = " ".join(found.out.split())
+    shown = " ".join(result.out.split())
     assert "a step: 4 texts of at most 20 tokens; each of 1 ranks" in shown
     assert "a mini-batch of 4 into 1 micro-batches" in shown
     assert "host memory of the first node (1 GPU): " in shown
@@ -73,30 +73,30 @@ def test_turns_and_processes_of_an_environment_are_counted(planned, config):
     arguments = config["trainer"]["callbacks"][0]["init_args"]
     environment = {"factory": "tests.environments.worlds:Echo", "max_turns": 3, "concurrency": 5}
     arguments["environment"] = environment
-    shown = " ".join(planned("--gpus", "1", "--gpu-memory-gib", "24", given=config).out.split())
+    shown = " ".join(planned("--gpus", "1", "--gpu-memory-gib", "24", inputs=config).out.split())
     assert "a step: 4 conversations of up to 3 turns, of at most 20 tokens; each of 1 ranks" in shown
     assert "each engine has up to 5 environment processes, whose host memory is not planned" in shown
     environment["timeout_s"] = None
-    shown = planned("--gpus", "1", "--gpu-memory-gib", "24", given=config).out
+    shown = planned("--gpus", "1", "--gpu-memory-gib", "24", inputs=config).out
     assert "3 turns" in shown
     assert "processes" not in shown
 
 
 def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
-    found = planned("--gpus", "2", "--gpu-memory-gib", "1")
-    assert found.code == 2
-    (line,) = found.err.splitlines()
+    result = planned("--gpus", "2", "--gpu-memory-gib", "1")
+    assert result.code == 2
+    (line,) = result.err.splitlines()
     assert line.startswith("lightning-rlhf: does not fit on 2 GPUs of 1 GiB: each would need 2.0 GiB, the largest part")
     assert line.endswith("; with rlhf_ddp, it fits on no number of such GPUs")
-    assert "rlhf_ddp on 2 GPUs" in found.out
+    assert "rlhf_ddp on 2 GPUs" in result.out
 
 
 def test_nothing_is_loaded_and_no_trainer_or_strategy_is_made(planned, config, monkeypatch):
     def made(*_, **__):
         raise AssertionError("made")
 
-    for place in ("lightning_rlhf.cli.main.RLHFCLI.instantiate_trainer", f"{FSDP}.__init__", f"{VLLM}.start"):
-        monkeypatch.setattr(place, made)
+    for position in ("lightning_rlhf.cli.main.RLHFCLI.instantiate_trainer", f"{FSDP}.__init__", f"{VLLM}.start"):
+        monkeypatch.setattr(position, made)
     for name in ("causal", "scalar"):
         monkeypatch.setattr(FromConfig, name, made)
     config["trainer"]["strategy"] = "rlhf_fsdp"
@@ -164,9 +164,9 @@ def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config)
 )
 def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
     config["trainer"]["strategy"] = strategy
-    found = planned("--gpus", "2")
-    assert found.code == 0, found.err
-    assert {name: getattr(found.run.strategy, name) for name in read} == read
+    result = planned("--gpus", "2")
+    assert result.code == 0, result.err
+    assert {name: getattr(result.run.strategy, name) for name in read} == read
 
 
 @pytest.mark.quick_cases(1)
@@ -190,8 +190,8 @@ def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
 )
 def test_an_engine_is_read_without_being_made(planned, config, engine, read):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = engine
-    found = planned("--gpus", "2").run.engine
-    assert (found and (found.share, found.tensor_parallel_size, found.dtype)) == read
+    result = planned("--gpus", "2").run.engine
+    assert (result and (result.share, result.tensor_parallel_size, result.dtype)) == read
 
 
 @pytest.mark.quick_cases(1)
@@ -209,14 +209,14 @@ def test_runs_without_rollouts_are_planned_too(planned, config, module, data, ro
     config["model"] = {"class_path": f"lightning_rlhf.{module}", "init_args": {role: model}}
     config["data"]["class_path"] = f"lightning_rlhf.{data}"
     config["trainer"]["callbacks"] = []
-    found = planned("--gpus", "2")
-    assert found.code == 0, found.err
+    result = planned("--gpus", "2")
+    assert result.code == 0, result.err
     has_ref = module in ("DPOModule", "KTOModule")
-    assert [own.name for own in found.run.roles] == [role, *["ref"] * has_ref]
-    work = found.run.work
-    assert (work.longest, work.row_tokens, work.evaluates_old, found.run.engine) == (16, longest, False, None)
+    assert [role.name for role in result.run.roles] == [role, *["ref"] * has_ref]
+    work = result.run.work
+    assert (work.longest, work.row_tokens, work.evaluates_old, result.run.engine) == (16, longest, False, None)
     assert work.evaluates_mismatched == (module == "KTOModule")
-    assert ("pairs of texts of at most 16 tokens" in " ".join(found.out.split())) == (longest == 32)
+    assert ("pairs of texts of at most 16 tokens" in " ".join(result.out.split())) == (longest == 32)
 
 
 def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
@@ -249,31 +249,31 @@ def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
 def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zero, read):
     options = {**arguments, "config": {"zero_optimization": zero}}
     config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
-    found = planned("--gpus", "2")
-    assert found.code == 0, found.err
-    assert {name: getattr(found.run.strategy, name) for name in read} == read
+    result = planned("--gpus", "2")
+    assert result.code == 0, result.err
+    assert {name: getattr(result.run.strategy, name) for name in read} == read
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("zero", "told"),
+    ("zero", "message"),
     [
         ({"stage": 2}, "config must not contain zero_optimization.stage: set the argument stage"),
         ({"offload_optimizer": {"device": "nvme"}}, "plan supports offload_optimizer to cpu or none, got 'nvme'"),
         ({"zero_hpz_partition_size": 8}, "plan does not support zero_optimization.zero_hpz_partition_size"),
     ],
 )
-def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
+def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, message):
     options = {"stage": 3, "config": {"zero_optimization": zero}}
     config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
-    found = planned("--gpus", "2")
-    assert (found.code, found.out) == (2, "")
-    assert found.err.startswith(f"lightning-rlhf: {told}")
+    result = planned("--gpus", "2")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"lightning-rlhf: {message}")
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "set the number of GPUs to plan for with --gpus, for example --gpus 8"),
         (
@@ -289,37 +289,37 @@ def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
         (["--gpus", "0"], 'Parser key "gpus": '),
     ],
 )
-def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, told):
-    found = planned(*arguments)
-    assert found.code == 2
-    (line,) = found.err.splitlines()
-    assert line.startswith(f"lightning-rlhf: {told}")
-    assert found.out == ""
+def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, message):
+    result = planned(*arguments)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith(f"lightning-rlhf: {message}")
+    assert result.out == ""
 
 
 def test_help_is_short_and_names_the_command_s_own_options(planned):
-    found = planned("--help")
-    assert (found.code, found.err) == (0, "")
-    assert len(found.out.splitlines()) < 20
+    result = planned("--help")
+    assert (result.code, result.err) == (0, "")
+    assert len(result.out.splitlines()) < 20
     for option in ("--gpus N", "--gpu-memory-gib GIB", "(default: 80)", "--nodes N", "lightning-rlhf fit --help"):
-        assert option in found.out
+        assert option in result.out
 
 
 def test_groups_of_gpus_do_not_span_nodes(planned, config):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
         "class_path": VLLM, "init_args": {"tensor_parallel_size": 2},
     }  # fmt: skip
-    found = planned("--gpus", "4", "--nodes", "4")
-    told = "the engine's tensor_parallel_size 2 does not divide the 1 GPUs of a node, so groups would span nodes"
-    assert (found.code, found.err) == (2, f"lightning-rlhf: {told}\n")
+    result = planned("--gpus", "4", "--nodes", "4")
+    message = "the engine's tensor_parallel_size 2 does not divide the 1 GPUs of a node, so groups would span nodes"
+    assert (result.code, result.err) == (2, f"lightning-rlhf: {message}\n")
     assert planned("--gpus", "4", "--nodes", "2").code == 0
 
 
 def test_a_model_that_is_not_there_is_a_sentence(planned, config):
     config["model"]["init_args"]["actor"] = "runs/none/export"
-    found = planned("--gpus", "2")
-    assert found.code == 2
-    assert found.err.startswith("lightning-rlhf: no model at 'runs/none/export'")
+    result = planned("--gpus", "2")
+    assert result.code == 2
+    assert result.err.startswith("lightning-rlhf: no model at 'runs/none/export'")
 
 
 def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, capsys):
@@ -338,6 +338,6 @@ def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, cap
 def test_the_copy_that_a_checkpoint_is_written_from_is_counted_where_there_is_one(planned, config, background, counted):
     checkpoint = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"background": background}}
     config["trainer"]["callbacks"].append(checkpoint)
-    found = planned("--gpus", "1", given=config)
-    assert (found.code, found.err) == (0, "")
-    assert ("host: copy that a checkpoint" in " ".join(found.out.split())) == counted
+    result = planned("--gpus", "1", inputs=config)
+    assert (result.code, result.err) == (0, "")
+    assert ("host: copy that a checkpoint" in " ".join(result.out.split())) == counted

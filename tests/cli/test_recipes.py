@@ -13,7 +13,7 @@ from lightning_rlhf.tools.commands import plan as command
 from lightning_rlhf.tools.planning.architecture import architecture as planned_for
 from lightning_rlhf.tools.planning.plan import GIB, plan
 from tests.cli.published_architectures import PUBLISHED
-from tests.cli.small_recipes import RECIPES, ROOT, given, models_of, published, saved_tokenizer, shrunk, write_data
+from tests.cli.small_recipes import RECIPES, ROOT, as_written, models_of, published, saved_tokenizer, shrunk, write_data
 
 DEFAULT = {  # one for each architecture and module; the others are slow only because there are many
     "deepseek7b_full_hh_rlhf",
@@ -93,7 +93,7 @@ def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
-    runs, config = [], given(path)
+    runs, config = [], as_written(path)
     monkeypatch.setattr(Pretrained, "hf_config", lambda self: FromConfig(published(self.path)).hf_config())
     monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(plan(run, gpus)), runs[-1])[1])
     head = path.read_text(encoding="utf-8")
@@ -104,8 +104,8 @@ def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
         warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
         code = command.run(["--config", str(path), "--gpus", count, "--gpu-memory-gib", size, "--nodes", str(nodes)])
     assert code == 0, capsys.readouterr().err
-    (said,) = re.findall(r"^# Expected memory: ([\d.]+) GiB of each, by", head, re.MULTILINE)
-    assert float(said) == round(runs[-1].total / GIB, 1)
+    (output,) = re.findall(r"^# Expected memory: ([\d.]+) GiB of each, by", head, re.MULTILINE)
+    assert float(output) == round(runs[-1].total / GIB, 1)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -121,8 +121,8 @@ def test_the_head_says_what_it_shows_on_what_and_what_the_reference_publishes(pa
 def test_the_published_architecture_has_the_published_number_of_parameters(model):
     architecture, billions = PUBLISHED[model]
     with torch.device("meta"):
-        found, scalar = FromConfig(architecture).causal(), FromConfig(architecture).scalar()
-    count = sum(value.numel() for value in found.parameters())
+        result, scalar = FromConfig(architecture).causal(), FromConfig(architecture).scalar()
+    count = sum(value.numel() for value in result.parameters())
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
     assert planned_for(FromConfig(architecture).hf_config()).elements == count
     critic = planned_for(FromConfig(architecture).hf_config(), scalar=True)
@@ -140,8 +140,8 @@ def test_the_published_architecture_has_the_published_number_of_parameters(model
     ],
 )
 def test_what_an_engine_keeps_of_a_token_is_worked_out_by_hand(model, numbers):
-    found = planned_for(FromConfig(PUBLISHED[model][0]).hf_config())
-    assert sum(layer.cache_elements(1) for layer in found.layers) == numbers
+    result = planned_for(FromConfig(PUBLISHED[model][0]).hf_config())
+    assert sum(layer.cache_elements(1) for layer in result.layers) == numbers
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -151,13 +151,13 @@ def test_two_layers_of_the_true_width_have_the_whole_model_s_shapes_in_both_kind
         whole, actor = (FromConfig(architecture | few).causal() for few in ({}, {"num_hidden_layers": 2}))
         critic = FromConfig(architecture | {"num_hidden_layers": 2}).scalar()
     shapes = {name: value.shape for name, value in whole.lm.named_parameters()}
-    found = {name: value.shape for name, value in actor.lm.named_parameters()}
-    assert len(found) > 10
-    assert found.items() <= shapes.items()
+    result = {name: value.shape for name, value in actor.lm.named_parameters()}
+    assert len(result) > 10
+    assert result.items() <= shapes.items()
     assert critic.lm.score.weight.shape == (1, architecture["hidden_size"])
     head = {"lm_head.weight", "score.weight"}
     assert {n: v.shape for n, v in critic.lm.named_parameters() if n not in head} == {
-        n: shape for n, shape in found.items() if n not in head
+        n: shape for n, shape in result.items() if n not in head
     }
 
 
@@ -166,13 +166,13 @@ def test_every_architecture_is_stepped_and_every_recipe_is_listed():
         published(model)["model_type"]
         for path in RECIPES
         if path.stem in DEFAULT
-        for model in models_of(given(path)).values()
+        for model in models_of(as_written(path)).values()
     }
     assert by_default == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
     table = (ROOT / "configs/README.md").read_text(encoding="utf-8")
     assert {f"recipes/{path.name}" for path in RECIPES} == set(re.findall(r"\]\((recipes/[^)]+\.yaml)\)", table))
     assert {path.stem for path in RECIPES} >= DEFAULT
     for path in RECIPES:
-        (said,) = re.findall(r"^# Expected memory: ([\d.]+) GiB", path.read_text(encoding="utf-8"), re.MULTILINE)
+        (output,) = re.findall(r"^# Expected memory: ([\d.]+) GiB", path.read_text(encoding="utf-8"), re.MULTILINE)
         (row,) = (line for line in table.splitlines() if f"(recipes/{path.name})" in line)
-        assert f"| {said} GiB |" in row
+        assert f"| {output} GiB |" in row

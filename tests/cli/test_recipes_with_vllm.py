@@ -5,7 +5,7 @@ import pytest
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from tests.cli.after_the_step import FOUND
 from tests.cli.published_architectures import PUBLISHED
-from tests.cli.small_recipes import RECIPES, given, models_of, published, saved_tokenizer, shrunk, write_data
+from tests.cli.small_recipes import RECIPES, as_written, models_of, published, saved_tokenizer, shrunk, write_data
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 RECIPE_OF = {
@@ -28,7 +28,7 @@ def test_the_table_has_every_architecture_of_the_recipes():
 def test_after_a_step_vllm_answers_from_the_new_weights(kind, fit, tmp_path):
     pytest.importorskip("math_verify")
     (path,) = (path for path in RECIPES if path.stem == RECIPE_OF[kind])
-    assert published(models_of(given(path))["actor"])["model_type"] == kind
+    assert published(models_of(as_written(path))["actor"])["model_type"] == kind
     engine = {"class_path": "lightning_rlhf.rollout.vllm.engine.VLLMEngine"}
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
     config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.01  # so that old weights would be noticed

@@ -83,7 +83,7 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "message"),
     [
         ({"function": "my_rewards.py:bref"}, "'bref' was not found in my_rewards.py; did you mean 'brief'?"),
         ({"function": "my_reward.py:brief"}, "file not found: my_reward.py; did you mean 'my_rewards.py'?"),
@@ -104,12 +104,12 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
     ],
     ids=lambda value: value["function"] if isinstance(value, dict) else "",
 )
-def test_what_cannot_work_is_one_sentence_before_any_model_is_loaded(fit, with_reward, monkeypatch, reward, told):
+def test_what_cannot_work_is_one_sentence_before_any_model_is_loaded(fit, with_reward, monkeypatch, reward, message):
     monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", None)
-    found = fit(with_reward(**reward))
-    *trace, sentence = found.err.splitlines()
-    assert (found.code, found.out, found.warned) == (2, "", [])
-    assert told in sentence
-    assert bool(trace) == ("raised" in told)
+    result = fit(with_reward(**reward))
+    *trace, sentence = result.err.splitlines()
+    assert (result.code, result.out, result.warned) == (2, "", [])
+    assert message in sentence
+    assert bool(trace) == ("raised" in message)
     assert any("my_rewards.py" in line for line in trace) or not trace  # the author's own lines, and none of ours
     assert not any("lightning_rlhf/" in line for line in trace)

@@ -40,13 +40,13 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
     config["trainer"] |= {"max_steps": 50, "limit_train_batches": 1}
     result = fit(config)
     assert "Monitored metric reward/mean did not improve in the last 1 records" in result.out
-    told = "ended after step 2: EarlyStopping stopped it: reward/mean did not improve; results are in runs/tiny"
-    assert result.out.splitlines()[-1] == told
+    message = "ended after step 2: EarlyStopping stopped it: reward/mean did not improve; results are in runs/tiny"
+    assert result.out.splitlines()[-1] == message
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"max_steps": -1, "max_epochs": 1}, "ended after step 3: max_epochs is 1; results are in runs/tiny"),
         (
@@ -55,9 +55,9 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
         ),
     ],
 )
-def test_the_last_line_names_what_ended_the_run(fit, config, settings, told):
+def test_the_last_line_names_what_ended_the_run(fit, config, settings, message):
     config["trainer"] |= settings
-    assert fit(config).out.splitlines()[-1] == told
+    assert fit(config).out.splitlines()[-1] == message
 
 
 def test_warnings_pass_the_filter_whatever_they_say():

@@ -71,8 +71,8 @@ def test_the_classes_that_an_option_accepts_are_listed():
     message = wrong_value("parser", "hermes", parser.annotation)
     assert message.startswith("parser must be a class (class_path: package.Class) or null, got 'hermes'; available: ")
     names = message.partition("available: ")[2].split(", ")
-    own = ("Function", "JSON", "Marked", "Tokenizer", "VLLM")
-    assert names == [f"lightning_rlhf.environments.{name}ToolCalls" for name in own]
+    instance = ("Function", "JSON", "Marked", "Tokenizer", "VLLM")
+    assert names == [f"lightning_rlhf.environments.{name}ToolCalls" for name in instance]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -15,10 +15,10 @@ TEMPLATE = (
 class Given:
     """Rows that a test wrote."""
 
-    given: tuple
+    inputs: tuple
 
     def rows(self):
-        for number, row in enumerate(self.given, start=1):
+        for number, row in enumerate(self.inputs, start=1):
             yield f"given:{number}", row
 
 

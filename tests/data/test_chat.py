@@ -47,7 +47,7 @@ def bytes_tokenizer(tmp_path_factory):
     return BytePairTokenizer(str(path), vocab_size=400).load()
 
 
-def said(*contents, roles=("user", "assistant")):
+def output(*contents, roles=("user", "assistant")):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -66,21 +66,21 @@ def marked_parts(tokenizer, messages, **how):
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
 def test_every_turn_of_the_assistant_is_marked_with_its_end_and_nothing_else(template):
-    text, parts = marked_parts(characters(template), said("who?", "me", "and?", "you"))
+    text, parts = marked_parts(characters(template), output("who?", "me", "and?", "you"))
     assert text == "<s>user\nwho?</s>\n<s>assistant\nme</s>\n<s>user\nand?</s>\n<s>assistant\nyou</s>"
     assert parts == ["me</s>", "you</s>"]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
 def test_what_follows_the_last_answer_is_left_away(template):
-    text, parts = marked_parts(characters(template), said("who?", "me", "thanks"))
+    text, parts = marked_parts(characters(template), output("who?", "me", "thanks"))
     assert text.endswith("me</s>")
     assert parts == ["me</s>"]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
 def test_only_messages_from_the_first_on_are_marked(template):
-    messages = said("who?", "me", "and?", "you")
+    messages = output("who?", "me", "and?", "you")
     tokenizer = characters(template)
     ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=2)
     assert tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark]) == "you</s>"
@@ -89,7 +89,7 @@ def test_only_messages_from_the_first_on_are_marked(template):
 
 
 def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_writes_before():
-    messages = [{"role": "assistant", "content": "hi"}, *said("who?", "me")]
+    messages = [{"role": "assistant", "content": "hi"}, *output("who?", "me")]
     for template in (MARKED, PLAIN):
         text, parts = marked_parts(characters(template), messages)
         assert text.startswith("<s>assistant\nhi</s>\n<s>user")
@@ -106,13 +106,13 @@ def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_write
 
 
 def test_a_template_without_end_tokens_is_given_one_which_is_learnt():
-    text, parts = marked_parts(characters(ENDLESS), said("who?", "me"))
+    text, parts = marked_parts(characters(ENDLESS), output("who?", "me"))
     assert (text, parts) == ("user: who?|assistant: me|</s>", ["me|</s>"])
 
 
 def test_an_end_token_behind_the_marks_stays_and_is_not_learnt_as_the_template_says():
     template = MARKED.replace("{{ m.content + '</s>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}</s>")
-    text, parts = marked_parts(characters(template), said("who?", "me"))
+    text, parts = marked_parts(characters(template), output("who?", "me"))
     assert (text, parts) == ("<s>user\nwho?</s>\n<s>assistant\nme</s>", ["me"])
 
 
@@ -122,16 +122,16 @@ def test_a_template_that_renders_earlier_turns_differently_is_said_to():
         "assistant's tokens cannot be located; use a template with {% generation %} marks"
     )
     with pytest.raises(BadRow) as caught:
-        marked_parts(characters(FORGETFUL), said("who?", "hm:me", "and?", "oh:you"))
+        marked_parts(characters(FORGETFUL), output("who?", "hm:me", "and?", "oh:you"))
     assert str(caught.value) == reason
-    assert marked_parts(characters(FORGETFUL), said("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
+    assert marked_parts(characters(FORGETFUL), output("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
 
 
 def test_marks_behind_messages_that_are_rendered_differently_later_are_not_guessed():
     forgetful = MARKED.replace(
         "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
     )
-    chat, messages = Chat(characters(forgetful)), said("who?", "hm, I think that it is:me", "you?", "you")
+    chat, messages = Chat(characters(forgetful)), output("who?", "hm, I think that it is:me", "you?", "you")
     with pytest.raises(BadRow, match="renders message 1 of the talk differently when more messages follow"):
         chat.tokenize_with_mask(messages, "talk", first=2)
     assert chat.tokenizer.decode(chat.tokenize_with_mask(messages, "talk", first=3)[0]).endswith("you</s>")
@@ -143,7 +143,7 @@ talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)
 @properties
 @given(talks, st.booleans())
 def test_marks_are_those_of_transformers_where_the_template_has_them_and_where_it_has_not(bytes_tokenizer, talk, whole):
-    messages = said(*talk)
+    messages = output(*talk)
     tokenizer = characters(MARKED) if whole else bytes_tokenizer
     tokenizer.chat_template = MARKED
     theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -163,11 +163,11 @@ def fields(**row):
 
 def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
     tokenizer = characters("{{ mood }} {{ tools[0].name }}{% for m in messages %} {{ m.content }}{% endfor %}")
-    messages = said("hi")
+    messages = output("hi")
     for tools in ([{"name": "clock"}], '[{"name": "clock"}]'):
         assert chat_of(tokenizer, fields(tools=tools), {"mood": "glad"}).render(messages, "prompt") == "glad clock hi"
-    own = fields(tools=[{"name": "clock"}], chat_template_kwargs={"mood": "sad"})
-    assert chat_of(tokenizer, own, {"mood": "glad"}).render(messages, "prompt") == "sad clock hi"
+    instance = fields(tools=[{"name": "clock"}], chat_template_kwargs={"mood": "sad"})
+    assert chat_of(tokenizer, instance, {"mood": "glad"}).render(messages, "prompt") == "sad clock hi"
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_variables_of_the_configuration_may_not_change_the_call_either():
 
 
 def test_messages_from_and_value_are_given_their_usual_names():
-    given = [{"from": "system", "value": "be good"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    inputs = [{"from": "system", "value": "be good"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     roles = ["system", "user", "assistant"]
-    assert [message["role"] for message in messages_of(given, "conversation")] == roles
+    assert [message["role"] for message in messages_of(inputs, "conversation")] == roles
     assert messages_of({"from": "observation", "value": "3"}, "x") == [{"role": "tool", "content": "3"}]
 
 
@@ -210,7 +210,7 @@ def test_unknown_speakers(speaker):
 
 
 def test_conversations_share_what_they_begin_with():
-    one, other = said("a", "b", "c", "d"), said("a", "b", "c", "e")
+    one, other = output("a", "b", "c", "d"), output("a", "b", "c", "e")
     assert [common_prefix(one, other), common_prefix(one, one), common_prefix(one, one[:2])] == [3, 4, 2]
 
 
@@ -224,11 +224,11 @@ class Plain:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": said("who?", "me")},
+        {"messages": output("who?", "me")},
         {"conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]},
-        {"prompt": said("who?"), "completion": [{"role": "assistant", "content": "me"}]},
-        {"prompt": said("who?"), "completion": {"role": "assistant", "content": "me"}},
-        {"messages": said("who?", "me"), "prompt": "who?", "completion": None},
+        {"prompt": output("who?"), "completion": [{"role": "assistant", "content": "me"}]},
+        {"prompt": output("who?"), "completion": {"role": "assistant", "content": "me"}},
+        {"messages": output("who?", "me"), "prompt": "who?", "completion": None},
     ],
 )
 def test_all_formats_of_a_conversation_give_the_same_batch(row):
@@ -240,7 +240,7 @@ def test_all_formats_of_a_conversation_give_the_same_batch(row):
 
 
 def test_answers_in_messages_and_their_prompt_in_text_do_not_fit():
-    row = {"prompt": "who?", "completion": said("who?", "me")[1:]}
+    row = {"prompt": "who?", "completion": output("who?", "me")[1:]}
     assert "given:1: every message of a prompt needs 'role'" in said_of(ConversationDataModule, row, chat=True)
 
 
@@ -248,7 +248,7 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
     tokenizer = characters(PLAIN)
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
-        Chat(tokenizer).tokenize_with_mask(said("who?", "me"), "conversation")
+        Chat(tokenizer).tokenize_with_mask(output("who?", "me"), "conversation")
 
 
 @pytest.mark.parametrize(
@@ -268,5 +268,5 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
 def test_the_token_that_ends_a_turn_is_found(template, token):
     tokenizer = characters(template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    found = Chat(tokenizer).end_of_turn()
-    assert found == (None if token is None else tokenizer.convert_tokens_to_ids(token))
+    result = Chat(tokenizer).end_of_turn()
+    assert result == (None if token is None else tokenizer.convert_tokens_to_ids(token))

@@ -87,8 +87,8 @@ def test_a_column_whose_name_has_a_dot_is_meant_before_a_nested_value():
 
 def test_a_column_that_is_given_and_missing_makes_a_bad_row():
     row = {"prompt": "why", "reward_model": {}}
-    said = said_of(PromptDataModule, row, columns={"ground_truth": "reward_model.ground_truth"})
-    assert "given:1: no column 'reward_model.ground_truth', only ['prompt', 'reward_model']" in said
+    output = said_of(PromptDataModule, row, columns={"ground_truth": "reward_model.ground_truth"})
+    assert "given:1: no column 'reward_model.ground_truth', only ['prompt', 'reward_model']" in output
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_column_that_is_given_and_missing_makes_a_bad_row():
 )
 def test_what_could_be_two_things_is_asked_even_where_bad_rows_are_skipped(kind, row, question, settled):
     for on_bad_row in ("error", "skip"):
-        said = said_of(kind, row, chat=True, on_bad_row=on_bad_row)
-        assert said == f"train data: given:1: {question}"
+        output = said_of(kind, row, chat=True, on_bad_row=on_bad_row)
+        assert output == f"train data: given:1: {question}"
     module_of(kind, row, chat=True, columns=settled)
 
 
@@ -150,9 +150,9 @@ def test_two_columns_for_one_thing_are_refused_before_anything_is_read():
 
 def test_a_renamed_column_is_no_candidate_for_anything_else():
     row = {"prompt": "why", "answer": "so", "solution": "no"}
-    found = Columns({"hint": "answer"}, (PROMPT, *REWARD_FIELDS))
-    assert found.find(row).names["ground_truth"] == "solution"
-    assert found.other_columns(found.find(row), exclude=("prompt",)) == {
+    result = Columns({"hint": "answer"}, (PROMPT, *REWARD_FIELDS))
+    assert result.find(row).names["ground_truth"] == "solution"
+    assert result.other_columns(result.find(row), exclude=("prompt",)) == {
         "hint": "so",
         "solution": "no",
         "ground_truth": "no",

@@ -80,8 +80,8 @@ def test_a_text_may_hold_a_prompt_before_a_marker():
 
 def test_a_text_beside_a_prompt_is_learnt_as_the_configuration_says():
     row = {"prompt": "who?", "text": "me", "completion": None}
-    said = said_of(ConversationDataModule, row, on_bad_row="skip")
-    assert said == (
+    output = said_of(ConversationDataModule, row, on_bad_row="skip")
+    assert output == (
         "train data: given:1: 'text' could be the answer to 'prompt' or a text to learn as a whole; set one of the two "
         "under data.init_args: 'columns: {completion: text}' or 'columns: {text: text}'"
     )
@@ -186,7 +186,7 @@ def test_validation_reads_every_row_in_order_and_the_last_batch_may_be_smaller()
 def test_marks_reach_from_the_start_to_the_end_of_each_text(data):
     texts = data.draw(st.lists(st.lists(st.integers(3, 9), min_size=2, max_size=8), min_size=1, max_size=5))
     starts = [data.draw(st.integers(1, len(text) - 1)) for text in texts]
-    marked = [[place >= start for place in range(len(text))] for text, start in zip(texts, starts, strict=True)]
+    marked = [[position >= start for position in range(len(text))] for text, start in zip(texts, starts, strict=True)]
     batch = sequences([MaskedText(text, mask) for text, mask in zip(texts, marked, strict=True)])
     for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
         assert batch.input_ids[row][batch.loss_mask[row]].tolist() == text[start:]

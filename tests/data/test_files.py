@@ -87,9 +87,9 @@ def test_csv_cells_are_text_and_may_hold_lines_quotes_and_commas(tmp_path):
 def test_a_quote_that_is_never_closed_costs_one_row_of_a_csv_file(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('text,more\na,"b\nc,d\n"e",f\ng,"h\ni"\nj,"k\n')
-    found = {where: dict(row) if isinstance(row, dict) else str(row) for where, row in read(path)}
+    result = {where: dict(row) if isinstance(row, dict) else str(row) for where, row in read(path)}
     broken = "not CSV: a quote is not closed"
-    assert list(found.items()) == [
+    assert list(result.items()) == [
         (f"{path}:2", broken),
         (f"{path}:3", {"text": "c", "more": "d"}),
         (f"{path}:4", {"text": "e", "more": "f"}),
@@ -118,9 +118,9 @@ def test_parquet_rows_have_numbers_over_all_batches_and_keep_their_types(tmp_pat
     rows = [{"text": f"{i}", "about": {"level": i, "tags": ["x"]}} for i in range(70_000)]
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = read(path)
-    assert [row for _, row in found] == rows
-    assert [found[i][0] for i in (0, 69_999)] == [f"{path}[0]", f"{path}[69999]"]
+    result = read(path)
+    assert [row for _, row in result] == rows
+    assert [result[i][0] for i in (0, 69_999)] == [f"{path}[0]", f"{path}[69999]"]
     path.write_bytes(b"PAR1 no parquet PAR1")
     with pytest.raises(ValueError, match=r"^cannot read '.*x.parquet': ") as caught:
         read(path)
@@ -190,7 +190,7 @@ def test_urls_that_fsspec_knows(folder):
 class Quiet(SimpleHTTPRequestHandler):
     """Serves files and says nothing of it."""
 
-    def log_message(self, *said):
+    def log_message(self, *output):
         pass
 
 
@@ -214,7 +214,7 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("x.jsonl.gz", b'{"a": 1}\n', "Not a gzipped file"),
         (
@@ -229,11 +229,11 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
         ("x.csv", b"question\tanswer\nq\ta\n", "not by '\\t'"),
     ],
 )
-def test_a_file_that_is_not_what_it_is_called_is_said_once_and_not_line_by_line(tmp_path, name, content, told):
+def test_a_file_that_is_not_what_it_is_called_is_said_once_and_not_line_by_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^cannot read '{tmp_path}/{name}': ") as caught:
         list(as_rows(str(tmp_path / name)).rows())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

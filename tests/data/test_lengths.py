@@ -33,11 +33,11 @@ def test_of_an_odd_number_of_tokens_the_beginning_keeps_one_more():
 @given(st.lists(st.integers()), st.data(), st.sampled_from(["cut_start", "cut_end", "cut_middle"]))
 def test_a_cut_leaves_the_two_ends_in_their_order(items, data, too_long):
     excess = data.draw(st.integers(0, len(items)))
-    kept = cut(items, excess, too_long)
-    assert len(kept) == len(items) - excess
-    assert any(kept == items[:head] + items[head + excess :] for head in range(len(kept) + 1))
-    head = {"cut_start": 0, "cut_end": len(kept), "cut_middle": (len(kept) + 1) // 2}[too_long]
-    assert kept == items[:head] + items[head + excess :]
+    saved = cut(items, excess, too_long)
+    assert len(saved) == len(items) - excess
+    assert any(saved == items[:head] + items[head + excess :] for head in range(len(saved) + 1))
+    head = {"cut_start": 0, "cut_end": len(saved), "cut_middle": (len(saved) + 1) // 2}[too_long]
+    assert saved == items[:head] + items[head + excess :]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_a_cut_leaves_the_two_ends_in_their_order(items, data, too_long):
 def test_a_text_is_cut_with_its_marks(too_long, text, learnt):
     row = {"prompt": "abcdef", "completion": "xyz"}
     if not learnt:
-        said = said_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
-        assert "the text has 10 tokens; cutting it to 6 leaves no token of the answer" in said
+        output = said_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
+        assert "the text has 10 tokens; cutting it to 6 leaves no token of the answer" in output
         return
     module = module_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
     batch = first_batch(module)
@@ -79,19 +79,19 @@ def test_rows_may_be_left_out_without_being_bad(tmp_path):
 def test_of_bad_rows_and_rows_left_out_only_the_bad_ones_end_a_run(tmp_path):
     rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}, {"prompt": "a"}]
     path = str(tmp_path / "bad.jsonl")
-    said = said_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
-    assert said.startswith("train data: 2 of 3 rows cannot be used (set on_bad_row: skip to skip them):\n  given:2: ")
-    assert said.endswith(f"\n  {path} lists all of them")
+    output = said_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
+    assert output.startswith("train data: 2 of 3 rows cannot be used (set on_bad_row: skip to skip them):\n  given:2: ")
+    assert output.endswith(f"\n  {path} lists all of them")
 
 
 def test_rows_that_are_too_long_end_a_run_with_the_options_that_are_for_them():
     long, empty = {"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}
-    said = said_of(ConversationDataModule, long, long, empty, max_tokens=10)
-    assert said.splitlines()[-1].strip() == (
+    output = said_of(ConversationDataModule, long, long, empty, max_tokens=10)
+    assert output.splitlines()[-1].strip() == (
         "to use longer rows, raise max_tokens; to skip them, set too_long: drop; "
         "to cut them, set too_long: cut_start, cut_middle or cut_end"
     )
-    assert said.count("max_tokens") == 1
+    assert output.count("max_tokens") == 1
     assert "max_tokens" not in said_of(ConversationDataModule, empty, max_tokens=10)
 
 
@@ -147,17 +147,17 @@ def test_a_pair_that_is_cut_counts_once_and_one_that_is_not_used_does_not():
 
 
 def test_a_pair_of_which_the_same_is_left_is_no_pair():
-    said = said_of(
+    output = said_of(
         PreferenceDataModule,
         {"prompt": "abc", "chosen": "uvwxy", "rejected": "uvwzz"},
         max_tokens=6,
         too_long="cut_end",
     )
-    assert "given:1: chosen and rejected have the same tokens" in said
+    assert "given:1: chosen and rejected have the same tokens" in output
 
 
 def test_a_prompt_that_is_not_long_enough_to_make_a_pair_fit():
-    said = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
-    assert "a text has 12 tokens; cutting its prompt of 6 is not enough for 5" in said
-    said = said_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
-    assert "a text has 12 tokens; cutting it to 6 leaves no token of the answer" in said
+    output = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
+    assert "a text has 12 tokens; cutting its prompt of 6 is not enough for 5" in output
+    output = said_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
+    assert "a text has 12 tokens; cutting it to 6 leaves no token of the answer" in output

@@ -57,7 +57,7 @@ BROKEN = {
     "messages without prompt": ({"completion": [{"role": "assistant", "content": "me"}]}, "no column 'prompt'"),
 }
 WHOLE = json.dumps(PROMPT)
-BROKEN_LINES = {name: (json.dumps(row).encode(), said) for name, (row, said) in BROKEN.items()} | {
+BROKEN_LINES = {name: (json.dumps(row).encode(), output) for name, (row, output) in BROKEN.items()} | {
     "cut off": (WHOLE[:-3].encode(), "not JSON"),
     "Python for JSON": (repr(PROMPT).encode(), "not JSON: Expecting property name"),
     "two rows": (f"{WHOLE} {WHOLE}".encode(), "not JSON: Extra data"),
@@ -90,7 +90,7 @@ def cells(*values):
     return line.getvalue().encode()
 
 
-BROKEN_CSV = {name: (cells(*row.values()), said) for name, (row, said) in BROKEN_PAIRS.items()} | {
+BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BROKEN_PAIRS.items()} | {
     "a cell too few": (b"who?,me,you", "3 cells, the header has 4"),
     "a cell too many": (b"who?,me,you,1,2", "5 cells, the header has 4"),
     "one cell": (b"Dear all", "1 cells, the header has 4"),
@@ -123,15 +123,15 @@ def times(request):
     return request.param
 
 
-def check(kind, path, tmp_path, rows, place, broken):
+def check(kind, path, tmp_path, rows, position, broken):
     """Every broken row is in the report at its place and with its reason, and every good one in the data."""
     report = tmp_path / "bad.jsonl"
     data = kind(str(path), Letters(chat=True), max_tokens=LIMIT, on_bad_row="skip", bad_rows=str(report))
     data.setup("fit")
-    found = [json.loads(line) for line in report.read_text().splitlines()]
-    expected = [(f"{path}{place(number)}", name) for number, name in enumerate(rows) if name is not None]
-    assert [bad["where"] for bad in found] == [where for where, _ in expected]
-    wrong = [(name, bad) for bad, (_, name) in zip(found, expected, strict=True) if broken[name][1] not in bad["why"]]
+    result = [json.loads(line) for line in report.read_text().splitlines()]
+    expected = [(f"{path}{position(number)}", name) for number, name in enumerate(rows) if name is not None]
+    assert [bad["where"] for bad in result] == [where for where, _ in expected]
+    wrong = [(name, bad) for bad, (_, name) in zip(result, expected, strict=True) if broken[name][1] not in bad["why"]]
     assert wrong[:1] == []
     assert len(broken) >= 20
     assert len(rows) - rows.count(None) >= 100 * len(broken)
@@ -192,12 +192,12 @@ def test_whatever_a_row_holds_it_is_used_or_said_to_be_bad(rows):
     data.tokenizer = Letters(chat=True).load()
     for row in rows:
         try:
-            found = data.convert(data.columns.find(row))
+            result = data.convert(data.columns.find(row))
         except (BadRow, AmbiguousColumns):
             continue
-        assert len(found.ids) == len(found.loss_mask) > 1
-        assert any(found.loss_mask)
-        assert not found.loss_mask[0]
+        assert len(result.ids) == len(result.loss_mask) > 1
+        assert any(result.loss_mask)
+        assert not result.loss_mask[0]
 
 
 @properties
@@ -207,6 +207,6 @@ def test_whatever_bytes_a_file_holds_no_other_error_comes_of_it_and_no_line_is_t
         path = f"{directory}/{name}"
         with open(path, "wb") as file:
             file.write(b"text,more\n" + b"\n".join(lines))
-        found = list(Files((path,)).rows())
-    places = [int(where.rpartition(":")[2]) for where, _ in found]
-    assert places == sorted(set(places))
+        result = list(Files((path,)).rows())
+    positions = [int(where.rpartition(":")[2]) for where, _ in result]
+    assert positions == sorted(set(positions))

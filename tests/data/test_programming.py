@@ -58,13 +58,13 @@ def test_a_tenth_is_held_out_and_the_rest_is_drawn_from():
 
 def test_the_demonstrators_fall_into_traps_as_often_as_said():
     tasks = [task for _, task in Demonstrations(3000).draw()]
-    said = [row["completion"] for _, row in Demonstrations(3000).rows()]
+    output = [row["completion"] for _, row in Demonstrations(3000).rows()]
     for trap, wrong in (("inclusive", "forget_end"), ("add_first", "forget_brackets")):
-        having = [(task, text) for task, text in zip(tasks, said, strict=True) if getattr(task, trap)]
+        having = [(task, text) for task, text in zip(tasks, output, strict=True) if getattr(task, trap)]
         fell = [text in {task.program(**{wrong: True, other: flag}) for flag in (True, False)} for task, text in having
                 for other in ({"forget_end", "forget_brackets"} - {wrong})]  # fmt: skip
         assert 0.57 < sum(fell) / len(fell) < 0.63
-    right = [text == task.program() for task, text in zip(tasks, said, strict=True)]
+    right = [text == task.program() for task, text in zip(tasks, output, strict=True)]
     assert 0.45 < sum(right) / len(right) < 0.53  # (1/2 + 1/2 * 0.4)**2 = 0.49
 
 

@@ -12,7 +12,7 @@ from tests.stand_ins import quiet_trainer
 def loader(shuffle=True, rows=11):
     letters = [chr(ord("a") + i) for i in range(rows)]
     return ResumableLoader(
-        letters, 2, lambda rows, numbers, places, epoch: (epoch, rows, numbers), seed=3, shuffle=shuffle
+        letters, 2, lambda rows, numbers, positions, epoch: (epoch, rows, numbers), seed=3, shuffle=shuffle
     )
 
 
@@ -87,7 +87,13 @@ def of_rank(rank, ranks, size=4):
     """A loader of one rank's share that says numbers and places."""
     rows = list(range(11))
     return ResumableLoader(
-        rows, size, lambda _, numbers, places, __: (numbers, places), seed=3, lengths=LENGTHS, rank=rank, ranks=ranks
+        rows,
+        size,
+        lambda _, numbers, positions, __: (numbers, positions),
+        seed=3,
+        lengths=LENGTHS,
+        rank=rank,
+        ranks=ranks,
     )
 
 
@@ -95,10 +101,10 @@ def of_rank(rank, ranks, size=4):
 def test_the_ranks_together_read_the_batches_of_one_rank_each_row_at_its_place(ranks):
     for number in (0, 1):
         shares = [epoch(of_rank(rank, ranks), number) for rank in range(ranks)]
-        for batch, (numbers, places) in enumerate(epoch(of_rank(0, 1), number)):
-            assert places == [0, 1, 2, 3]
-            dealt = {place: row for share in shares for row, place in zip(*share[batch], strict=True)}
-            assert [dealt[place] for place in places] == numbers
+        for batch, (numbers, positions) in enumerate(epoch(of_rank(0, 1), number)):
+            assert positions == [0, 1, 2, 3]
+            dealt = {position: row for share in shares for row, position in zip(*share[batch], strict=True)}
+            assert [dealt[position] for position in positions] == numbers
             assert all(share[batch][0] for share in shares)
 
 

@@ -55,8 +55,8 @@ def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
 
 
 def test_skip_keeps_the_good_rows_and_counts_the_others_by_reason(bad_file):
-    kept, report = texts(bad_file, "skip")
-    assert kept == ["good", "good too"]
+    saved, report = texts(bad_file, "skip")
+    assert saved == ["good", "good too"]
     assert report.used == 2
     assert report.dropped == {
         "no column 'text'": 1,

@@ -45,9 +45,9 @@ def test_sources_are_mixed_by_weight_from_the_beginning_of_an_epoch_to_its_end()
 
 
 def test_a_source_of_which_little_is_asked_gives_other_rows_in_other_epochs():
-    found = [[row for row in order if row < 6] for order in orders(Mixture({"a": 1, "b": 3}), KEYS, epochs=6)]
-    assert {len(rows) for rows in found} == {2}
-    assert len({tuple(rows) for rows in found}) > 2
+    result = [[row for row in order if row < 6] for order in orders(Mixture({"a": 1, "b": 3}), KEYS, epochs=6)]
+    assert {len(rows) for rows in result} == {2}
+    assert len({tuple(rows) for rows in result}) > 2
 
 
 @properties
@@ -60,24 +60,24 @@ def test_the_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("inputs", "reason"),
     [
         ({"weights": {}}, "weights must be positive and not empty"),
         ({"weights": {"a": 0.0}}, "weights must be positive and not empty, got {'a': 0.0}"),
         ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1, got 0"),
     ],
 )
-def test_mixtures_that_mix_nothing(given, reason):
+def test_mixtures_that_mix_nothing(inputs, reason):
     with pytest.raises(ValueError, match=reason):
-        Mixture(**given)
+        Mixture(**inputs)
 
 
 def test_a_source_without_rows_and_a_row_without_a_weight_are_said():
     with pytest.raises(ValueError, match="Mixture has a weight for 'c', but no row has this source"):
         Mixture({"a": 1, "c": 1}).order(["a"], [1], 0, 0)
     row = {"prompt": "why", "data_source": "b"}
-    said = said_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
-    assert "given:1: the source 'b' has no weight; Mixture has weights for ['a']" in said
+    output = said_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
+    assert "given:1: the source 'b' has no weight; Mixture has weights for ['a']" in output
     assert "given:1: no column 'level'" in said_of(PromptDataModule, row, sampler=Curriculum("level"))
 
 
@@ -130,13 +130,13 @@ def test_a_prompt_that_comes_again_in_an_epoch_has_a_number_of_its_own_for_its_s
 class Given3:
     """A sampler that says what a test told it, epoch by epoch."""
 
-    said: list
+    text: list
 
     def key(self, fields):
         return None
 
     def order(self, keys, lengths, seed, epoch):
-        return self.said[epoch]
+        return self.output[epoch]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ TALK = "\n\nHuman: why\n\nAssistant: so\n\nHuman: oh\n\nAssistant:"
 
 def same(kind, text, messages, **kwargs):
     """Whether a row of text gives the batch of a row of messages."""
-    made, given = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
-    assert str(made.examples["train"]) == str(given.examples["train"])
+    made, inputs = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
+    assert str(made.examples["train"]) == str(inputs.examples["train"])
     return made
 
 
@@ -29,8 +29,8 @@ def test_prompt_and_completion_become_a_conversation(kind):
 
 
 def test_a_pair_becomes_two_conversations():
-    given = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "no"}]}
-    same(PreferenceDataModule, {"prompt": "why", "chosen": "so", "rejected": "no"}, given, as_messages=True)
+    inputs = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "no"}]}
+    same(PreferenceDataModule, {"prompt": "why", "chosen": "so", "rejected": "no"}, inputs, as_messages=True)
 
 
 def test_a_prompt_becomes_a_user_s_message_and_rewards_see_it():
@@ -58,24 +58,24 @@ def test_one_text_with_markers_becomes_its_turns():
 
 
 def test_preferences_with_markers_share_their_prompt():
-    said = [{**ASSISTANT, "content": content} for content in ("well", "no")]
+    output = [{**ASSISTANT, "content": content} for content in ("well", "no")]
     before = [USER, ASSISTANT, {"role": "user", "content": "oh"}]
-    given = {"chosen": [*before, said[0]], "rejected": [*before, said[1]]}
+    inputs = {"chosen": [*before, output[0]], "rejected": [*before, output[1]]}
     text = {"chosen": f"{TALK} well", "rejected": f"{TALK} no"}
-    same(PreferenceDataModule, text, given, as_messages=HH)
+    same(PreferenceDataModule, text, inputs, as_messages=HH)
     made = module_of(PromptDataModule, text, chat=True, as_messages=HH)
     assert made.examples["train"][0].text == "user: why|assistant: so|user: oh|assistant:"
 
 
 @pytest.mark.parametrize(("column", "options"), [("text", {}), ("chosen", {"columns": {"completion": "chosen"}})])
 def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, options):
-    given = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "well"}]}
+    inputs = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "well"}]}
     text = {column: "\n\nHuman: why\n\nAssistant: so\n\nHuman: why\n\nAssistant: well"}
-    same(ConversationDataModule, text, given, as_messages=HH, **options)
+    same(ConversationDataModule, text, inputs, as_messages=HH, **options)
 
 
 @pytest.mark.parametrize(
-    ("row", "markers", "said"),
+    ("row", "markers", "output"),
     [
         ({"prompt": "why"}, HH, "the prompt begins with 'why', expected one of the markers of as_messages"),
         ({"prompt": " "}, True, "the prompt is empty"),
@@ -86,8 +86,8 @@ def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, optio
         ),
     ],
 )
-def test_a_text_that_no_message_can_be_made_of_is_a_bad_row(row, markers, said):
-    assert said in said_of(PromptDataModule, row, chat=True, as_messages=markers)
+def test_a_text_that_no_message_can_be_made_of_is_a_bad_row(row, markers, output):
+    assert output in said_of(PromptDataModule, row, chat=True, as_messages=markers)
 
 
 def test_a_tokenizer_without_a_template_is_a_bad_row():
@@ -95,7 +95,7 @@ def test_a_tokenizer_without_a_template_is_a_bad_row():
 
 
 @pytest.mark.parametrize(
-    ("markers", "said"),
+    ("markers", "output"),
     [
         (
             {"human": "H:", "assistant": "A:"},
@@ -105,8 +105,8 @@ def test_a_tokenizer_without_a_template_is_a_bad_row():
         ({"user": "X:", "assistant": "X:"}, "as_messages needs a different marker for each role"),
     ],
 )
-def test_markers_that_cannot_be_meant_are_refused(markers, said):
-    with pytest.raises(ValueError, match=said):
+def test_markers_that_cannot_be_meant_are_refused(markers, output):
+    with pytest.raises(ValueError, match=output):
         TextMessages(markers)
 
 

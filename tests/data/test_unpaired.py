@@ -58,5 +58,5 @@ def test_the_label_may_have_another_name():
 def test_a_rank_gets_the_places_of_its_share():
     module = UnpairedDataModule(Given(tuple(ROWS)), Letters(), batch_size=2, shuffle=False)
     module.setup("fit")
-    shares = [module.collate([module.examples["train"][place]], [place], [place], 0) for place in (0, 1)]
+    shares = [module.collate([module.examples["train"][position]], [position], [position], 0) for position in (0, 1)]
     assert [share.position.tolist() for share in shares] == [[0], [1]]

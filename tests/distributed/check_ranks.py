@@ -34,37 +34,37 @@ class Checks(Callback):
     """Repeats the comparisons with right models, with texts that are not separated, and with a wrong head."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
         self.steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         layout = pl_module.layout
-        self.found["packed at the start"] = layout.packed
+        self.result["packed at the start"] = layout.packed
         with mock.patch.object(packed_attention, "ARCHITECTURES", frozenset()):  # the texts are compared, too
             layout.check()
-            self.found["packed"] = layout.packed
+            self.result["packed"] = layout.packed
             with mock.patch.object(text_layout, "pack_texts", unseparated):
                 layout.check()
-            self.found["packed without separation"] = layout.packed
+            self.result["packed without separation"] = layout.packed
         layout.packed = True
         # Ranks that split tensors have the same outputs, so that both find a fault.
         fault = "a reason" if trainer.global_rank or pl_module.data_ranks.size == 1 else None
         with mock.patch.object(text_layout, "packing_fault", return_value=fault):
             layout.check()
-        self.found["packed with a fault on one rank"] = layout.packed
+        self.result["packed with a fault on one rank"] = layout.packed
         with mock.patch("lightning_rlhf.models.causal.head_of", doubled):
             try:
                 layout.check()
             except ValueError as error:
-                self.found["error"] = str(error)
+                self.result["error"] = str(error)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.found["steps"] = self.steps = self.steps + 1
+        self.result["steps"] = self.steps = self.steps + 1
 
 
 def checks(strategies: list[Any]) -> list[dict[str, Any]]:
     """Return the results of the comparisons under each strategy; each run then makes two steps of PPO."""
-    found = []
+    result = []
     for strategy in strategies:
         module, data, callbacks = parts("ppo", heads=2)
         check = Checks()
@@ -74,8 +74,8 @@ def checks(strategies: list[Any]) -> list[dict[str, Any]]:
                 default_root_dir=folder, use_distributed_sampler=False, callbacks=[*callbacks, check],
             )  # fmt: skip
             trainer.fit(module, datamodule=data)
-        found.append(check.found)
-    return found
+        result.append(check.result)
+    return result
 
 
 def wrong_head(strategy: Any, folder: str) -> None:

@@ -110,8 +110,8 @@ def sft(source: Any, **options: Any) -> SFTModule:
     """A module of these updates."""
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=DECAY)
     sgd = partial(torch.optim.SGD, lr=RATE)
-    given = {"optimizer": sgd, "lr_scheduler": schedule, "micro_batch_tokens": 24, "max_grad_norm": MAX_NORM}
-    return SFTModule(source, **(given | options))
+    inputs = {"optimizer": sgd, "lr_scheduler": schedule, "micro_batch_tokens": 24, "max_grad_norm": MAX_NORM}
+    return SFTModule(source, **(inputs | options))
 
 
 class Compare(Callback):
@@ -119,20 +119,20 @@ class Compare(Callback):
 
     def __init__(self, plain: Plain, batches: list[SequenceBatch]) -> None:
         self.plain, self.batches = plain, batches
-        self.found: dict[str, Any] = {"norms": [], "plain_norms": [], "furthest": [], "rates": []}
+        self.result: dict[str, Any] = {"norms": [], "plain_norms": [], "furthest": [], "rates": []}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.found["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
-        self.found["walk"] = walk(pl_module)
-        self.found["held"] = held(pl_module)
+        self.result["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
+        self.result["walk"] = walk(pl_module)
+        self.result["held"] = held(pl_module)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.found["rates"].append(optimizer.param_groups[0]["lr"])
+        self.result["rates"].append(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found["norms"].append(float(trainer.callback_metrics["grad_norm/actor"]))
-        self.found["plain_norms"].append(self.plain.update(self.batches[batch_idx]))
-        self.found["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
+        self.result["norms"].append(float(trainer.callback_metrics["grad_norm/actor"]))
+        self.result["plain_norms"].append(self.plain.update(self.batches[batch_idx]))
+        self.result["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
 
 
 def walk(module: Any) -> dict[str, int]:
@@ -177,7 +177,7 @@ def trainer_of(strategy: Any, **options: Any) -> Any:
     return quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **options)
 
 
-def place() -> tuple[int, int]:
+def position() -> tuple[int, int]:
     """Rank and number of ranks."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -185,21 +185,21 @@ def place() -> tuple[int, int]:
 # -- what run_ranks calls ---------------------------------------------------------------------------------------------
 
 
-def everything(asked: dict[str, Any], folder: str) -> dict[str, Any]:
+def everything(requested: dict[str, Any], folder: str) -> dict[str, Any]:
     """Answers of all functions below to what they are asked; starting the processes is what takes long."""
     return {
-        "updates": updates(list(asked["updates"].values())),
-        "breaks": breaks(asked["breaks"]),
-        "validations": validations(asked["validations"]),
-        "loaded": [from_directory(folder, precision) for precision in asked["loaded"]],
-        "references": references(asked["references"]),
+        "updates": updates(list(requested["updates"].values())),
+        "breaks": breaks(requested["breaks"]),
+        "validations": validations(requested["validations"]),
+        "loaded": [from_directory(folder, precision) for precision in requested["loaded"]],
+        "references": references(requested["references"]),
         "shared_memory": [line.strip() for line in open("/proc/self/maps") if "deepspeed_allreduce" in line],
     }
 
 
 def updates(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Three updates of each run, beside plain ones. ``precision``, ``dtype``, ``tied``; the rest is the strategy's."""
-    found = []
+    result = []
     for run in runs:
         precision, dtype, tied = run.pop("precision", "32-true"), run.pop("dtype", "float32"), run.pop("tied", False)
         batches = [texts(7, seed) for seed in range(3)]
@@ -208,9 +208,9 @@ def updates(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         compare = Compare(Plain(source, in_bfloat16), batches)
         strategy = Watched(config=SHARDED, **run)
         trainer = trainer_of(strategy, callbacks=[compare], precision=precision)
-        trainer.fit(sft(source), shares(batches, *place()))
-        found.append({**compare.found, "still": strategy.still})
-    return found
+        trainer.fit(sft(source), shares(batches, *position()))
+        result.append({**compare.result, "still": strategy.still})
+    return result
 
 
 class OneRankBreaks(SFTModule):
@@ -228,27 +228,27 @@ class OneRankBreaks(SFTModule):
         self.moved = any(not torch.equal(before[name], after[name]) for name in before)
 
     def token_loss(self, rows: SequenceBatch, sums: MeanAccumulator, prefix: str = "train") -> Tensor:
-        rank, ranks = place()
+        rank, ranks = position()
         return super().token_loss(rows, sums, prefix) * (torch.nan if rank == ranks - 1 else 1.0)
 
 
 def breaks(runs: list[tuple[int, str]]) -> list[dict[str, Any]]:
     """A mini-batch whose gradient is no number because of one rank, for each stage and precision."""
-    found = []
+    result = []
     for stage, precision in runs:
         module = OneRankBreaks(model(), micro_batch_tokens=24)
         trainer = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED), precision=precision)
-        trainer.fit(module, shares([texts(7, 0)], *place()))
-        found.append({"refused": module.refused, "moved": module.moved})
-    return found
+        trainer.fit(module, shares([texts(7, 0)], *position()))
+        result.append({"refused": module.refused, "moved": module.moved})
+    return result
 
 
 def validations(stages: list[int]) -> list[dict[str, float]]:
     """The loss of held-out texts without a fit, after a fit under the same Trainer, and by torch alone."""
-    found = []
+    result = []
     held_out = texts(8, 9)
     for stage in stages:
-        data, training = shares([held_out], *place()), shares([texts(7, 0)], *place())
+        data, training = shares([held_out], *position()), shares([texts(7, 0)], *position())
         alone = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED))
         (first,) = alone.validate(sft(model()), data, verbose=False)
         both, module = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED)), sft(model())
@@ -258,17 +258,17 @@ def validations(stages: list[int]) -> list[dict[str, float]]:
         expected = [float(loss(plain.model, held_out))]
         plain.update(texts(7, 0))
         expected.append(float(loss(plain.model, held_out)))
-        found.append({"alone": first["val/loss"], "after": after["val/loss"], "expected": expected})
-    return found
+        result.append({"alone": first["val/loss"], "after": after["val/loss"], "expected": expected})
+    return result
 
 
 def from_directory(folder: str, precision: str) -> dict[str, Any]:
     """A language model and a scalar model of it, loaded by rank 0 alone."""
     trainer = trainer_of(RLHFDeepSpeedStrategy(stage=3, config=SHARDED), max_steps=0, precision=precision)
     module, plain = sft(Pretrained(folder)), Plain(Pretrained(folder), bfloat16=precision != "32-true")
-    trainer.fit(module, shares([texts(7, 0)], *place()))
+    trainer.fit(module, shares([texts(7, 0)], *position()))
     buffers = [*zip(module.actor.buffers(), plain.model.buffers(), strict=True)]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "spread": all(parameter.ds_tensor.numel() < parameter.ds_numel for parameter in module.actor.parameters()),
         "furthest": plain.furthest(weights(trainer.strategy, "actor")),
         "buffers": bool(buffers) and all(torch.equal(ours, theirs) for ours, theirs in buffers),
@@ -276,7 +276,7 @@ def from_directory(folder: str, precision: str) -> dict[str, Any]:
     module.sources["critic"] = module.sources["actor"]
     module.critic = trainer.strategy.build_role("critic", module.sources["critic"].scalar)
     head = weights(trainer.strategy, "critic")["score.weight"]
-    return {**found, "head": head.tolist()}
+    return {**result, "head": head.tolist()}
 
 
 class Reference(Callback):
@@ -292,42 +292,42 @@ class Reference(Callback):
         dtypes = sorted({str(part.dtype) for part in parts})
         held, whole = sum(part.numel() for part in parts), sum(tensor.numel() for tensor in after.values())
         kl = float(trainer.callback_metrics["kl/ref"])
-        self.found = {"kl": kl, "moved": moved, "held": held, "whole": whole, "dtypes": dtypes}
+        self.result = {"kl": kl, "moved": moved, "held": held, "whole": whole, "dtypes": dtypes}
 
 
 def references(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One step of PPO whose reference is where the actor begins; ``precision``, the rest is the strategy's."""
-    found = []
+    result = []
     rollout = rollout_of(responses(8, seed=1))
-    rank, ranks = place()
+    rank, ranks = position()
     for run in runs:
         noted = Reference()
         options = {"precision": run.pop("precision"), "callbacks": [HandOver(), noted]}
         module = PPOModule(model(), critic=model(), ref=model(), kl_reward=KLTerm(0.1), micro_batch_tokens=24)
         data = DataLoader([rollout[torch.arange(rank, 8, ranks)]], batch_size=None)
         trainer_of(RLHFDeepSpeedStrategy(config=SHARDED, **run), **options).fit(module, data)
-        found.append(noted.found)
-    return found
+        result.append(noted.result)
+    return result
 
 
 def by_deepspeeds_adam(stages: list[int]) -> list[dict[str, Any]]:
     """Two updates with an offloaded optimizer: by torch, and by DeepSpeed's own for CPUs."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    found = []
+    result = []
     for stage in stages:
         ends = []
         for optimizer in (partial(torch.optim.AdamW, lr=1e-2), partial(DeepSpeedCPUAdam, lr=1e-2, weight_decay=0.01)):
             strategy = RLHFDeepSpeedStrategy(stage=stage, offload_optimizer=True, config=SHARDED)
-            kept = KeepWeights()
-            trainer = trainer_of(strategy, callbacks=[kept])
-            trainer.fit(sft(model(), optimizer=optimizer), shares([texts(7, 0), texts(7, 1)], *place()))
-            ends.append(kept.weights)
+            saved = KeepWeights()
+            trainer = trainer_of(strategy, callbacks=[saved])
+            trainer.fit(sft(model(), optimizer=optimizer), shares([texts(7, 0), texts(7, 1)], *position()))
+            ends.append(saved.weights)
         furthest = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
         start = weights_of(model())
         moved = max(float((ends[0][name] - start[name]).abs().max()) for name in start)
-        found.append({"furthest": furthest, "moved": moved})
-    return found
+        result.append({"furthest": furthest, "moved": moved})
+    return result
 
 
 class KeepWeights(Callback):

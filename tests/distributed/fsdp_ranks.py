@@ -181,7 +181,7 @@ def _same(strategy, folder):
         "kept": OtherTypes(),
         "stored": Pretrained(folder),
     }
-    found = {}
+    result = {}
     for name, source in sources.items():
         for model in ("causal", "scalar"):
             make = getattr(source, model)
@@ -190,14 +190,14 @@ def _same(strategy, folder):
             got = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe")}
             expected = dict(alone.lm.named_parameters())
             buffers = dict(role.named_buffers())
-            found[f"{name} {model}"] = (
+            result[f"{name} {model}"] = (
                 got.keys() == expected.keys()
                 and all(torch.equal(got[key], expected[key]) for key in got)
                 and all(torch.equal(buffers[key], buffer) for key, buffer in alone.named_buffers())
                 and len(buffers) > 0
             )
             del strategy.module.probe
-    return found
+    return result
 
 
 def _cast(strategy):

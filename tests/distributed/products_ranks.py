@@ -25,8 +25,8 @@ def _train(run: dict[str, Any]) -> dict[str, Any]:
         return product(states, weight, bias)
 
     with mock.patch.object(products, "_has_onednn", return_value=True), mock.patch.object(products, "_onednn", noted):
-        (found,) = tasks.train([run])
-    return found | {"shapes": sorted(shapes)}
+        (result,) = tasks.train([run])
+    return result | {"shapes": sorted(shapes)}
 
 
 def by_torch(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def batch(kind: str) -> Rollout:
 
 def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train once per run, which has a ``strategy``, ``batches``, and if wanted a ``precision`` and a ``critic``."""
-    found = []
+    result = []
     for run in runs:
         recorded = Recorded()
         trainer = quiet_trainer(
@@ -86,5 +86,5 @@ def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             module = RLHFModule(TinyModel(), **options)
         trainer.fit(module, DataLoader([batch(kind) for kind in run["batches"]], batch_size=None))
-        found.append({"steps": recorded.steps, "state": recorded.state})
-    return found
+        result.append({"steps": recorded.steps, "state": recorded.state})
+    return result

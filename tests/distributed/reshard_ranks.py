@@ -80,13 +80,13 @@ def _walk(
 
 def roles(path: str | Path) -> dict[str, Any]:
     """All that a checkpoint's roles hold, whole: by role, tensors and the optimizer's settings."""
-    found = {}
+    result = {}
     for folder in sorted(entry for entry in manifest.verified(Path(path)).iterdir() if entry.is_dir()):
         role = StoredRole(folder)
         tensors = {key: torch.zeros(role.shapes[key], dtype=role.dtypes[key]) for key in role.shapes}
         role.read(tensors)
-        found[folder.name] = (tensors, role.settings)
-    return found
+        result[folder.name] = (tensors, role.settings)
+    return result
 
 
 def rest(path: str | Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def joined():
     return dist.get_rank()
 
 
-def said(action):
+def output(action):
     try:
         action()
     except Exception as error:
@@ -50,27 +50,29 @@ def rolled(engine, actor, rank, ranks=2):
 def own_and_shared(folder):
     """An engine for each rank, then one for both."""
     rank = joined()
-    own, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
-    own.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
+    instance, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
+    instance.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
     shared.start(setup_of(source_of(), Path(folder, f"shared{rank}")))
-    found = {"ready": [own.wait(), shared.wait()]}
-    child = psutil.Process(own._process.process.pid).environ()
-    found["inherited"] = sorted(set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"})
-    for name, engine in (("own", own), ("shared", shared)):
-        found[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
-        found[f"{name} same"] = [c.token_ids for c in generate(engine, PROMPTS[:4], SAMPLING, SEEDS[:4])]
-    own.close()
+    result = {"ready": [instance.wait(), shared.wait()]}
+    child = psutil.Process(instance._process.process.pid).environ()
+    result["inherited"] = sorted(
+        set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    )
+    for name, engine in (("own", instance), ("shared", shared)):
+        result[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
+        result[f"{name} same"] = [c.token_ids for c in generate(engine, PROMPTS[:4], SAMPLING, SEEDS[:4])]
+    instance.close()
     if rank == 0:
         os.kill(shared._engine._process.process.pid, signal.SIGKILL)
     began = time.monotonic()
-    found["killed"] = [
-        said(lambda: generate(shared, PROMPTS[:1], SAMPLING, SEEDS[:1])),
-        said(lambda: pushed(shared, source_of(), 5)),
+    result["killed"] = [
+        output(lambda: generate(shared, PROMPTS[:1], SAMPLING, SEEDS[:1])),
+        output(lambda: pushed(shared, source_of(), 5)),
     ]
-    found["seconds"] = time.monotonic() - began
+    result["seconds"] = time.monotonic() - began
     shared.close()
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def tensor_parallel(folder):
@@ -80,20 +82,22 @@ def tensor_parallel(folder):
     sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
     engine = SharedEngine(VLLMEngine(tensor_parallel_size=2), 2)
     engine.start(setup_of(sources[0], Path(folder, f"rank{rank}")))
-    found = {"ready": engine.wait()}
-    found["rolled"] = [rolled(engine, pushed(engine, source, n), rank) for n, source in enumerate(sources)]
-    found["difference"] = engine.first_difference((n, p.detach()) for n, p in sources[1].causal().lm.named_parameters())
+    result = {"ready": engine.wait()}
+    result["rolled"] = [rolled(engine, pushed(engine, source, n), rank) for n, source in enumerate(sources)]
+    result["difference"] = engine.first_difference(
+        (n, p.detach()) for n, p in sources[1].causal().lm.named_parameters()
+    )
     workers = []
     if rank == 0:
         workers = psutil.Process(engine._engine._process.process.pid).children(recursive=True)
         os.kill(next(w.pid for w in workers if "Worker" in " ".join(w.cmdline())), signal.SIGKILL)
     began = time.monotonic()
-    found["killed"] = said(lambda: generate(engine, PROMPTS, SAMPLING, SEEDS))
-    found["seconds"] = time.monotonic() - began
+    result["killed"] = output(lambda: generate(engine, PROMPTS, SAMPLING, SEEDS))
+    result["seconds"] = time.monotonic() - began
     engine.close()
-    found["workers"], found["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
+    result["workers"], result["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def one_server(folder, url, pid):
@@ -106,21 +110,21 @@ def one_server(folder, url, pid):
         "dtype": dataclasses.replace(setup, dtype="bfloat16"),
     }
     engine.start(setup)
-    found = {"ready": engine.wait(), "unlike": {}}
+    result = {"ready": engine.wait(), "unlike": {}}
     for name, other in unlike.items():
-        found["unlike"][name] = said(partial(began, url, other))
-    found["rolled"] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
+        result["unlike"][name] = output(partial(began, url, other))
+    result["rolled"] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
     repeated = [[7] * 100 + prompt for prompt in PROMPTS[:2]]  # several blocks of the prefix cache
     for seed in (5, 6):
         actor = pushed(engine, source_of(seed=seed), seed)
-        found["long"] = [
+        result["long"] = [
             [c.token_ids for c in generate(engine, repeated, SamplingParams(8, temperature=0), [0, 0])]
             == [greedy(actor, prompt, 8) for prompt in repeated]
             for _ in range(2)
         ]
     echoed = generate(engine, repeated, SamplingParams(2, echo=True), [0, 0])
-    found["echo"] = largest_gap(actor, [prompt[:1] for prompt in repeated], echoed)
-    found["too long"] = said(lambda: generate(engine, [[5] * 600], SAMPLING, [0]))
+    result["echo"] = largest_gap(actor, [prompt[:1] for prompt in repeated], echoed)
+    result["too long"] = output(lambda: generate(engine, [[5] * 600], SAMPLING, [0]))
 
     def ask():
         generate(engine, PROMPTS[:3], SAMPLING, SEEDS[:3])
@@ -131,24 +135,24 @@ def one_server(folder, url, pid):
     if rank == 0:
         server.post("/update_weight_version", {"new_version": "somebody else's"})
     dist.barrier()
-    found["stale"] = said(ask)
+    result["stale"] = output(ask)
     dist.barrier()
     if rank == 0:
         server.post("/pause", mode="wait")
         server.post("/start_weight_update")
-    found["again"] = rolled(engine, pushed(engine, source_of(seed=8), 8), rank)
+    result["again"] = rolled(engine, pushed(engine, source_of(seed=8), 8), rank)
     changed = source_of(seed=9, intermediate_size=64).causal().lm.named_parameters()
-    found["changed"] = said(lambda: engine.update_weights(changed, 9))
-    found["exhausted"] = len(list(changed)) == 0
-    found["after"] = said(ask)
+    result["changed"] = output(lambda: engine.update_weights(changed, 9))
+    result["exhausted"] = len(list(changed)) == 0
+    result["after"] = output(ask)
     dist.barrier()
     if rank == 0:
         os.killpg(pid, signal.SIGKILL)
     dist.barrier()
-    found["killed"] = [said(ask), said(lambda: pushed(engine, source_of(), 10))]
+    result["killed"] = [output(ask), output(lambda: pushed(engine, source_of(), 10))]
     engine.close()
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def began(url, setup):

@@ -74,7 +74,7 @@ class SeededEngine(RolloutEngine):
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        return finished(self._drawn(own, seed) for own, seed in zip(sampling, seeds, strict=True))
+        return finished(self._drawn(item, seed) for item, seed in zip(sampling, seeds, strict=True))
 
     def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
         draw = torch.Generator().manual_seed(seed)
@@ -116,9 +116,9 @@ class Record(Callback):
 
 
 def _comparable(trainer: Trainer, wanted: Any) -> dict[str, float]:
-    found = {name: float(value) for name, value in trainer.callback_metrics.items() if wanted(name)}
+    result = {name: float(value) for name, value in trainer.callback_metrics.items() if wanted(name)}
     return {
-        name: value for name, value in found.items() if not name.startswith(("time/", "perf/")) and name[-2:] != "_s"
+        name: value for name, value in result.items() if not name.startswith(("time/", "perf/")) and name[-2:] != "_s"
     }
 
 
@@ -158,13 +158,13 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     kind_of_adamw = torch.optim.AdamW if decay is None else MatrixDecayAdamW
     adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
-    given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
-    given |= {name: value for name, value in options.items() if name != "dtype"}
+    inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
+    inputs |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
     if kind in ("ppo", "grpo", "online_dpo"):
         items = [{"prompt": word} for word in WORDS]
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
-        given |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
+        inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
         loop = RolloutLoop(
             [RewardFunction(reward)],
@@ -179,41 +179,41 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             max_staleness=max_staleness,
         )
         if kind == "online_dpo":
-            return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **given), data, [loop]
+            return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **inputs), data, [loop]
         if kind == "grpo":
-            return GRPOModule(model(0), ref=ref, minibatch_size=rows, update_epochs=2, **given), data, [loop]
-        given = {
+            return GRPOModule(model(0), ref=ref, minibatch_size=rows, update_epochs=2, **inputs), data, [loop]
+        inputs = {
             "critic_optimizer": adamw,
             "minibatch_size": rows,
             "update_epochs": 2,
             "kl_reward": KLTerm(0.1),
             "kl_loss": KLTerm(0.05, "k3"),
-        } | given
-        return PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **given), data, [loop]
+        } | inputs
+        return PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **inputs), data, [loop]
     if kind == "sft":
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
         data = ConversationDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
-        return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+        return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     if kind == "kto":
         items = [{"prompt": word, "completion": word[::-1], "label": len(word) % 2 == 0} for word in WORDS]
         # Held-out batches of 5 and 2: a last one of 1 would be joined to the one before, and its KL be of more texts.
         data = UnpairedDataModule(InMemory(items), val=InMemory(items[:7]), **texts)
-        given["ref"] = None if adapters else model(2)
-        return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+        inputs["ref"] = None if adapters else model(2)
+        return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]
     data = PreferenceDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
     if kind == "dpo":
-        given["ref"] = None if adapters else model(2)
-        return DPOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
-    return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+        inputs["ref"] = None if adapters else model(2)
+        return DPOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
+    return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
 
 
 def strategy_of(description: Any) -> Any:
     """A registered name, or ``["module:Class", {arguments}]``."""
     if isinstance(description, str):
         return description
-    place, arguments = description
-    module, _, name = place.partition(":")
+    position, arguments = description
+    module, _, name = position.partition(":")
     return getattr(import_module(module), name)(**arguments)
 
 
@@ -297,11 +297,11 @@ def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
     """By role, by how much any weight of two files differs at most."""
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, tensor in ours.items():
         role = name.partition(".")[0]
-        found[role] = max(found.get(role, 0.0), float((tensor - theirs[name]).abs().max()))
-    return found
+        result[role] = max(result.get(role, 0.0), float((tensor - theirs[name]).abs().max()))
+    return result
 
 
 def start_deepspeed() -> None:

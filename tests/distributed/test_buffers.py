@@ -23,13 +23,13 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 def differing(strategy, model, lora):
     """Names of what differs from the model, after a step that learns nothing; one list of those that are sent."""
     wanted = dict(whole_tensors(Pretrained(model).causal().lm))
-    found = []
+    result = []
 
     class Look(Callback):
         def on_train_end(self, trainer, pl_module):
             sent = {name: tensor.clone() for name, tensor in pl_module.role_strategy.iter_full_params("actor")}
             wrong = [name for name in sent if not torch.equal(sent[name].cpu(), wanted[name])]
-            found.extend([sorted(wrong), sorted(sent.keys() ^ wanted.keys()), sent[BIAS].tolist()])
+            result.extend([sorted(wrong), sorted(sent.keys() ^ wanted.keys()), sent[BIAS].tolist()])
 
     _, data, _ = parts("sft")
     adapters = LoRA(2, 4, ["q_proj"]) if lora else None
@@ -39,7 +39,7 @@ def differing(strategy, model, lora):
         limit_val_batches=0, default_root_dir=Path(model).parent,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
-    return found
+    return result
 
 
 @pytest.mark.slow

@@ -59,9 +59,9 @@ def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["name", "class path", "offload of idle roles"])
 def test_the_documented_strategies_are_understood(snippet, tmp_path, capsys, monkeypatch):
     """Every snippet of the documentation, laid over a run's configuration."""
-    given = yaml.safe_load(snippet)["trainer"]
+    inputs = yaml.safe_load(snippet)["trainer"]
     config = copy.deepcopy(PPO)
-    config["trainer"] |= given
+    config["trainer"] |= inputs
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     monkeypatch.setattr("sys.argv", ["lightning-rlhf"])
@@ -69,8 +69,8 @@ def test_the_documented_strategies_are_understood(snippet, tmp_path, capsys, mon
         main.run(["fit", "--config", str(path), "--print_config"])
     assert end.value.code == 0
     understood = yaml.safe_load(capsys.readouterr().out)["trainer"]
-    assert understood["devices"] == given["devices"]
-    strategy = given["strategy"]
+    assert understood["devices"] == inputs["devices"]
+    strategy = inputs["strategy"]
     if isinstance(strategy, str):
         assert understood["strategy"] == strategy
         assert strategy in StrategyRegistry

@@ -37,7 +37,7 @@ REFERENCES = [
 LOADED = ["32-true", "bf16-mixed"]
 
 
-def asked(runs):
+def requested(runs):
     return {"updates": runs, "breaks": [], "validations": [], "loaded": [], "references": []}
 
 
@@ -59,7 +59,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four():
     """Answers of four ranks."""
-    return run_ranks("tests.distributed.deepspeed_tasks:everything", 4, asked(FLOAT32), "", seconds=600)
+    return run_ranks("tests.distributed.deepspeed_tasks:everything", 4, requested(FLOAT32), "", seconds=600)
 
 
 @pytest.fixture(params=[2, 4])
@@ -73,25 +73,25 @@ def on_ranks(request):
 def test_updates_are_those_of_torch_alone(on_ranks, name):
     # Head and embedding included, which the tied ones share and CausalLM uses beside their own modules; the shares of
     # rows, and so the micro-batches, differ from rank to rank.
-    for found in on_ranks[name]:
-        assert found["norms"] == pytest.approx(found["plain_norms"], rel=1e-5)
-        assert min(found["norms"]) > 2 * MAX_NORM  # or nothing was clipped
-        assert found["furthest"][0] == 0  # begins bit-equal, whole weights brought together under the same names
-        assert max(found["furthest"]) < 2e-6
+    for result in on_ranks[name]:
+        assert result["norms"] == pytest.approx(result["plain_norms"], rel=1e-5)
+        assert min(result["norms"]) > 2 * MAX_NORM  # or nothing was clipped
+        assert result["furthest"][0] == 0  # begins bit-equal, whole weights brought together under the same names
+        assert max(result["furthest"]) < 2e-6
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_the_norm_is_known_before_any_weight_moves_and_schedulers_set_the_living_rate(on_ranks, name):
-    for found in on_ranks[name]:
-        assert found["still"]
-        assert found["rates"] == pytest.approx([RATE, RATE / 2, RATE / 4])
+    for result in on_ranks[name]:
+        assert result["still"]
+        assert result["rates"] == pytest.approx([RATE, RATE / 2, RATE / 4])
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_each_rank_holds_only_its_share(on_ranks, name):
     ranks = len(on_ranks[name])
-    for found in on_ranks[name]:
-        held = found["held"]
+    for result in on_ranks[name]:
+        held = result["held"]
         share = held["all"] / ranks + held["padding"]
         assert share < 0.6 * held["all"]
         if name.startswith("stage 3"):
@@ -103,59 +103,59 @@ def test_each_rank_holds_only_its_share(on_ranks, name):
 
 @pytest.mark.parametrize("name", ["stage 3", "stage 3, tied", "stage 3, offloaded"])
 def test_a_walk_through_whole_weights_never_holds_more_than_the_largest_layer(on_ranks, name):
-    for found in on_ranks[name]:
-        walk = found["walk"]
+    for result in on_ranks[name]:
+        walk = result["walk"]
         assert walk["before"] == walk["after"] == 0
-        assert 0 < walk["most"] <= walk["largest"] < found["held"]["all"] / 2
+        assert 0 < walk["most"] <= walk["largest"] < result["held"]["all"] / 2
         assert walk["names"] == (20 if "tied" in name else 21)
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_copies_are_computed_with_and_float32_is_stepped(two, name):
     for rank in two:
-        found = rank["updates"][list(RUNS).index(f"bf16 {name}")]
-        assert found["furthest"][0] == 0
-        assert found["norms"][0] == pytest.approx(found["plain_norms"][0], rel=1e-3)
-        assert found["norms"] == pytest.approx(found["plain_norms"], rel=2e-2)
-        assert max(found["furthest"]) <= 2**-7  # weights lie below 2: two units of bfloat16's last place at most
-        assert found["still"]
+        result = rank["updates"][list(RUNS).index(f"bf16 {name}")]
+        assert result["furthest"][0] == 0
+        assert result["norms"][0] == pytest.approx(result["plain_norms"][0], rel=1e-3)
+        assert result["norms"] == pytest.approx(result["plain_norms"], rel=2e-2)
+        assert max(result["furthest"]) <= 2**-7  # weights lie below 2: two units of bfloat16's last place at most
+        assert result["still"]
 
 
 @pytest.mark.parametrize("number", range(len(BREAKS)), ids=[f"stage {stage}, {p}" for stage, p in BREAKS])
 def test_one_rank_without_a_gradient_stops_all_and_nothing_moves(two, number):
     for rank in two:
-        found = rank["breaks"][number]
-        assert "the actor's gradient norm is inf at step 0; its weights were not changed" in found["refused"]
-        assert not found["moved"]
+        result = rank["breaks"][number]
+        assert "the actor's gradient norm is inf at step 0; its weights were not changed" in result["refused"]
+        assert not result["moved"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_validation_works_without_a_fit_and_after_one(two, stage):
     for rank in two:
-        found = rank["validations"][stage - 1]
-        assert [found["alone"], found["after"]] == pytest.approx(found["expected"], rel=1e-5)
-        assert abs(found["expected"][0] - found["expected"][1]) > 1e-2
+        result = rank["validations"][stage - 1]
+        assert [result["alone"], result["after"]] == pytest.approx(result["expected"], rel=1e-5)
+        assert abs(result["expected"][0] - result["expected"][1]) > 1e-2
 
 
 @pytest.mark.parametrize("number", range(len(LOADED)), ids=LOADED)
 def test_a_directory_is_spread_as_it_is_and_a_new_head_is_zero(two, number):
     for rank in two:
-        found = rank["loaded"][number]
-        assert found["spread"]
-        assert found["furthest"] == 0
-        assert found["buffers"]  # rotary frequencies rounded to bfloat16 would be far off at long distances
-        assert found["head"] == [[0.0] * 31]
+        result = rank["loaded"][number]
+        assert result["spread"]
+        assert result["furthest"] == 0
+        assert result["buffers"]  # rotary frequencies rounded to bfloat16 would be far off at long distances
+        assert result["head"] == [[0.0] * 31]
 
 
 @pytest.mark.parametrize("number", range(len(REFERENCES)), ids=[str(run) for run in REFERENCES])
 def test_a_frozen_role_computes_as_the_trained_one_does_and_stays(two, number):
     run = REFERENCES[number]
     for rank in two:
-        found = rank["references"][number]
-        assert found["kl"] == 0
-        assert not found["moved"]
-        assert found["dtypes"] == ["torch.float32" if run["precision"] == "32-true" else "torch.bfloat16"]
-        assert found["held"] == found["whole"] if run["stage"] < 3 else found["held"] < 0.51 * found["whole"]
+        result = rank["references"][number]
+        assert result["kl"] == 0
+        assert not result["moved"]
+        assert result["dtypes"] == ["torch.float32" if run["precision"] == "32-true" else "torch.bfloat16"]
+        assert result["held"] == result["whole"] if run["stage"] < 3 else result["held"] < 0.51 * result["whole"]
 
 
 def test_shared_memory_ends_with_the_processes(two):
@@ -168,6 +168,6 @@ def test_shared_memory_ends_with_the_processes(two):
 def test_deepspeeds_own_adam_for_cpus_steps_as_torchs():
     # It is compiled when it is first used.
     for rank in run_ranks("tests.distributed.deepspeed_tasks:by_deepspeeds_adam", 2, [2, 3], seconds=850):
-        for found in rank:
-            assert found["moved"] > 1e-2
-            assert found["furthest"] < 1e-6
+        for result in rank:
+            assert result["moved"] > 1e-2
+            assert result["furthest"] < 1e-6

@@ -81,9 +81,9 @@ def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     code, err, seconds = run(tmp_path, "kill", rank)
     assert code in ((1, -9) if rank else (-9,))  # Lightning's launcher too ends with its child, by a signal
     assert seconds < SECONDS
-    said = [line for line in err.splitlines() if line.startswith(named(1 - rank, tmp_path))]
-    assert len(said) == 1
-    assert said[0].endswith(f": {named(rank, tmp_path)} {failure_hub.LOST_CONNECTION}.")
+    output = [line for line in err.splitlines() if line.startswith(named(1 - rank, tmp_path))]
+    assert len(output) == 1
+    assert output[0].endswith(f": {named(rank, tmp_path)} {failure_hub.LOST_CONNECTION}.")
     assert "Traceback" not in err
 
 

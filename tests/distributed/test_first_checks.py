@@ -22,9 +22,9 @@ WRONG = (
 def test_right_models_pass_and_wrong_ones_are_named_on_every_rank():
     answers = run_ranks("tests.distributed.check_ranks:checks", 2, [STRATEGIES[name] for name in NAMES])
     assert answers[0] == answers[1]
-    for name, found in zip(NAMES, answers[0], strict=True):
-        assert found.pop("error").startswith(WRONG), name
-        assert found == {
+    for name, result in zip(NAMES, answers[0], strict=True):
+        assert result.pop("error").startswith(WRONG), name
+        assert result == {
             "packed at the start": True,
             "packed": True,
             "packed without separation": False,

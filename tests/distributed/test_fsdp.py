@@ -49,16 +49,16 @@ def alone(run):
 def trained(tmp_path_factory):
     """Of each run, and of the same in one process: what every rank says, and the file of weights."""
     folder = tmp_path_factory.mktemp("weights")
-    found = {}
+    result = {}
     references = {repr(alone(run)): alone(run) for run in (*TWO.values(), *FOUR.values())}
     for ranks, runs in ((1, references), (2, TWO), (4, FOUR)):
         described = [run | {"weights": str(folder / f"{ranks}-{i}")} for i, run in enumerate(runs.values())]
-        said = run_ranks("tests.distributed.fsdp_ranks:train", ranks, described, seconds=600)
+        output = run_ranks("tests.distributed.fsdp_ranks:train", ranks, described, seconds=600)
         for i, name in enumerate(runs):
-            found[name] = {"ranks": [of_rank[i] for of_rank in said], "weights": described[i]["weights"]}
+            result[name] = {"ranks": [of_rank[i] for of_rank in output], "weights": described[i]["weights"]}
     for name, run in (TWO | FOUR).items():
-        found[name]["alone"] = found[repr(alone(run))]
-    return found
+        result[name]["alone"] = result[repr(alone(run))]
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def test_three_updates_give_the_weights_and_gradient_norms_of_one_process(traine
     (reference,), ranks = trained[name]["alone"]["ranks"], trained[name]["ranks"]
     assert len(reference["norms"]) == (6 if name == "trained again" else 3)
     assert len(reference["validations"]) > 0
-    for said in ranks:
-        assert said["names"] == reference["names"]
+    for output in ranks:
+        assert output["names"] == reference["names"]
         for kind in ("norms", "validations"):
-            for step, expected in zip(said[kind], reference[kind], strict=True):
+            for step, expected in zip(output[kind], reference[kind], strict=True):
                 assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert min(min(step.values()) for step in reference["norms"]) > 0.5  # so that clipping has something to do
     differences = largest_differences(trained[name]["alone"]["weights"], trained[name]["weights"])
@@ -97,19 +97,19 @@ def test_where_tensors_lie_and_what_is_computed_twice_changes_no_bit(trained, na
 @pytest.mark.slow
 def test_every_rank_is_given_the_same_whole_weights(trained):
     for name in (*TWO, *FOUR):
-        assert len({said["sum"] for said in trained[name]["ranks"]}) == 1
+        assert len({output["sum"] for output in trained[name]["ranks"]}) == 1
 
 
 @pytest.mark.slow
 def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_float32(trained):
     # Of PPO no numbers: whether a ratio is clipped turns on the last bit of a log-probability.
     (reference,) = trained["bf16"]["alone"]["ranks"]
-    for said in trained["bf16"]["ranks"]:
-        for step, expected in zip(said["norms"], reference["norms"], strict=True):
+    for output in trained["bf16"]["ranks"]:
+        for step, expected in zip(output["norms"], reference["norms"], strict=True):
             assert step == pytest.approx(expected, rel=2e-2)
-    for said in (*trained["bf16"]["ranks"], *trained["bf16 ppo"]["ranks"]):
-        assert said["types"] == ["torch.bfloat16"]
-        assert said["kept in"] == ["torch.float32"]
+    for output in (*trained["bf16"]["ranks"], *trained["bf16 ppo"]["ranks"]):
+        assert output["types"] == ["torch.bfloat16"]
+        assert output["kept in"] == ["torch.float32"]
     assert trained["plain"]["ranks"][0]["types"] == ["torch.float32"]
 
 
@@ -120,9 +120,9 @@ def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_flo
 @pytest.mark.parametrize("name", [*TWO, "on four"])
 def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_step(trained, name):
     ranks = trained[name]["ranks"]
-    for rank, said in enumerate(ranks):
-        assert len(said["lies here"]) == (6 if name == "trained again" else 3)
-        for roles in said["lies here"]:
+    for rank, output in enumerate(ranks):
+        assert len(output["lies here"]) == (6 if name == "trained again" else 3)
+        for roles in output["lies here"]:
             assert roles.keys() == ({"actor"} if TWO.get(name, {}).get("kind") == "sft" else PPO)
             for weights in roles.values():
                 for shape, here in weights.values():
@@ -141,9 +141,9 @@ def test_layers_that_are_split_lie_in_quarters_and_ranks_that_split_them_share_t
         if name == "on four":
             continue
         ranks = trained[name]["ranks"]
-        assert [said["data"] for said in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
-        for said in ranks:
-            for roles in said["lies here"]:
+        assert [output["data"] for output in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        for text in ranks:
+            for roles in text["lies here"]:
                 for weights in roles.values():
                     quarters = {key: value for key, value in weights.items() if "_proj." in key}
                     assert len(quarters) >= 14
@@ -155,17 +155,17 @@ def test_layers_that_are_split_lie_in_quarters_and_ranks_that_split_them_share_t
 @pytest.mark.slow
 def test_gradients_are_reduced_once_an_update_unless_asked_for_more(trained):
     for name in ("plain", "split", "reduced once"):
-        for said in trained[name]["ranks"]:
-            syncs = [sync for _, sync, _, _ in said["backwards"]]
+        for output in trained[name]["ranks"]:
+            syncs = [sync for _, sync, _, _ in output["backwards"]]
             assert 0 < sum(syncs) < len(syncs)
-            for _, sync, any_there, all_there in said["backwards"]:
+            for _, sync, any_there, all_there in output["backwards"]:
                 assert any_there == all_there == (sync or name != "reduced once")
 
 
 @pytest.mark.slow
 def test_tied_weights_stay_tied(trained):
     for name, run in (TWO | FOUR).items():
-        assert {said["tied"] for said in trained[name]["ranks"]} == {run.get("tied", True)}
+        assert {output["tied"] for output in trained[name]["ranks"]} == {run.get("tied", True)}
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
@@ -173,20 +173,20 @@ def test_tied_weights_stay_tied(trained):
 
 @pytest.mark.slow
 def test_weights_are_loaded_on_rank_0_alone(built):
-    assert [said["devices"] for said in built] == [["meta", "cpu"], ["meta"]]
+    assert [output["devices"] for output in built] == [["meta", "cpu"], ["meta"]]
 
 
 @pytest.mark.slow
 def test_weights_names_and_buffers_are_bit_by_bit_those_of_a_model_built_in_one_process(built):
-    for said in built:
-        assert len(said["same"]) == 10
-        assert all(said["same"].values()), said["same"]
+    for output in built:
+        assert len(output["same"]) == 10
+        assert all(output["same"].values()), output["same"]
 
 
 @pytest.mark.slow
 def test_matrices_are_cast_to_the_engine_s_dtype_before_they_are_gathered_unless_adapters_are_merged(built):
-    for said in built:
-        full, lora = said["cast"]["full"], said["cast"]["lora"]
+    for output in built:
+        full, lora = output["cast"]["full"], output["cast"]["lora"]
         assert full["same"]
         assert lora["same"]
         assert full["gathered"] == ["torch.bfloat16", "torch.float32"]  # vectors are float32
@@ -203,15 +203,15 @@ def test_building_takes_the_memory_of_the_model_on_rank_0_and_elsewhere_that_of_
 
 @pytest.mark.slow
 def test_bringing_weights_together_takes_the_memory_of_one_layer(built):
-    for said in built:
-        assert said["gathered"] < said["layer"] + 4 * MiB < said["model"] / 4
+    for output in built:
+        assert output["gathered"] < output["layer"] + 4 * MiB < output["model"] / 4
 
 
 @pytest.mark.slow
 def test_a_model_that_is_another_one_without_its_weights_is_refused_on_every_rank(built):
-    for said in built:
-        assert "must have the same tensors" in said["refused"]
-        assert "lm.lm_head.weight" in said["refused"]
+    for output in built:
+        assert "must have the same tensors" in output["refused"]
+        assert "lm.lm_head.weight" in output["refused"]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

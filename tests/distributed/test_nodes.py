@@ -69,9 +69,9 @@ def start(folder, command, name, **variables):
 
 def torchrun(folder, *options):
     """Two nodes as torchrun.sh starts them."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2", "PROCESSES": "2"}
+    position = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2", "PROCESSES": "2"}
     command = [str(CLUSTER / "torchrun.sh"), "--config", "run.yaml", *options]
-    return [start(folder, command, f"node{i}.log", **place, NODE_RANK=str(i)) for i in range(2)]
+    return [start(folder, command, f"node{i}.log", **position, NODE_RANK=str(i)) for i in range(2)]
 
 
 def slurm(folder):
@@ -79,8 +79,8 @@ def slurm(folder):
     write_command(folder, "srun", SRUN)
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "--config", "run.yaml"]
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "lightning-rlhf", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    place = {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [start(folder, command, "job.log", **job, **place)]
+    position = {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [start(folder, command, "job.log", **job, **position)]
 
 
 def jobset(folder):
@@ -105,7 +105,7 @@ def jobset(folder):
 
 def expanded(text, variables):
     """What Kubernetes makes of ``$(NAME)``."""
-    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
+    return re.sub(r"\$\((\w+)\)", lambda result: variables[result[1]], text)
 
 
 def finish(folder, processes, seconds=500):
@@ -176,9 +176,9 @@ def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_p
     codes, printed = finish(killed, nodes[:1], SECONDS)
     assert time.monotonic() - began < SECONDS
     assert codes == [1], printed
-    said = [line for line in (killed / "node0.log").read_text().splitlines() if " ends" in line]
-    assert len(said) == 2, printed
-    for line in said:
+    output = [line for line in (killed / "node0.log").read_text().splitlines() if " ends" in line]
+    assert len(output) == 2, printed
+    for line in output:
         assert re.search(
             r"rank [01] \(node 0, .*ends.*: node 1: rank 2 .*, rank 3 .* ended without a message: killed", line
         )

@@ -47,8 +47,8 @@ WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or a
 
 def trained(strategy, ranks, folder):
     """What each kind of run measured, and the file with its weights."""
-    given = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
-    runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **given} for kind in KINDS]
+    inputs = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
+    runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **inputs} for kind in KINDS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
     return {kind: [answer[i] for answer in answers] for i, kind in enumerate(KINDS)}
 
@@ -216,10 +216,10 @@ def main():
         for name, ranks in STRATEGY_RUNS:
             with tempfile.TemporaryDirectory() as many:
                 measured = trained(STRATEGIES[name], ranks, many)
-                found = [
+                result = [
                     largest_differences(Path(many, f"{k}.safetensors"), Path(one, f"{k}.safetensors")) for k in KINDS
                 ]
-                figures = [value for roles in found for value in roles.values()]
+                figures = [value for roles in result for value in roles.values()]
                 figures.append(max(norm_difference(measured[kind][0], expected[kind][0]) for kind in KINDS))
                 print(f"| `{name}` | {ranks} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |", flush=True)
 

@@ -24,18 +24,18 @@ GREEDY = SamplingParams(8, temperature=0.0)
 
 def push(strategy, folder):
     """Train one step under a strategy; then what the engine of each rank says, greedily, after a push."""
-    said = []
+    output = []
 
     class Ask(Callback):
         def on_train_end(self, trainer, pl_module):
-            own = Path(folder, f"rank{trainer.global_rank}")
-            save_architecture(pl_module.sources["actor"], own)
+            instance = Path(folder, f"rank{trainer.global_rank}")
+            save_architecture(pl_module.sources["actor"], instance)
             engine = VLLMEngine()
-            engine.start(EngineSetup(own, "float32", 32, own.with_suffix(".log")))
+            engine.start(EngineSetup(instance, "float32", 32, instance.with_suffix(".log")))
             try:
                 engine.wait()
                 engine.update_weights(pl_module.role_strategy.iter_full_params("actor"), 1)
-                said.extend(generate(engine, PROMPTS, GREEDY, [0] * len(PROMPTS)))
+                output.extend(generate(engine, PROMPTS, GREEDY, [0] * len(PROMPTS)))
             finally:
                 engine.close()
             pl_module.export(f"{folder}/export", write=trainer.is_global_zero)
@@ -47,7 +47,7 @@ def push(strategy, folder):
         limit_val_batches=0, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
-    return [[completion.token_ids, completion.logprobs] for completion in said]
+    return [[completion.token_ids, completion.logprobs] for completion in output]
 
 
 @pytest.mark.slow

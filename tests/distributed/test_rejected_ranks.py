@@ -42,8 +42,8 @@ RUNS.append({"batches": ["accepted", "all"], "critic": True})
 def trained():
     """By strategy, the answers of both ranks to all runs."""
     described = [strategy | run for strategy in STRATEGIES.values() for run in RUNS]
-    found = list(zip(*run_ranks("tests.distributed.rejected_ranks:steps", 2, described, seconds=850), strict=True))
-    return {name: found[i * len(RUNS) : (i + 1) * len(RUNS)] for i, name in enumerate(STRATEGIES)}
+    result = list(zip(*run_ranks("tests.distributed.rejected_ranks:steps", 2, described, seconds=850), strict=True))
+    return {name: result[i * len(RUNS) : (i + 1) * len(RUNS)] for i, name in enumerate(STRATEGIES)}
 
 
 @pytest.fixture(params=STRATEGIES)

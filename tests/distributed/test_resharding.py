@@ -50,9 +50,9 @@ ERROR = 1e-5  # absolute, of weights, one step further
 
 def launch(runs):
     """Each run on as many processes as its place has; one launch for all of a size."""
-    for count in sorted({PLACES[place][1] for place, _ in runs}):
-        asked = [{"strategy": PLACES[place][0], **run} for place, run in runs if PLACES[place][1] == count]
-        run_ranks("tests.distributed.reshard_ranks:walk", count, asked, seconds=900)
+    for count in sorted({PLACES[position][1] for position, _ in runs}):
+        requested = [{"strategy": PLACES[position][0], **run} for position, run in runs if PLACES[position][1] == count]
+        run_ranks("tests.distributed.reshard_ranks:walk", count, requested, seconds=900)
 
 
 def walked(kinds, folder):

@@ -50,16 +50,18 @@ def assert_equal_up_to_rounding(rolled, other):
 
 def test_an_engine_for_each_rank_and_a_shared_one_sample_equal_tokens(tmp_path):
     first, second = ranks("own_and_shared", str(tmp_path))
-    for found in (first, second):
-        assert found["inherited"] == []  # nothing of the launcher's
+    for result in (first, second):
+        assert result["inherited"] == []  # nothing of the launcher's
         for number, version in enumerate((3, 4)):
-            assert_right(found["own"][number], version)
-            assert_equal_up_to_rounding(found["shared"][number], found["own"][number])
-        assert found["killed"] == first["killed"]
-        assert found["seconds"] < 10
-        for told in found["killed"]:
-            assert re.match(r"EngineDied: the engine process \d+ died: killed by signal 9 \(SIGKILL\); its log", told)
-        assert found["own same"] == found["shared same"] == first["own same"]
+            assert_right(result["own"][number], version)
+            assert_equal_up_to_rounding(result["shared"][number], result["own"][number])
+        assert result["killed"] == first["killed"]
+        assert result["seconds"] < 10
+        for message in result["killed"]:
+            assert re.match(
+                r"EngineDied: the engine process \d+ died: killed by signal 9 \(SIGKILL\); its log", message
+            )
+        assert result["own same"] == result["shared same"] == first["own same"]
     assert first["ready"][0] != second["ready"][0]  # two processes
     assert first["ready"][1] == second["ready"][1]  # one
     assert (tmp_path / "shared0/engine.log").exists()
@@ -68,13 +70,13 @@ def test_an_engine_for_each_rank_and_a_shared_one_sample_equal_tokens(tmp_path):
 
 def test_an_engine_of_two_workers_serves_two_ranks(tmp_path):
     first, second = ranks("tensor_parallel", str(tmp_path))
-    for found in (first, second):
-        for version, rolled in enumerate(found["rolled"]):
+    for result in (first, second):
+        for version, rolled in enumerate(result["rolled"]):
             assert_right(rolled, version)
-        assert found["difference"] is None
-        assert found["killed"] == first["killed"]
-        assert found["killed"].startswith("EngineDied: the engine process")
-        assert found["seconds"] < 60
+        assert result["difference"] is None
+        assert result["killed"] == first["killed"]
+        assert result["killed"].startswith("EngineDied: the engine process")
+        assert result["seconds"] < 60
     assert first["workers"] >= 2
     assert first["left"] == 0
     assert first["ready"] == second["ready"]
@@ -110,23 +112,25 @@ def server(tmp_path, monkeypatch):
 def test_the_documented_server_serves_two_ranks(server, tmp_path):
     url, process = server
     first, second = ranks("one_server", str(tmp_path), url, process.pid)
-    for found in (first, second):
+    for result in (first, second):
         for number, version in enumerate((3, 4)):
-            assert_right(found["rolled"][number], version)
-        assert_right(found["again"], 8)
-        assert found["long"] == [True, True]
-        assert found["echo"] < 1e-5
-        assert found["exhausted"]
-        assert "serves another model" in found["unlike"]["model"]
-        assert "its num_hidden_layers is 2, but the actor's is 1" in found["unlike"]["model"]
-        assert found["unlike"]["length"].endswith("start it with --max-model-len 9999, not 512")
-        assert found["unlike"]["dtype"].endswith("start it with --dtype bfloat16, not torch.float32")
-        assert re.match("RunError: .* rejected the request: .*600.*512", found["too long"])
-        assert re.match('EngineDied: .* generated with the weights ."somebody else\'s"., not with', found["stale"])
-        assert re.match("RunError: the model changed .* expected .* got ", found["changed"])
-        assert re.match(r"EngineDied: .* generated with the weights \['run \w+, version 8'\], not with", found["after"])
-        for told in found["killed"]:
-            assert re.match(f"EngineDied: the vLLM server at {url} cannot be reached", told)
+            assert_right(result["rolled"][number], version)
+        assert_right(result["again"], 8)
+        assert result["long"] == [True, True]
+        assert result["echo"] < 1e-5
+        assert result["exhausted"]
+        assert "serves another model" in result["unlike"]["model"]
+        assert "its num_hidden_layers is 2, but the actor's is 1" in result["unlike"]["model"]
+        assert result["unlike"]["length"].endswith("start it with --max-model-len 9999, not 512")
+        assert result["unlike"]["dtype"].endswith("start it with --dtype bfloat16, not torch.float32")
+        assert re.match("RunError: .* rejected the request: .*600.*512", result["too long"])
+        assert re.match('EngineDied: .* generated with the weights ."somebody else\'s"., not with', result["stale"])
+        assert re.match("RunError: the model changed .* expected .* got ", result["changed"])
+        assert re.match(
+            r"EngineDied: .* generated with the weights \['run \w+, version 8'\], not with", result["after"]
+        )
+        for message in result["killed"]:
+            assert re.match(f"EngineDied: the vLLM server at {url} cannot be reached", message)
     assert first["rolled"][0]["completions"] != second["rolled"][0]["completions"]  # each has its own prompts
     for key in ("ready", "unlike", "changed"):
         assert first[key] == second[key]
@@ -139,16 +143,20 @@ def test_conversations_with_the_documented_server_are_right_in_any_order(server,
     engine.start(setup_of(source_of(), tmp_path / "actor"))
     try:
         engine.wait()
-        asked = requests(16)
+        requested = requests(16)
         for version in (5, 6):
             actor = pushed(engine, source_of(seed=version), version)
-            expected = converse(engine, asked, version)
-            reverse = converse(engine, asked[::-1], version)[::-1]
-            for own, other in zip(reverse, expected, strict=True):
-                assert (own.token_ids, own.logprobs, own.sampled) == (other.token_ids, other.logprobs, other.sampled)
-            assert max(len(own.conversation.turn_ends) for own in expected) > 1
-            assert any(False in own.sampled for own in expected)
-            assert largest_gap_of_sampled(actor, asked, expected) < 1e-5
+            expected = converse(engine, requested, version)
+            reverse = converse(engine, requested[::-1], version)[::-1]
+            for entry, other in zip(reverse, expected, strict=True):
+                assert (entry.token_ids, entry.logprobs, entry.sampled) == (
+                    other.token_ids,
+                    other.logprobs,
+                    other.sampled,
+                )
+            assert max(len(item.conversation.turn_ends) for item in expected) > 1
+            assert any(False in item.sampled for item in expected)
+            assert largest_gap_of_sampled(actor, requested, expected) < 1e-5
     finally:
         engine.close()
 

@@ -198,14 +198,14 @@ class RunsVerifiers(Agent):
 
     def run(self, base_url, api_key, row):
         command = [os.environ["LIGHTNING_RLHF_VERIFIERS_PYTHON"], str(Path(__file__).with_name("verifiers_agent.py"))]
-        found = subprocess.run(
+        result = subprocess.run(
             [*command, base_url, "b"],
             env={**os.environ, "POLICY_KEY": api_key},
             capture_output=True,
             text=True,
             check=True,
         )
-        return float(found.stdout.split()[-1])
+        return float(result.stdout.split()[-1])
 
 
 class Misbehaves(Agent):

@@ -55,11 +55,11 @@ def converse():
     """Runs agents with an engine."""
     samplers = []
 
-    def converse(engine, asked, **settings):
+    def converse(engine, requested, **settings):
         settings = EnvironmentSettings(**({"max_turns": 4, "timeout_s": 60.0, "concurrency": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version, 10**6)
-        return serve(engine, asked, partial(samplers[-1], check=check), None).completions()
+        return serve(engine, requested, partial(samplers[-1], check=check), None).completions()
 
     yield converse
     for sampler in samplers:
@@ -71,12 +71,12 @@ def converse():
 )
 def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout_s):
     engine = Spy(LETTERS, ["bc"])
-    (own,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
-    said = [*ids("bc"), END]
-    assert engine.prompts == [ids("a"), [*ids("a"), *said, *ids("gh")]]
-    assert own.token_ids == [*said, *ids("gh"), *said]
-    assert own.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
-    record = own.conversation
+    (instance,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
+    output = [*ids("bc"), END]
+    assert engine.prompts == [ids("a"), [*ids("a"), *output, *ids("gh")]]
+    assert instance.token_ids == [*output, *ids("gh"), *output]
+    assert instance.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
+    record = instance.conversation
     assert (record.stop, record.turn_ends, record.prompt_ids) == ("done", [3, 8], ids("a"))
     assert record.turn_rewards == [0.0, 1.0]
     assert record.metrics == {"branches": 0.0, **({"asked": 2.0} if agent is agents.TwoTurns else {})}
@@ -85,51 +85,51 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout
 
 def test_an_edited_history_begins_a_branch_whose_prompt_contains_it(converse):
     engine = Spy(LETTERS, ["bd"])
-    (own,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
-    said = [*ids("bd"), END]
-    edited = [*ids("a"), *ids("c"), END, *ids("gh"), *said, *ids("gh")]
-    assert engine.prompts[2:] == [edited, [*edited, *said, *ids("h")]]
-    first = [*said, *ids("gh"), *said]
-    assert own.conversation.prompt_ids == ids("a")
-    assert own.token_ids == [*first, *edited, *said, *ids("h"), *said]
+    (instance,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
+    output = [*ids("bd"), END]
+    edited = [*ids("a"), *ids("c"), END, *ids("gh"), *output, *ids("gh")]
+    assert engine.prompts[2:] == [edited, [*edited, *output, *ids("h")]]
+    first = [*output, *ids("gh"), *output]
+    assert instance.conversation.prompt_ids == ids("a")
+    assert instance.token_ids == [*first, *edited, *output, *ids("h"), *output]
     assert (
-        own.sampled
+        instance.sampled
         == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * len(edited) + (True,) * 3 + (False,) + (True,) * 3
     )
     start = len(first) + len(edited)
-    assert own.conversation.text_starts == [len(first)]
-    assert own.conversation.turn_ends == [3, 8, start + 3, start + 7]
-    assert own.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
-    assert own.logprobs == [-1.0 if sampled else 0.0 for sampled in own.sampled]
-    assert own.conversation.metrics == {"branches": 1.0}
+    assert instance.conversation.text_starts == [len(first)]
+    assert instance.conversation.turn_ends == [3, 8, start + 3, start + 7]
+    assert instance.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
+    assert instance.logprobs == [-1.0 if sampled else 0.0 for sampled in instance.sampled]
+    assert instance.conversation.metrics == {"branches": 1.0}
 
 
 def test_requests_of_two_agents_in_turn_continue_their_branches(converse):
     """That with the last turn is the last one of the row."""
     engine = Spy(LETTERS, ["b"])
-    (own,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
-    said = [*ids("b"), END]
-    first, second = ([*ids(text), *said, *ids("h"), *said] for text in ("a", "g"))
+    (instance,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
+    output = [*ids("b"), END]
+    first, second = ([*ids(text), *output, *ids("h"), *output] for text in ("a", "g"))
     assert engine.prompts == [ids("a"), ids("g"), first[:-2], second[:-2], [*first, *ids("h")]]
-    assert own.conversation.prompt_ids == ids("g")
-    assert own.token_ids == [*second[1:], *first, *ids("h"), *said]
-    assert (own.conversation.text_starts, own.conversation.metrics) == ([len(second) - 1], {"branches": 1.0})
-    assert own.conversation.turn_rewards == [0.0] * 4 + [1.0]
+    assert instance.conversation.prompt_ids == ids("g")
+    assert instance.token_ids == [*second[1:], *first, *ids("h"), *output]
+    assert (instance.conversation.text_starts, instance.conversation.metrics) == ([len(second) - 1], {"branches": 1.0})
+    assert instance.conversation.turn_rewards == [0.0] * 4 + [1.0]
 
 
 def test_a_stream_contains_the_whole_answer(converse):
-    (own,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
-    assert own.conversation.turn_rewards == [3.0]
+    (instance,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
+    assert instance.conversation.turn_rewards == [3.0]
 
 
 def test_tool_calls(converse):
     tokenizer_engine = Spy(LETTERS, ["ebf", "d"])
-    asked = requests(1)
+    requested = requests(1)
     parser = MarkedToolCalls("t", "x", start="e", end="f")
-    (own,) = converse(tokenizer_engine, asked, factory=agents.CallsTools, parser=parser, max_turns=2)
-    assert own.conversation.turn_rewards == [0.0, 9.0]  # every turn of this engine is a call
-    assert own.conversation.tool_calls == 2
-    assert own.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
+    (instance,) = converse(tokenizer_engine, requested, factory=agents.CallsTools, parser=parser, max_turns=2)
+    assert instance.conversation.turn_rewards == [0.0, 9.0]  # every turn of this engine is a call
+    assert instance.conversation.tool_calls == 2
+    assert instance.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
 
 
 @pytest.mark.quick_cases(2)
@@ -142,33 +142,33 @@ def test_tool_calls(converse):
     ],
 )
 def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
-    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
-    assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
-    assert own.conversation.turn_rewards[-1] == turns
-    assert len(own.token_ids) <= 24
+    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
+    assert (len(instance.conversation.turn_ends), instance.conversation.stop) == (turns, stop)
+    assert instance.conversation.turn_rewards[-1] == turns
+    assert len(instance.token_ids) <= 24
 
 
 def test_a_turn_that_the_agent_limits_is_continued_behind_its_missing_end(converse):
     engine = Spy(LETTERS, ["bcd"])
     row = {"code": "max_turns", "max_tokens": 2}
-    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
+    (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
     assert engine.prompts == [ids("a"), [*ids("abc"), END, *ids("b")]]
-    assert own.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
-    assert own.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
+    assert instance.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
+    assert instance.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
 
 
 def test_a_turn_that_a_limit_of_the_run_cuts_ends_the_conversation(converse):
     row = {"code": "context_length_exceeded", "max_tokens": 5}
     engine = Spy(LETTERS, ["bcd"])
-    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
-    assert (own.conversation.stop, own.conversation.turn_ends) == ("truncated", [2])
+    (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
+    assert (instance.conversation.stop, instance.conversation.turn_ends) == ("truncated", [2])
 
 
 def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):
     monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): None)
-    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
-    assert (own.conversation.turn_ends, own.conversation.stop) == ([3], "malformed")
-    assert own.conversation.turn_rewards == [1.0]
+    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
+    assert (instance.conversation.turn_ends, instance.conversation.stop) == ([3], "malformed")
+    assert instance.conversation.turn_rewards == [1.0]
 
 
 @pytest.mark.slow
@@ -176,28 +176,28 @@ def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, m
 @pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
 def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
     engine = Spy(LETTERS, ["bbc"])
-    (own,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
+    (instance,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
     assert engine.prompts == [ids("b")]
-    assert own.token_ids == [*ids("bbc"), END]
-    assert own.conversation.turn_rewards == [pytest.approx(2 / 3)]
+    assert instance.token_ids == [*ids("bbc"), END]
+    assert instance.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))
 def test_requests_that_cannot_be_answered_are_refused_and_the_run_continues(converse, number):
-    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
-    assert own.conversation.turn_rewards == [1.0]
+    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
+    assert instance.conversation.turn_rewards == [1.0]
 
 
 def test_several_parallel_requests_are_all_answered_or_refused(converse):
-    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
-    assert own.conversation.turn_rewards[-1] == 2.0
+    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
+    assert instance.conversation.turn_rewards[-1] == 2.0
 
 
 def test_parallel_requests_are_answered_one_after_the_other(converse):
-    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
-    assert own.conversation.turn_rewards == [0.0, 2.0]
-    assert own.conversation.metrics == {"branches": 1.0}
+    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
+    assert instance.conversation.turn_rewards == [0.0, 2.0]
+    assert instance.conversation.metrics == {"branches": 1.0}
 
 
 @pytest.mark.quick_cases(2)
@@ -206,9 +206,9 @@ def test_parallel_requests_are_answered_one_after_the_other(converse):
     [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],
 )
 def test_agents_that_fail_leave_the_others(converse, fault, kind):
-    asked = [replace(own, row={"fault": fault if i else ""}) for i, own in enumerate(requests(2))]
+    requested = [replace(request, row={"fault": fault if i else ""}) for i, request in enumerate(requests(2))]
     good, bad = converse(
-        Spy(LETTERS, ["bc"]), asked, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
+        Spy(LETTERS, ["bc"]), requested, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
         timeout_s=4.0, concurrency=2,
     )  # fmt: skip
     assert (good.conversation.fault, good.conversation.turn_rewards) == (None, [1.0])
@@ -217,10 +217,10 @@ def test_agents_that_fail_leave_the_others(converse, fault, kind):
 
 
 def test_an_agent_that_waits_too_long_is_cancelled(converse):
-    (own,) = converse(
+    (instance,) = converse(
         Spy(LETTERS, ["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
     )  # fmt: skip
-    assert own.conversation.fault == "timeout"
+    assert instance.conversation.fault == "timeout"
 
 
 @pytest.mark.slow
@@ -290,14 +290,14 @@ def send(endpoint, method, path, body=None, key=None, headers=None):
 
 def test_the_endpoint_is_on_loopback_and_needs_the_key_of_a_conversation(endpoint):
     assert endpoint.url.startswith("http://127.0.0.1:")
-    asked = []
-    key = endpoint.register(lambda body: asked.append(body))
+    requested = []
+    key = endpoint.register(lambda body: requested.append(body))
     for wrong in (None, "x", key[:-1], ""):
         status, body = send(endpoint, "POST", "/v1/chat/completions", "{}", wrong)
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     endpoint.remove(key)
     assert send(endpoint, "GET", "/v1/models", key=key)[0] == 401
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.parametrize(
@@ -338,8 +338,8 @@ def post(body, key="wrong", length=None, headers=""):
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b"[" * 1000])
 def test_a_bad_request_with_a_wrong_key_has_one_answer_and_the_next_one_its_own(endpoint, body):
-    asked = []
-    key = endpoint.register(lambda body: asked.append(body) or pytest.fail("called"))
+    requested = []
+    key = endpoint.register(lambda body: requested.append(body) or pytest.fail("called"))
     second = f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n".encode()
     assert responses(endpoint, post(body) + second) == [401, 200]
     assert responses(endpoint, post(b"", length=99_000_000)) == [401]

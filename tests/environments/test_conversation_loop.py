@@ -46,11 +46,11 @@ def converse():
     """Runs conversations with an engine and closes the environments."""
     samplers = []
 
-    def converse(engine, asked, on_finished=None, **settings):
+    def converse(engine, requested, on_finished=None, **settings):
         settings = EnvironmentSettings(**({"bridge": "plain", "max_turns": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version if isinstance(engine, ScriptedEngine) else 0, 10**6)
-        return serve(engine, asked, partial(samplers[-1], check=check), on_finished).completions()
+        return serve(engine, requested, partial(samplers[-1], check=check), on_finished).completions()
 
     yield converse
     for sampler in samplers:
@@ -70,11 +70,11 @@ def test_a_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, 
         return self.ids("h") if len(got) == 1 else None
 
     monkeypatch.setattr(PlainBridge, "between", between)
-    (own,) = converse(Spy(LETTERS, ["ab"]), requests(1), factory=worlds.Echo, timeout_s=None)
-    said = [*ids("ab"), END]
-    assert got == [(said, [4, 3]), (said, [4, 3, *said, *ids("h")])]
-    assert own.token_ids == [*said, *ids("h"), *said]
-    record = own.conversation
+    (instance,) = converse(Spy(LETTERS, ["ab"]), requests(1), factory=worlds.Echo, timeout_s=None)
+    output = [*ids("ab"), END]
+    assert got == [(output, [4, 3]), (output, [4, 3, *output, *ids("h")])]
+    assert instance.token_ids == [*output, *ids("h"), *output]
+    record = instance.conversation
     assert (record.stop, record.turn_ends, record.turn_rewards) == ("malformed", [3, 7], [0.0, 0.0])
     assert [message["role"] for message in record.messages] == ["assistant", "user", "assistant"]
 
@@ -82,13 +82,13 @@ def test_a_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
     engine = Spy(LETTERS, ["ab"])
-    (own,) = converse(engine, requests(1), factory=worlds.Echo, timeout_s=timeout_s, max_turns=3)
-    said, written = [*ids("ab"), END], ids("ab")
-    assert engine.prompts == [[4, 3], [4, 3, *said, *written], [4, 3, *said, *written, *said, *written]]
-    assert own.token_ids == [*said, *written, *said, *written, *said]
-    assert own.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * 2 + (True,) * 3
-    assert own.logprobs == [-1.0 if sampled else 0.0 for sampled in own.sampled]
-    record = own.conversation
+    (instance,) = converse(engine, requests(1), factory=worlds.Echo, timeout_s=timeout_s, max_turns=3)
+    output, written = [*ids("ab"), END], ids("ab")
+    assert engine.prompts == [[4, 3], [4, 3, *output, *written], [4, 3, *output, *written, *output, *written]]
+    assert instance.token_ids == [*output, *written, *output, *written, *output]
+    assert instance.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * 2 + (True,) * 3
+    assert instance.logprobs == [-1.0 if sampled else 0.0 for sampled in instance.sampled]
+    record = instance.conversation
     assert (record.stop, record.turn_ends, record.prompt_ids) == ("max_turns", [3, 8, 13], [4, 3])
     roles = ["assistant", "user", "assistant", "user", "assistant"]
     assert record.messages == [{"role": role, "content": "ab"} for role in roles]
@@ -97,7 +97,7 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
 def test_rewards_metrics_and_ends_of_turns(converse):
     engine = Spy(LETTERS, ["d"])
     first, _, second, _ = converse(
-        engine, [replace(own, seed=3 + own.seed) for own in requests(4)], factory=worlds.Guess
+        engine, [replace(request, seed=3 + request.seed) for request in requests(4)], factory=worlds.Guess
     )
     assert (first.conversation.stop, first.conversation.turn_rewards) == ("done", [1.0])
     assert first.conversation.metrics == {"found": 1.0}
@@ -106,11 +106,11 @@ def test_rewards_metrics_and_ends_of_turns(converse):
 
 def test_messages_at_the_start_belong_to_the_prompt(converse):
     engine = Spy(LETTERS, ["ab"])
-    (own,) = converse(engine, requests(1, {"greeting": "hg"}), factory=worlds.Greets, max_turns=1)
+    (instance,) = converse(engine, requests(1, {"greeting": "hg"}), factory=worlds.Greets, max_turns=1)
     assert engine.prompts == [[*ids("ab"), *ids("hg")]]
-    assert own.conversation.prompt_ids == [*ids("ab"), *ids("hg")]
-    assert own.token_ids == [*ids("ab"), END]
-    assert own.conversation.messages[0] == {"role": "user", "content": "hg"}
+    assert instance.conversation.prompt_ids == [*ids("ab"), *ids("hg")]
+    assert instance.token_ids == [*ids("ab"), END]
+    assert instance.conversation.messages[0] == {"role": "user", "content": "hg"}
 
 
 def test_a_prompt_that_leaves_no_token_for_a_turn_is_a_failure(converse):
@@ -121,15 +121,17 @@ def test_a_prompt_that_leaves_no_token_for_a_turn_is_a_failure(converse):
 def test_results_of_tools_and_mistakes_are_messages(converse):
     tools = {"factory": Tools, "arguments": {"functions": [worlds.lookup]}, "timeout_s": None}
     parser = MarkedToolCalls("lookup", "key", start="g", end="h")
-    for said, result in (("gkh", "v"), ("gah", "Error: no entry 'a'")):
+    for output, result in (("gkh", "v"), ("gah", "Error: no entry 'a'")):
         tokenizer = CharacterTokenizer("abcdefghkv").load()
-        engine = ScriptedEngine([said, "a"], tokenizer)
+        engine = ScriptedEngine([output, "a"], tokenizer)
         settings = EnvironmentSettings(**tools, parser=parser, bridge="plain", max_turns=1)
         sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
-        (own,) = serve(engine, requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None).completions()
+        (instance,) = serve(
+            engine, requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None
+        ).completions()
         sampler.close()
-        assert own.conversation.tool_calls == 1
-        assert own.conversation.metrics == {"tool_errors": float(result != "v")}
+        assert instance.conversation.tool_calls == 1
+        assert instance.conversation.metrics == {"tool_errors": float(result != "v")}
 
 
 # -- order ----------------------------------------------------------------------------------------------------------
@@ -150,23 +152,23 @@ def engine(tmp_path_factory):
 
 
 def small(count, **options):
-    return [replace(own, prompt_ids=[1 + own.prompt_ids[0] % 5]) for own in requests(count, **options)]
+    return [replace(request, prompt_ids=[1 + request.prompt_ids[0] % 5]) for request in requests(count, **options)]
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{"timeout_s": None}, {"concurrency": 1}, {"factory": worlds.SlowEcho}])
 def test_the_host_of_the_environments_does_not_change_a_bit(converse, engine, options):
     expected = converse(engine, small(8), factory=worlds.Echo, concurrency=4)
-    own = converse(engine, small(8), **({"factory": worlds.Echo} | options))
-    assert [each.token_ids for each in own] == [each.token_ids for each in expected]
-    assert [each.logprobs for each in own] == [each.logprobs for each in expected]
-    assert len({tuple(each.token_ids) for each in own}) > 4
+    instance = converse(engine, small(8), **({"factory": worlds.Echo} | options))
+    assert [each.token_ids for each in instance] == [each.token_ids for each in expected]
+    assert [each.logprobs for each in instance] == [each.logprobs for each in expected]
+    assert len({tuple(each.token_ids) for each in instance}) > 4
 
 
 def test_requests_in_another_order_and_alone_give_the_same_conversations(converse, engine):
     together = converse(engine, small(6), factory=worlds.Echo)
     backwards = converse(engine, small(6)[::-1], factory=worlds.Echo)[::-1]
-    alone = [converse(engine, [own], factory=worlds.Echo)[0] for own in small(6)]
+    alone = [converse(engine, [item], factory=worlds.Echo)[0] for item in small(6)]
     assert VOCABULARY > 8
     for first, second, third in zip(together, backwards, alone, strict=True):
         assert first.token_ids == second.token_ids == third.token_ids
@@ -185,11 +187,12 @@ def test_a_failure_ends_the_run_with_the_environments_traceback(converse):
 @pytest.mark.parametrize("on_error", ["skip", "zero", "end"])
 def test_no_misbehaviour_ends_a_run_or_changes_other_conversations(converse, on_error):
     names = list(worlds.FAULTS)
-    asked = [
-        replace(own, row={"fault": names[i // 2] if i % 2 else ""}) for i, own in enumerate(requests(2 * len(names)))
+    requested = [
+        replace(request, row={"fault": names[i // 2] if i % 2 else ""})
+        for i, request in enumerate(requests(2 * len(names)))
     ]
     rows = converse(
-        Spy(LETTERS, ["ab"]), asked, factory=worlds.Misbehaves, on_error=on_error,
+        Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error=on_error,
         timeout_s=2.0, concurrency=2, max_turns=3,
     )  # fmt: skip
     kinds = {name: rows[2 * i + 1].conversation.fault for i, name in enumerate(names)}
@@ -204,40 +207,46 @@ def test_no_misbehaviour_ends_a_run_or_changes_other_conversations(converse, on_
 
 @pytest.mark.parametrize("act", ["gigabyte", "print", "fork", "chdir", "seed", "environ", "close"])
 def test_what_is_not_a_failure(converse, act):
-    (own,) = converse(Spy(LETTERS, ["ab"]), requests(1, {"act": act}), factory=worlds.Harmless, max_turns=3)
-    assert own.conversation.fault is None
-    assert own.conversation.stop == ("tokens" if act == "gigabyte" else "max_turns")
+    (instance,) = converse(Spy(LETTERS, ["ab"]), requests(1, {"act": act}), factory=worlds.Harmless, max_turns=3)
+    assert instance.conversation.fault is None
+    assert instance.conversation.stop == ("tokens" if act == "gigabyte" else "max_turns")
 
 
 def test_an_environment_that_cannot_be_repeated_is_a_failure_of_its_neighbours(converse):
-    asked = requests(2)
+    requested = requests(2)
     rows = converse(
-        Spy(LETTERS, ["ab"]), asked, factory=worlds.Unsteady, on_error="end", max_error_rate=1.0,
+        Spy(LETTERS, ["ab"]), requested, factory=worlds.Unsteady, on_error="end", max_error_rate=1.0,
         concurrency=1, max_turns=2,
     )  # fmt: skip
-    assert sorted(own.conversation.fault for own in rows) == ["died", "replay"]
+    assert sorted(row.conversation.fault for row in rows) == ["died", "replay"]
 
 
 def test_too_many_failures_end_the_run(converse):
-    asked = [replace(own, row={"fault": "raise" if i < 2 else ""}) for i, own in enumerate(requests(3))]
+    requested = [replace(request, row={"fault": "raise" if i < 2 else ""}) for i, request in enumerate(requests(3))]
     with pytest.raises(RuntimeError, match=r"failed in 2 of 3 conversations, more than its max_error_rate of 0.5"):
-        converse(Spy(LETTERS, ["ab"]), asked, factory=worlds.Misbehaves, on_error="skip")
+        converse(Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error="skip")
 
 
 def test_a_failure_at_the_start_leaves_a_turn(converse):
-    asked = requests(1, {"fault": "reset"})
-    (own,) = converse(Spy(LETTERS, ["ab"]), asked, factory=worlds.Misbehaves, on_error="zero", max_error_rate=1.0)
-    assert (own.conversation.stop, own.conversation.fault, own.conversation.turn_rewards) == ("fault", "error", [0.0])
-    assert own.token_ids == [*ids("ab"), END]
+    requested = requests(1, {"fault": "reset"})
+    (instance,) = converse(
+        Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error="zero", max_error_rate=1.0
+    )
+    assert (instance.conversation.stop, instance.conversation.fault, instance.conversation.turn_rewards) == (
+        "fault",
+        "error",
+        [0.0],
+    )
+    assert instance.token_ids == [*ids("ab"), END]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"timeout_s": None}, {"factory": worlds.SlowEcho}])
 def test_a_thousand_conversations_leave_nothing_behind(options):
-    own = psutil.Process()
+    instance = psutil.Process()
 
     def present():
-        return {child.pid for child in own.children(recursive=True)}, own.num_fds()
+        return {child.pid for child in instance.children(recursive=True)}, instance.num_fds()
 
     for count in (10, 1000):  # the first ones may start what stays, such as a resource tracker
         settings = EnvironmentSettings(**({"factory": worlds.Echo, "bridge": "plain", "max_turns": 3} | options))
@@ -245,8 +254,8 @@ def test_a_thousand_conversations_leave_nothing_behind(options):
         before = present()
         engine = ScriptedEngine(["ab"], LETTERS)
         check = CompletionCheck(100, -1, 10**6)
-        found = serve(engine, requests(count), partial(sampler, check=check), None).completions()
-        assert len(found) == count
+        result = serve(engine, requests(count), partial(sampler, check=check), None).completions()
+        assert len(result) == count
         environments = getattr(sampler.host, "_environments", None)  # of threads; processes end with theirs
         sampler.close()
         deadline = time.monotonic() + 10
@@ -271,12 +280,12 @@ def chat():
     )
     samplers = []
 
-    def chat(factory, asked, texts=("ab",), **settings):
+    def chat(factory, requested, texts=("ab",), **settings):
         settings = EnvironmentSettings(factory, **({"max_turns": 3, "timeout_s": None} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(tokenizer, {}), tokenizer))
         engine = Spy(tokenizer, list(texts))
         check = partial(samplers[-1], check=CompletionCheck(100, engine.version, 10**6))
-        return serve(engine, asked, check, None).completions(), tokenizer
+        return serve(engine, requested, check, None).completions(), tokenizer
 
     yield chat
     for sampler in samplers:
@@ -285,36 +294,38 @@ def chat():
 
 @pytest.mark.parametrize("empty", ["", "reply", "list"])
 def test_an_empty_reply_is_an_empty_message(chat, empty):
-    (own,), tokenizer = chat(worlds.Empty, requests(1, {"reply": empty}, max_tokens=64))
-    assert own.conversation.stop == "max_turns"
-    text = tokenizer.decode(own.token_ids, clean_up_tokenization_spaces=False)
+    (instance,), tokenizer = chat(worlds.Empty, requests(1, {"reply": empty}, max_tokens=64))
+    assert instance.conversation.stop == "max_turns"
+    text = tokenizer.decode(instance.token_ids, clean_up_tokenization_spaces=False)
     assert text == "ab</s><u></s><a>ab</s><u></s><a>ab</s>"
-    roles = [(message["role"], message["content"]) for message in own.conversation.messages]
+    roles = [(message["role"], message["content"]) for message in instance.conversation.messages]
     assert roles == [("assistant", "ab"), ("user", "")] * 2 + [("assistant", "ab")]
 
 
 def test_an_empty_reply_to_a_tool_call_is_an_empty_result(converse):
     parser = MarkedToolCalls("t", "x", start="a", end="b")
-    (own,) = converse(
+    (instance,) = converse(
         Spy(LETTERS, ["acb"]), requests(1, {"reply": ""}), factory=worlds.Empty, parser=parser, max_turns=2
     )
-    assert own.conversation.messages[1] == {"role": "tool", "content": ""}
+    assert instance.conversation.messages[1] == {"role": "tool", "content": ""}
 
 
 def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(chat):
-    asked = [replace(own, row={"count": 1 + i % 2}) for i, own in enumerate(requests(4, max_tokens=64))]
-    rows, _ = chat(worlds.SeveralMessages, asked, on_error="end")
-    assert [own.conversation.fault for own in rows] == [None, "invalid"] * 2
-    assert [len(own.conversation.turn_ends) for own in rows] == [3, 1, 3, 1]
+    requested = [replace(request, row={"count": 1 + i % 2}) for i, request in enumerate(requests(4, max_tokens=64))]
+    rows, _ = chat(worlds.SeveralMessages, requested, on_error="end")
+    assert [row.conversation.fault for row in rows] == [None, "invalid"] * 2
+    assert [len(row.conversation.turn_ends) for row in rows] == [3, 1, 3, 1]
     assert rows[1].conversation.turn_rewards == [0.0]
     with pytest.raises(RuntimeError, match=r"SeveralMessages returned messages that cannot .* roles must alternate"):
-        chat(worlds.SeveralMessages, asked)
+        chat(worlds.SeveralMessages, requested)
 
 
 def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
-    asked = [replace(own, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for own in requests(1)]
-    (own,), _ = chat(worlds.Greets, asked, on_error="zero", max_error_rate=1.0)
-    assert (own.conversation.fault, own.conversation.stop) == ("invalid", "fault")
+    requested = [
+        replace(request, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for request in requests(1)
+    ]
+    (instance,), _ = chat(worlds.Greets, requested, on_error="zero", max_error_rate=1.0)
+    assert (instance.conversation.fault, instance.conversation.stop) == ("invalid", "fault")
 
 
 # -- the last call ----------------------------------------------------------------------------------------------------
@@ -340,24 +351,24 @@ def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
 def test_a_conversation_that_a_limit_ended_is_judged_by_its_environment(
     converse, factory, timeout_s, text, limits, stop, reward
 ):
-    (own,) = converse(Spy(LETTERS, [text]), requests(1), factory=factory, timeout_s=timeout_s, **limits)
-    record = own.conversation
+    (instance,) = converse(Spy(LETTERS, [text]), requests(1), factory=factory, timeout_s=timeout_s, **limits)
+    record = instance.conversation
     assert (record.stop, sum(record.turn_rewards), record.turn_rewards[-1]) == (stop, reward, reward)
     assert record.metrics == {"asked": 1.0, stop: 1.0}
     assert len(record.turn_rewards) == len(record.turn_ends)
 
 
 def test_a_conversation_that_the_environment_ended_has_no_last_call(converse):
-    (own,) = converse(Spy(LETTERS, ["g"]), requests(1), factory=worlds.Counts)
-    assert (own.conversation.stop, own.conversation.metrics) == ("done", {})
+    (instance,) = converse(Spy(LETTERS, ["g"]), requests(1), factory=worlds.Counts)
+    assert (instance.conversation.stop, instance.conversation.metrics) == ("done", {})
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("on_error", "reward"), [("end", 0.0), ("zero", 0.0), ("skip", 0.0)])
 def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_error, reward):
     settings = {"factory": worlds.Counts, "arguments": {"fault": True}, "max_turns": 2, "max_error_rate": 1.0}
-    (own,) = converse(Spy(LETTERS, ["aa"]), requests(1), on_error=on_error, **settings)
-    record = own.conversation
+    (instance,) = converse(Spy(LETTERS, ["aa"]), requests(1), on_error=on_error, **settings)
+    record = instance.conversation
     assert (record.stop, record.fault, record.turn_rewards) == ("max_turns", "error", [0.0, reward])
     with pytest.raises(RuntimeError, match="Counts raised ValueError: no end max_turns"):
         converse(Spy(LETTERS, ["aa"]), requests(1), **settings)
@@ -365,18 +376,18 @@ def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_err
 
 @pytest.mark.parametrize(("value", "fault"), [(None, None), (2, None), ("text", "invalid"), (True, "invalid")])
 def test_the_last_call_returns_a_number_a_reply_or_nothing(converse, value, fault):
-    asked = requests(1, {"value": value})
-    (own,) = converse(
-        Spy(LETTERS, ["aa"]), asked, factory=worlds.FinishesWith, max_turns=1, on_error="end", max_error_rate=1.0
+    requested = requests(1, {"value": value})
+    (instance,) = converse(
+        Spy(LETTERS, ["aa"]), requested, factory=worlds.FinishesWith, max_turns=1, on_error="end", max_error_rate=1.0
     )
-    assert own.conversation.fault == fault
-    assert own.conversation.turn_rewards == [2.0 if value == 2 else 0.0]
+    assert instance.conversation.fault == fault
+    assert instance.conversation.turn_rewards == [2.0 if value == 2 else 0.0]
 
 
 def test_a_conversation_is_judged_after_its_process_was_lost(converse):
-    asked = [replace(own, seed=i) for i, own in enumerate(requests(4))]
+    requested = [replace(request, seed=i) for i, request in enumerate(requests(4))]
     rows = converse(
-        Spy(LETTERS, ["aa"]), asked, factory=worlds.DiesOnce, concurrency=1, max_turns=2, on_error="end"
+        Spy(LETTERS, ["aa"]), requested, factory=worlds.DiesOnce, concurrency=1, max_turns=2, on_error="end"
     )  # fmt: skip
-    assert [own.conversation.fault for own in rows] == [None, "died", None, None]
-    assert [sum(own.conversation.turn_rewards) for own in rows] == [4.0, 0.0, 4.0, 4.0]
+    assert [row.conversation.fault for row in rows] == [None, "died", None, None]
+    assert [sum(row.conversation.turn_rewards) for row in rows] == [4.0, 0.0, 4.0, 4.0]

@@ -28,8 +28,8 @@ def host():
         return hosts[-1]
 
     yield host
-    for own in hosts:
-        own.close()
+    for item in hosts:
+        item.close()
 
 
 def talk(host, key, *texts, row=None, seed=0):
@@ -54,41 +54,41 @@ def test_the_kind_of_environment_and_its_limit_choose_the_host(host):
 
 @pytest.mark.parametrize(("factory", "timeout_s"), [(worlds.Echo, 30.0), (worlds.Echo, None), (worlds.SlowEcho, 30.0)])
 def test_conversations_have_their_own_environments(host, factory, timeout_s):
-    own = host(factory, timeout_s)
-    assert talk(own, "a", "xyz", "uv")[1:] == [Reply("xy"), Reply("uv")]
-    assert talk(own, "b", "123")[1:] == [Reply("12")]
-    own.release("a")
-    assert talk(own, "a", "q")[1:] == [Reply("q")]
+    instance = host(factory, timeout_s)
+    assert talk(instance, "a", "xyz", "uv")[1:] == [Reply("xy"), Reply("uv")]
+    assert talk(instance, "b", "123")[1:] == [Reply("12")]
+    instance.release("a")
+    assert talk(instance, "a", "q")[1:] == [Reply("q")]
 
 
 def test_a_call_that_takes_too_long_ends_its_process_alone(host):
-    own = host(worlds.Misbehaves, timeout_s=1.0, concurrency=1)
+    instance = host(worlds.Misbehaves, timeout_s=1.0, concurrency=1)
     good = [Turn("ab"), Turn("cd", number=1), Turn("ef", number=2)]
     row, digests = {"fault": ""}, []
     for count in range(3):
-        reply = own.call(Call("good", row, 0, tuple(good[:count]), tuple(digests))).result(30)
+        reply = instance.call(Call("good", row, 0, tuple(good[:count]), tuple(digests))).result(30)
         digests.append(digest_of(reply))
-        assert talk(own, f"bad {count}", "x", "y", row={"fault": "hang"})[-1].kind == "timeout"
+        assert talk(instance, f"bad {count}", "x", "y", row={"fault": "hang"})[-1].kind == "timeout"
     assert reply == Reply("cd")
-    assert own.call(Call("good", row, 0, tuple(good), tuple(digests))).result(30) == Reply("ef")
+    assert instance.call(Call("good", row, 0, tuple(good), tuple(digests))).result(30) == Reply("ef")
 
 
 def test_nothing_is_left_behind(host):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    own = host(worlds.Harmless, concurrency=3)
+    instance = host(worlds.Harmless, concurrency=3)
     for number in range(6):
-        talk(own, f"c{number}", "a", "b", row={"act": "fork"})
+        talk(instance, f"c{number}", "a", "b", row={"act": "fork"})
     started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert started
-    own.close()
+    instance.close()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert [child for child in alive if "sleep" in " ".join(child.cmdline())] == []
     assert len(alive) <= 1  # the resource tracker of multiprocessing
 
 
 def test_no_more_processes_than_allowed(host):
-    own = host(Pid, concurrency=2)
-    calls = [own.call(Call(str(i), {}, 0)) for i in range(8)]
+    instance = host(Pid, concurrency=2)
+    calls = [instance.call(Call(str(i), {}, 0)) for i in range(8)]
     assert len({call.result(60).messages for call in calls}) <= 2
 
 
@@ -119,11 +119,11 @@ class Sleeps(Environment):
 
 @pytest.mark.parametrize(("text", "kind"), [("await", "timeout"), ("exit", "error"), ("cancel", "error")])
 def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
-    own = host(Sleeps, timeout_s=0.5)
+    instance = host(Sleeps, timeout_s=0.5)
     calls = [Call("good", {}, 0), Call("bad", {}, 0)]
-    digests = tuple(digest_of(own.call(call).result(10)) for call in calls)
-    bad = own.call(Call("bad", {}, 0, (Turn(text),), digests[:1]))
-    good = own.call(Call("good", {}, 0, (Turn("a"),), digests[:1]))
+    digests = tuple(digest_of(instance.call(call).result(10)) for call in calls)
+    bad = instance.call(Call("bad", {}, 0, (Turn(text),), digests[:1]))
+    good = instance.call(Call("good", {}, 0, (Turn("a"),), digests[:1]))
     assert good.result(10) == Reply("a")
     assert bad.result(10).kind == kind
     assert text != "exit" or bad.result().message == "raised SystemExit: 1"
@@ -146,11 +146,11 @@ class Closes(Sleeps):
 
 def test_async_environments_are_closed_with_their_loop(host, tmp_path):
     """One that is being closed, one whose call runs, and an idle one."""
-    own = host(Closes, log=str(tmp_path / "log"))
-    digests = [digest_of(own.call(Call(str(seed), {}, seed)).result(10)) for seed in range(3)]
-    call = own.call(Call("1", {}, 1, (Turn("await"),), digests[:1]))
-    own.release("0")
-    own.close()
+    instance = host(Closes, log=str(tmp_path / "log"))
+    digests = [digest_of(instance.call(Call(str(seed), {}, seed)).result(10)) for seed in range(3)]
+    call = instance.call(Call("1", {}, 1, (Turn("await"),), digests[:1]))
+    instance.release("0")
+    instance.close()
     deadline = time.monotonic() + 10
     while not (tmp_path / "log").exists() or len((tmp_path / "log").read_text().split()) < 3:
         assert time.monotonic() < deadline
@@ -160,34 +160,34 @@ def test_async_environments_are_closed_with_their_loop(host, tmp_path):
 
 
 def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
-    own = host(Sleeps, timeout_s=0.2)
-    digest = digest_of(own.call(Call("bad", {}, 0)).result(10))
-    call = own.call(Call("bad", {}, 0, (Turn("block"),), (digest,)))
+    instance = host(Sleeps, timeout_s=0.2)
+    digest = digest_of(instance.call(Call("bad", {}, 0)).result(10))
+    call = instance.call(Call("bad", {}, 0, (Turn("block"),), (digest,)))
     while not call.done():
         time.sleep(0.1)
-        own.end_overdue()
+        instance.end_overdue()
     assert call.result() == Fault("timeout", "blocked its event loop for longer than 0.2 s")
-    assert talk(own, "next", "a")[-1] == Reply("a")
+    assert talk(instance, "next", "a")[-1] == Reply("a")
 
 
 def test_calls_that_wait_behind_a_blocked_loop_are_repeated_in_a_new_one(host):
-    own = host(Sleeps, timeout_s=0.3, concurrency=1)
-    digest = digest_of(own.call(Call("bad", {}, 0)).result(10))
-    bad = own.call(Call("bad", {}, 0, (Turn("forever"),), (digest,)))
+    instance = host(Sleeps, timeout_s=0.3, concurrency=1)
+    digest = digest_of(instance.call(Call("bad", {}, 0)).result(10))
+    bad = instance.call(Call("bad", {}, 0, (Turn("forever"),), (digest,)))
     time.sleep(0.1)
-    good = own.call(Call("good", {}, 0))
+    good = instance.call(Call("good", {}, 0))
     while not (bad.done() and good.done()):
         time.sleep(0.1)
-        own.end_overdue()
+        instance.end_overdue()
     assert bad.result().kind == "timeout"
     assert good.result() == Reply()
-    assert own.call(Call("good", {}, 0, (Turn("a"),), (digest,))).result(10) == Reply("a")
+    assert instance.call(Call("good", {}, 0, (Turn("a"),), (digest,))).result(10) == Reply("a")
 
 
 def test_no_more_async_calls_than_allowed_at_once(host):
-    own = host(Counting, concurrency=3)
+    instance = host(Counting, concurrency=3)
     Counting.running = Counting.most = 0
-    calls = [own.call(Call(str(i), {}, 0)) for i in range(9)]
+    calls = [instance.call(Call(str(i), {}, 0)) for i in range(9)]
     assert all(call.result(10) == Reply() for call in calls)
     assert Counting.most == 3
 
@@ -236,13 +236,13 @@ class InterruptsLoop(Interrupts):
     ("factory", "timeout_s"), [(Interrupts, 30.0), (Interrupts, None), (InterruptsLoop, 30.0), (InterruptsLoop, None)]
 )
 def test_an_interrupt_that_an_environment_raises_is_its_failure(host, factory, timeout_s, at):
-    own = host(factory, timeout_s, at=at)
+    instance = host(factory, timeout_s, at=at)
     digests = (digest_of(Reply()),) if at == "step" else ()
     if at == "step":
-        assert own.call(Call("a", {}, 0)).result(10) == Reply()
-    fault = own.call(Call("a", {}, 0, (Turn("x"),) if digests else (), digests)).result(10)
+        assert instance.call(Call("a", {}, 0)).result(10) == Reply()
+    fault = instance.call(Call("a", {}, 0, (Turn("x"),) if digests else (), digests)).result(10)
     assert (fault.kind, fault.message) == ("error", f"raised KeyboardInterrupt: {at}")
-    again = own.call(Call("b", {}, 0)).result(10)
+    again = instance.call(Call("b", {}, 0)).result(10)
     assert again == Reply() if at == "step" else again.kind == "error"
 
 
@@ -283,18 +283,18 @@ class Echo:
 def test_a_process_that_cannot_start_is_a_failure_and_a_later_call_starts_another(tmp_path, monkeypatch):
     (tmp_path / "world.py").write_text(STARTS_SOMETIMES)
     (tmp_path / "broken").touch()
-    own = ProcessHost(Spec(f"{tmp_path / 'world.py'}:Echo"), 30.0, 1)
+    instance = ProcessHost(Spec(f"{tmp_path / 'world.py'}:Echo"), 30.0, 1)
     try:
         began = time.monotonic()
-        first = [own.call(Call(str(i), {}, 0)) for i in range(4)]
+        first = [instance.call(Call(str(i), {}, 0)) for i in range(4)]
         faults = [call.result(60) for call in first]
         assert {fault.kind for fault in faults} == {"died"}
         assert "if __name__ == '__main__'" in faults[0].message
         assert time.monotonic() - began < 30
         (tmp_path / "broken").unlink()
-        assert talk(own, "a", "xyz")[1:] == [Reply("xyz")]
+        assert talk(instance, "a", "xyz")[1:] == [Reply("xyz")]
     finally:
-        own.close()
+        instance.close()
 
 
 class RaisesLong(Environment):

@@ -53,14 +53,14 @@ def make_counter(id, start):
 
 
 def test_the_interface_of_gymnasium():
-    own = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1})
-    assert own.reset(seed=7) == Reply("3!")
-    assert own.step(" 2 ") == Reply("5", 1.0, False)
-    assert own.step("two") == Reply("invalid action", metrics={"invalid_actions": 1.0})
-    assert own.step("9") == own.step("two")  # no such action
-    assert own.step("2") == Reply("7", 1.0, True)
-    own.close()
-    assert own._environment.closed
+    instance = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1})
+    assert instance.reset(seed=7) == Reply("3!")
+    assert instance.step(" 2 ") == Reply("5", 1.0, False)
+    assert instance.step("two") == Reply("invalid action", metrics={"invalid_actions": 1.0})
+    assert instance.step("9") == instance.step("two")  # no such action
+    assert instance.step("2") == Reply("7", 1.0, True)
+    instance.close()
+    assert instance._environment.closed
     ends = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1}, action=float, invalid=None, observation=hex)
     assert ends.reset(seed=0).messages == "0x1!"
     assert ends.step("x").done
@@ -68,11 +68,11 @@ def test_the_interface_of_gymnasium():
 
 def test_an_environment_of_gymnasium():
     pytest.importorskip("gymnasium", reason="needs gymnasium")
-    own = Gymnasium("FrozenLake-v1", arguments={"is_slippery": False})
-    assert own.reset(seed=2**40).messages == "0"
-    replies = [own.step(action) for action in "112212"]
+    instance = Gymnasium("FrozenLake-v1", arguments={"is_slippery": False})
+    assert instance.reset(seed=2**40).messages == "0"
+    replies = [instance.step(action) for action in "112212"]
     assert (replies[-1].reward, replies[-1].done) == (1.0, True)
-    own.close()
+    instance.close()
 
 
 def test_a_missing_gymnasium_is_named_with_its_extra(monkeypatch):
@@ -83,16 +83,16 @@ def test_a_missing_gymnasium_is_named_with_its_extra(monkeypatch):
 
 def test_a_game_of_textarena():
     pytest.importorskip("textarena", reason="needs textarena")
-    own = TextArena("GuessTheNumber-v0")
-    assert "guess" in own.reset(seed=3).messages.lower()
+    instance = TextArena("GuessTheNumber-v0")
+    assert "guess" in instance.reset(seed=3).messages.lower()
     low, high = 1, 20
     for _ in range(10):
         guess = (low + high) // 2
-        reply = own.step(f"[{guess}]")
+        reply = instance.step(f"[{guess}]")
         if reply.done:
             break
         low, high = (guess + 1, high) if "higher" in reply.messages.lower().split("[game]")[-1] else (low, guess - 1)
-    own.close()
+    instance.close()
     assert (reply.reward, reply.done) == (1.0, True)
 
 
@@ -129,16 +129,16 @@ class Shop:
 
 
 def test_an_environment_of_trl():
-    own = TRLEnvironment(Shop)
-    assert [schema["function"]["name"] for schema in own.schemas] == ["buy"]
-    assert own.reset({"prompt": "shop", "money": 3}) == "You have 3 coins."
-    reply = own.step(Turn("", (ToolCall("buy", {"item": "tea"}), ToolCall("_private", {}))))
+    instance = TRLEnvironment(Shop)
+    assert [schema["function"]["name"] for schema in instance.schemas] == ["buy"]
+    assert instance.reset({"prompt": "shop", "money": 3}) == "You have 3 coins."
+    reply = instance.step(Turn("", (ToolCall("buy", {"item": "tea"}), ToolCall("_private", {}))))
     assert [message["content"] for message in reply.messages] == [
         "bought tea",
         "Error: there is no tool '_private', only buy",
     ]
     assert (reply.reward, reply.done) == (0.5, False)
-    assert own.step(Turn("thanks")) == Reply(done=True)
+    assert instance.step(Turn("thanks")) == Reply(done=True)
 
 
 class Maths:
@@ -165,12 +165,12 @@ class Maths:
 
 
 def test_an_environment_of_skyrl():
-    own = SkyRLEnvironment(f"{__name__}:Maths", extras="info")
-    assert own.reset({"prompt": "1+1", "info": {"answer": "2"}}) == Reply([{"role": "user", "content": "think"}])
-    assert own.step("3") == Reply([{"role": "user", "content": "wrong"}], 0.0, False, {"tries": 1.0})
-    assert own.step("2") == Reply([], 1.0, True, {"tries": 1.0})
-    own.close()
-    assert own._environment.closed
+    instance = SkyRLEnvironment(f"{__name__}:Maths", extras="info")
+    assert instance.reset({"prompt": "1+1", "info": {"answer": "2"}}) == Reply([{"role": "user", "content": "think"}])
+    assert instance.step("3") == Reply([{"role": "user", "content": "wrong"}], 0.0, False, {"tries": 1.0})
+    assert instance.step("2") == Reply([], 1.0, True, {"tries": 1.0})
+    instance.close()
+    assert instance._environment.closed
 
 
 # -- MCP --------------------------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def test_tools_of_an_mcp_server():
 
 
 def test_a_turn_without_a_call_ends_the_conversation_with_an_mcp_server():
-    own = MCP(["add"], url="http://127.0.0.1:9/mcp")
-    assert asyncio.run(own.step(Turn("5"))) == Reply(done=True)
-    malformed = asyncio.run(own.step(Turn("", malformed="call 1: no JSON")))
+    instance = MCP(["add"], url="http://127.0.0.1:9/mcp")
+    assert asyncio.run(instance.step(Turn("5"))) == Reply(done=True)
+    malformed = asyncio.run(instance.step(Turn("", malformed="call 1: no JSON")))
     assert malformed.messages[0]["content"] == "Error: the tool call could not be read: call 1: no JSON"
 
 
@@ -235,11 +235,11 @@ def called(mode, timeout_s=None):
     pytest.importorskip("mcp", reason="needs mcp")
 
     async def run():
-        own = MCP(["act"], command=[*HOSTILE, mode], timeout_s=timeout_s)
+        instance = MCP(["act"], command=[*HOSTILE, mode], timeout_s=timeout_s)
         try:
-            return (await own.step(Turn("", (ToolCall("act", {}),)))).messages[0]["content"]
+            return (await instance.step(Turn("", (ToolCall("act", {}),)))).messages[0]["content"]
         finally:
-            await own.close()
+            await instance.close()
 
     return asyncio.run(asyncio.wait_for(run(), 30))
 

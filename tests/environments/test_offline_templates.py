@@ -32,8 +32,8 @@ FEWEST = {"user": 3, "tool": 1}  # templates of vLLM's wheel that allow messages
 
 def folders():
     package = find_spec("vllm")
-    places = [Path(package.origin).parent / "transformers_utils/chat_templates"] if package else []
-    return [*places, *map(Path, filter(None, [os.environ.get("LIGHTNING_RLHF_TEMPLATES")]))]
+    positions = [Path(package.origin).parent / "transformers_utils/chat_templates"] if package else []
+    return [*positions, *map(Path, filter(None, [os.environ.get("LIGHTNING_RLHF_TEMPLATES")]))]
 
 
 FILES = [file for folder in folders() for file in sorted(folder.glob("*.jinja"))]
@@ -109,7 +109,7 @@ def test_rows_are_the_rendered_text_where_the_template_keeps_earlier_turns(file,
         return  # test_some_templates_are_accepted counts them
     draw = random.Random(file.stem)
     end = bridge.tokenizer.eos_token
-    kept = 0
+    saved = 0
     for _ in range(10):
         messages, row, mask = random_conversation(bridge, role, draw)
         whole = bridge.tokenizer.apply_chat_template(messages, tools=tools_of(role), tokenize=False)
@@ -119,14 +119,16 @@ def test_rows_are_the_rendered_text_where_the_template_keeps_earlier_turns(file,
             for i, message in enumerate(messages)
             if message["role"] == "assistant"
         ):
-            kept += 1
+            saved += 1
             assert whole.startswith(bridge.tokenizer.decode(row))
             chat = Chat(bridge.tokenizer, tools_of(role), {})
             ids, learned = chat.tokenize_with_mask(messages, "conversation")
             assert ids == row
-            for i in [i for i, (own, sampled) in enumerate(zip(learned, mask, strict=True)) if own and not sampled]:
+            for i in [
+                i for i, (instance, sampled) in enumerate(zip(learned, mask, strict=True)) if instance and not sampled
+            ]:
                 assert "generation %}" in file.read_text()  # some marks begin in the prompt, such as before <think>
                 learned[i] = not all(learned[i : mask.index(True, i)])
             assert learned == mask
     if file.stem in ("template_chatml", "llama3", "qwen2_5"):
-        assert kept == 10
+        assert saved == 10

@@ -123,14 +123,14 @@ def server():
         yield handler
 
 
-def play(own, *texts, seed=7):
+def play(instance, *texts, seed=7):
     """Replies of an environment to reset and some turns; it is closed then."""
 
     async def run():
         try:
-            return [await own.reset(seed=seed), *[await own.step(text=text) for text in texts]]
+            return [await instance.reset(seed=seed), *[await instance.step(text=text) for text in texts]]
         finally:
-            await own.close()
+            await instance.close()
 
     return asyncio.run(run())
 
@@ -143,8 +143,8 @@ def wait_until_closed(server, count):
 
 
 def test_a_session_on_a_server(server):
-    own = OpenEnv(f"{server.url}/", action="command", observation="text")
-    assert play(own, "walk", "board", "empty", "end", seed=2**31 + 7) == [
+    instance = OpenEnv(f"{server.url}/", action="command", observation="text")
+    assert play(instance, "walk", "board", "empty", "end", seed=2**31 + 7) == [
         Reply("seed 7"),
         Reply("you walk", 0.25),
         Reply('[1, "ä"]', 1.0),

@@ -83,10 +83,10 @@ class FakeRenderer:
 def fake(monkeypatch):
     class Config(SimpleNamespace):
         def __init__(self, thinking_retention=None, name=None):
-            super().__init__(name=name or Config.asked, thinking_retention=thinking_retention)
+            super().__init__(name=name or Config.requested, thinking_retention=thinking_retention)
 
     def config_from_name(name):
-        Config.asked = name
+        Config.requested = name
         if name not in ("same", "other", "double", "never", "trims"):
             raise ValueError(f"No renderer config registered for name={name!r}")
         return Config()

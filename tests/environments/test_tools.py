@@ -128,9 +128,9 @@ def test_a_function_without_a_description_has_no_schema():
 @pytest.mark.parametrize("function", [worlds.sleep, worlds.sleep_async])
 @pytest.mark.parametrize("limit", [0.2, {"sleep": 0.2, "sleep_async": 0.2}])
 def test_a_tool_that_takes_too_long_is_a_message(function, limit):
-    own, name = Tools([worlds.sleep, worlds.sleep_async], timeout_s=limit), function.__name__
+    instance, name = Tools([worlds.sleep, worlds.sleep_async], timeout_s=limit), function.__name__
     began = time.monotonic()
-    reply = own.step(Turn("", (ToolCall(name, {"seconds": 30}), ToolCall(name, {"seconds": 0}))))
+    reply = instance.step(Turn("", (ToolCall(name, {"seconds": 30}), ToolCall(name, {"seconds": 0}))))
     assert time.monotonic() - began < 5
     contents = [message["content"] for message in reply.messages]
     assert contents == [f"Error: {name} took longer than its time limit of 0.2 s", "slept"]
@@ -149,8 +149,8 @@ def test_a_limit_in_a_worker_process():
 
 
 def test_a_tool_without_a_limit_of_its_own_has_none():
-    own = Tools([worlds.sleep, worlds.add], timeout_s={"add": 0.01})
-    assert own.step(Turn("", (ToolCall("sleep", {"seconds": 0.1}),))).messages[0]["content"] == "slept"
+    instance = Tools([worlds.sleep, worlds.add], timeout_s={"add": 0.01})
+    assert instance.step(Turn("", (ToolCall("sleep", {"seconds": 0.1}),))).messages[0]["content"] == "slept"
 
 
 @pytest.mark.parametrize(
@@ -187,35 +187,37 @@ ROW = {"balances": {"a": 3, "b": 0}, "wanted": {"a": 1, "b": 2}}
 
 
 def test_methods_of_an_object_are_tools_with_a_state():
-    own = StatefulTools(worlds.Bank)
-    own.reset(ROW, 7)
+    instance = StatefulTools(worlds.Bank)
+    instance.reset(ROW, 7)
     move = ToolCall("transfer", {"source": "a", "target": "b", "amount": 2}, "c")
-    reply = own.step(Turn("", (move, ToolCall("balance", {"account": "a"}), ToolCall("balance", {"account": "x"}))))
+    reply = instance.step(
+        Turn("", (move, ToolCall("balance", {"account": "a"}), ToolCall("balance", {"account": "x"})))
+    )
     assert [message["content"] for message in reply.messages] == ["done", "1", "Error: no account 'x'"]
     assert reply.messages[0]["tool_call_id"] == "c"
     assert (reply.reward, reply.done, reply.metrics) == (0.0, False, {"tool_errors": 1.0})
-    assert own.finish(Turn("")) == 1.0  # a limit ends the conversation
-    assert own.step(Turn("ready")) == Reply("", 1.0, True, {})
-    assert own._object.seed == 7
+    assert instance.finish(Turn("")) == 1.0  # a limit ends the conversation
+    assert instance.step(Turn("ready")) == Reply("", 1.0, True, {})
+    assert instance._object.seed == 7
     assert ROW["balances"] == {"a": 3, "b": 0}
 
 
 @pytest.mark.parametrize("name", ["_audit", "reward", "close", "done", "__init__", "balances"])
 def test_hooks_and_private_methods_are_no_tools(name):
-    own = StatefulTools(worlds.Bank)
-    own.reset(ROW, 0)
-    (message,) = own.step(Turn("", (ToolCall(name, {}),))).messages
+    instance = StatefulTools(worlds.Bank)
+    instance.reset(ROW, 0)
+    (message,) = instance.step(Turn("", (ToolCall(name, {}),))).messages
     assert message["content"] == f"Error: there is no tool {name!r}, only balance, transfer"
 
 
 def test_an_object_may_end_the_conversation_and_read_the_last_text():
-    own = StatefulTools(worlds.Counter, role="user")
-    own.reset({}, 0)
+    instance = StatefulTools(worlds.Counter, role="user")
+    instance.reset({}, 0)
     add = ToolCall("add", {})
-    assert own.step(Turn("abc", (add, ToolCall("twice", {"x": 4})))) == Reply(
+    assert instance.step(Turn("abc", (add, ToolCall("twice", {"x": 4})))) == Reply(
         [{"role": "user", "content": "1"}, {"role": "user", "content": "8"}], metrics={"tool_errors": 0.0}
     )
-    last = own.step(Turn("abcde", (add, add)))
+    last = instance.step(Turn("abcde", (add, add)))
     assert (last.done, last.reward) == (True, 0.5)
 
 

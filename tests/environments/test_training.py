@@ -97,9 +97,9 @@ def test_an_environment_of_one_turn_changes_nothing(tmp_path):
 
 def judged(completions, conversations, turns, environment_rewards, stop_reasons):
     roles = [[message["role"] for message in messages] for messages in conversations]
-    assert all(own[::2] == ["assistant"] * len(own[::2]) for own in roles)
+    assert all(role[::2] == ["assistant"] * len(role[::2]) for role in roles)
     assert all(messages[-1]["content"] == text for messages, text in zip(conversations, completions, strict=True))
-    assert all(count == len(own[::2]) for own, count in zip(roles, turns, strict=True))
+    assert all(count == len(role[::2]) for role, count in zip(roles, turns, strict=True))
     assert set(stop_reasons) <= {"done", "max_turns", "truncated", "tokens", "fault"}
     return environment_rewards
 
@@ -158,9 +158,9 @@ def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward)
     sampling = DynamicSampling(prompts_per_step=1, reward=reward)
     module, trainer = run(tmp_path, settings, dynamic_sampling=sampling)
     rollout = module.last_step.experience.rollout
-    kept = rollout.rewards["environment"][rollout.included]
+    saved = rollout.rewards["environment"][rollout.included]
     assert trainer.callback_metrics["rollout/filled_fraction"] == 0  # every prompt has contrast
-    assert kept.max() > kept.min()
+    assert saved.max() > saved.min()
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
@@ -237,18 +237,18 @@ def test_conversations_survive_a_checkpoint():
     record = ConversationRecord(
         [1, 2], [{"role": "user", "content": "é"}], [1, 3], [0.5, 1.0], "done", 1, 0, None, {"x": 1.0}, 0.25
     )
-    kept = Completion([5, 6, 7], [-1.0, 0.0, -0.5], "stop", 3, (), (True, False, True), record)
+    saved = Completion([5, 6, 7], [-1.0, 0.0, -0.5], "stop", 3, (), (True, False, True), record)
     plain = Completion([5], [-1.0], "length", 3)
 
     class Request:
         step, sampling, prompts = 7, Sampling(2, 1.0), type("P", (), {"indices": [4]})
 
         def completions(self):
-            return [kept, plain]
+            return [saved, plain]
 
     ((key, completions),) = _unpacked(_packed(Request()))
     assert key == (7, 2, 1.0, 4)
-    assert completions == [replace(kept, conversation=replace(record, environment_s=0.0)), plain]
+    assert completions == [replace(saved, conversation=replace(record, environment_s=0.0)), plain]
 
 
 def test_the_log_has_the_parts_of_a_response():

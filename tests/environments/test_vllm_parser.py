@@ -24,9 +24,9 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 
 
-def with_result(monkeypatch, *found, content="", error=None, name="hermes", **arguments):
+def with_result(monkeypatch, *result, content="", error=None, name="hermes", **arguments):
     """A parser whose process returns a result."""
-    monkeypatch.setattr(VLLMToolCalls, "_run", lambda self, text, tokenizer: (content, list(found), error))
+    monkeypatch.setattr(VLLMToolCalls, "_run", lambda self, text, tokenizer: (content, list(result), error))
     return VLLMToolCalls(name, **arguments)
 
 

@@ -325,7 +325,7 @@ class Counts(Environment):
     """
 
     def __init__(self, fault=False):
-        self.fault, self.seen, self.asked = fault, 0, 0
+        self.fault, self.seen, self.requested = fault, 0, 0
 
     def reset(self, seed):
         self.seed = seed
@@ -338,9 +338,9 @@ class Counts(Environment):
         if self.fault:
             raise ValueError(f"no end {stop}")
         assert turn.text == text
-        self.asked += 1
+        self.requested += 1
         cut = 100 if stop == "truncated" else 0  # the turn that was cut counts alone
-        return Reply(reward=self.seen + cut * text.count("a"), metrics={"asked": self.asked, stop: 1.0})
+        return Reply(reward=self.seen + cut * text.count("a"), metrics={"asked": self.requested, stop: 1.0})
 
 
 class CountsInLoop(Counts):

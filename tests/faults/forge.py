@@ -51,7 +51,7 @@ def send(signals):
             time.sleep(0.2)  # the handler runs in the main thread, which need not be this one
 
 
-def die_at(place, number, when):
+def die_at(position, number, when):
     """Make the ``number``-th call of ``module:name`` the last thing this process does.
 
     ``when`` is one of
@@ -61,7 +61,7 @@ def die_at(place, number, when):
     - a list of signals, which this process sends itself one after the other, and then goes on; behind them ``hang``
       lets it sleep instead.
     """
-    module, _, path = place.partition(":")
+    module, _, path = position.partition(":")
     *owners, name = path.split(".")
     owner = importlib.import_module(module)
     for part in owners:
@@ -126,8 +126,8 @@ def attempt(request):
     torch.set_num_threads(1)
     code = 70
     try:
-        if request["place"]:
-            die_at(*request["place"])
+        if request["position"]:
+            die_at(*request["position"])
         finish = count_calls(request["calls"], "calls") if request["calls"] is not None else None
         code = run(request["arguments"])
         if finish is not None:

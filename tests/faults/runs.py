@@ -184,12 +184,12 @@ class Forge:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
 
-    def attempt(self, directory, config, *, resume=None, place=None, calls=None, arguments=(), command="fit"):
+    def attempt(self, directory, config, *, resume=None, position=None, calls=None, arguments=(), command="fit"):
         """One process; how it ended: 0, an exit code, or KILLED."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
         line = [command, "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
-        request = {"directory": str(directory), "arguments": line, "place": place, "calls": calls}
+        request = {"directory": str(directory), "arguments": line, "position": position, "calls": calls}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -267,16 +267,16 @@ def assert_same(directory, reference, names=("last", "best")):
     assert [row[0] for row in ours] == [row[0] for row in theirs], "steps lost or doubled in metrics.csv"
     assert ours == theirs, [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
     for name in (name for name in names if (reference / f"run/checkpoints/{name}.ckpt").exists()):
-        found = difference(checkpoint(directory, name), checkpoint(reference, name))
-        assert found is None, f"{name}.ckpt{found}"
+        result = difference(checkpoint(directory, name), checkpoint(reference, name))
+        assert result is None, f"{name}.ckpt{result}"
     files = sorted(path.relative_to(reference / "run") for path in (reference / "run").glob("rollouts/*"))
     assert files == sorted(path.relative_to(directory / "run") for path in (directory / "run").glob("rollouts/*"))
     files += [Path("export/model.safetensors"), Path("export/config.json")]
     for file in files:
         assert (directory / "run" / file).read_bytes() == (reference / "run" / file).read_bytes(), file
-    said = [json.loads((d / "run/export/metrics.json").read_text()) for d in (directory, reference)]
-    assert [{k: v for k, v in s.items() if not varies(k)} for s in said[:1]] == [
-        {k: v for k, v in s.items() if not varies(k)} for s in said[1:]
+    output = [json.loads((d / "run/export/metrics.json").read_text()) for d in (directory, reference)]
+    assert [{k: v for k, v in s.items() if not varies(k)} for s in output[:1]] == [
+        {k: v for k, v in s.items() if not varies(k)} for s in output[1:]
     ]
     reports = [d / "run/report.json" for d in (directory, reference)]
     if reports[1].exists():

@@ -38,14 +38,14 @@ def test_an_earlier_version_leads_to_the_undisturbed_end_too(forge, undisturbed,
 def test_minutes_are_due_beside_steps(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.time.monotonic", lambda: clock[0])
-    kept = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
-    trainer = quiet_trainer(callbacks=[kept], max_steps=10_000, enable_checkpointing=True, default_root_dir=tmp_path)
+    saved = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
+    trainer = quiet_trainer(callbacks=[saved], max_steps=10_000, enable_checkpointing=True, default_root_dir=tmp_path)
     monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.training_ends", lambda trainer: False)
-    kept._saved_at = 0.0
+    saved._saved_at = 0.0
     due = []
     monkeypatch.setattr(type(trainer), "global_step", 7)
     for clock[0] in (1.0, 119.0, 120.0):
-        due.append(kept._due(trainer))
+        due.append(saved._due(trainer))
     assert due == [False, False, True]
 
 
@@ -63,12 +63,12 @@ def test_arguments_that_make_no_sense_are_refused(arguments, sentence):
 
 
 def test_a_url_that_nobody_can_write_is_refused_before_training(tmp_path):
-    kept = RunCheckpoint(copy_to="nowhere://bucket/run")
+    saved = RunCheckpoint(copy_to="nowhere://bucket/run")
     trainer = quiet_trainer(
-        callbacks=[kept], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
+        callbacks=[saved], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
     )
     with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; use the URL of a folder that"):
-        kept.setup(trainer, None, "fit")
+        saved.setup(trainer, None, "fit")
 
 
 def finished(folder, number):
@@ -146,20 +146,20 @@ def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_
 
 
 def test_a_copy_that_fails_is_a_warning_and_the_end_of_a_run_whose_last_one_failed(tmp_path, caplog):
-    kept = RunCheckpoint(copy_to=f"file://{tmp_path}/file/run")
+    saved = RunCheckpoint(copy_to=f"file://{tmp_path}/file/run")
     (tmp_path / "file").touch()
-    kept.dirpath = str(tmp_path)
-    kept._copy(finished(tmp_path / "last.ckpt", 1))
-    assert isinstance(kept._copy_failed, OSError)
+    saved.dirpath = str(tmp_path)
+    saved._copy(finished(tmp_path / "last.ckpt", 1))
+    assert isinstance(saved._copy_failed, OSError)
     (tmp_path / "file").unlink()
-    kept._copy(finished(tmp_path / "last.ckpt", 2))
-    assert kept._copy_failed is None
+    saved._copy(finished(tmp_path / "last.ckpt", 2))
+    assert saved._copy_failed is None
 
 
 def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     url = f"file://{tmp_path}/store"
-    kept = RunCheckpoint(copy_to=url)
-    trainer = quiet_trainer(callbacks=[kept], enable_checkpointing=True, default_root_dir=tmp_path / "run")
+    saved = RunCheckpoint(copy_to=url)
+    trainer = quiet_trainer(callbacks=[saved], enable_checkpointing=True, default_root_dir=tmp_path / "run")
     assert checkpoint_to_resume(trainer) is None
     best = finished(tmp_path / "run/checkpoints/best.ckpt", 1)
     with pytest.raises(ValueError, match=r"has best\.ckpt but no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
@@ -188,8 +188,8 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
 @pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
     config = ppo(every=4)
-    place = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
-    assert forge.attempt(tmp_path, config, place=place) == 0
+    position = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
+    assert forge.attempt(tmp_path, config, position=position) == 0
     assert_same(tmp_path, undisturbed(config))
     written = output(tmp_path).index("slow")
     steps = [output(tmp_path).index(f"step {step}:") for step in (4, 6)]
@@ -239,16 +239,16 @@ def test_errors_of_a_store_s_own_client_are_a_warning_like_any_other(tmp_path, m
         raise OfTheClient("no credentials")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
-    kept = RunCheckpoint(copy_to="memory://bucket")
-    kept._copy(finished(tmp_path / "last.ckpt", 1))
-    assert "OfTheClient: no credentials" in str(kept._copy_failed)
+    saved = RunCheckpoint(copy_to="memory://bucket")
+    saved._copy(finished(tmp_path / "last.ckpt", 1))
+    assert "OfTheClient: no credentials" in str(saved._copy_failed)
 
 
 def test_a_checkpoint_of_another_branch_is_not_taken_for_the_run_s_own(tmp_path):
-    kept = RunCheckpoint()
-    kept.dirpath = str(tmp_path)
-    version = manifest.begin(kept.path)
+    saved = RunCheckpoint()
+    saved.dirpath = str(tmp_path)
+    version = manifest.begin(saved.path)
     manifest.publish(version, step=47)
-    assert kept.saved_step is None
-    kept._own_steps.add(47)
-    assert kept.saved_step == 47
+    assert saved.saved_step is None
+    saved._own_steps.add(47)
+    assert saved.saved_step == 47

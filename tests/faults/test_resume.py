@@ -82,7 +82,7 @@ def test_kills_of_a_run_with_rollouts_ahead_leave_no_trace(forge, undisturbed, t
     config = ppo(3, max_staleness=max_staleness)
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "in the middle of generation")  # fmt: skip
-    assert forge.finish(tmp_path, config, [{"place": DEATHS[name]} for name in names]) == 4
+    assert forge.finish(tmp_path, config, [{"position": DEATHS[name]} for name in names]) == 4
     assert_same(tmp_path, undisturbed(config, calls=0))
 
 
@@ -99,14 +99,14 @@ def test_kills_at_random_points_of_a_run_with_rollouts_ahead_leave_no_trace(
 def test_kills_at_four_points_of_one_run_leave_no_trace(forge, undisturbed, tmp_path):
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "behind an epoch's last batch")  # fmt: skip
-    assert forge.finish(tmp_path, ppo(), [{"place": DEATHS[name]} for name in names]) == 4
+    assert forge.finish(tmp_path, ppo(), [{"position": DEATHS[name]} for name in names]) == 4
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_kills_at_every_kind_of_point_of_one_run_leave_no_trace(forge, undisturbed, tmp_path, every):
-    deaths = [{"place": place} for place in DEATHS.values()]
+    deaths = [{"position": position} for position in DEATHS.values()]
     assert forge.finish(tmp_path, ppo(every), deaths) == len(deaths)
     assert_same(tmp_path, undisturbed(ppo(every), calls=0))
 
@@ -115,18 +115,18 @@ def test_kills_at_every_kind_of_point_of_one_run_leave_no_trace(forge, undisturb
 @pytest.mark.parametrize("trainer", [{}, _BY_EPOCHS], ids=["by steps", "by epochs"])
 @pytest.mark.parametrize("death", list(DEATHS))
 def test_one_kill_leaves_no_trace(forge, undisturbed, tmp_path, death, trainer):
-    assert forge.finish(tmp_path, ppo(1, **trainer), [{"place": DEATHS[death]}]) == 1
+    assert forge.finish(tmp_path, ppo(1, **trainer), [{"position": DEATHS[death]}]) == 1
     assert_same(tmp_path, undisturbed(ppo(1, **trainer)))
 
 
 @pytest.mark.slow
 def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_no_data(forge, undisturbed, tmp_path):
     config = ppo(1, **_BY_EPOCHS)
-    place = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
+    position = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
     deaths = [
-        {"place": (place, 10, "after")},
-        {"place": (place, 4, "after")},
-        {"place": (_WEIGHTS + "check", 1, "before")},
+        {"position": (position, 10, "after")},
+        {"position": (position, 4, "after")},
+        {"position": (_WEIGHTS + "check", 1, "before")},
     ]
     assert forge.finish(tmp_path, config, deaths) == 3
     assert_same(tmp_path, undisturbed(config))
@@ -137,8 +137,8 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
     def steps(count):
         return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
 
-    place = _VALIDATION + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
-    assert forge.finish(tmp_path, steps(7), [{"place": (place, 8, "after")}]) == 1
+    position = _VALIDATION + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
+    assert forge.finish(tmp_path, steps(7), [{"position": (position, 8, "after")}]) == 1
     assert_same(tmp_path, undisturbed(steps(7)))
     # and with more steps it becomes the longer run; only the best can be the one of the validation behind step 7
     assert forge.attempt(tmp_path, steps(12), resume="last") == 0
@@ -149,7 +149,7 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
 @pytest.mark.slow
 def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
     config = ppo(background=False)
-    assert forge.attempt(tmp_path, config, place=(_WEIGHTS + "check", 9, "before")) == KILLED
+    assert forge.attempt(tmp_path, config, position=(_WEIGHTS + "check", 9, "before")) == KILLED
     assert checkpoint(tmp_path, "best")["global_step"] < checkpoint(tmp_path, "last")["global_step"]
     assert forge.attempt(tmp_path, config, resume="run/checkpoints/best.ckpt") == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
@@ -166,9 +166,9 @@ def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, t
 def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge, tmp_path):
     config = ppo(max_steps=1)
     assert forge.attempt(tmp_path, config, resume="last") == 0
-    said = output(tmp_path).splitlines()
-    assert said[0] == "run/checkpoints has no last.ckpt yet: training starts from the beginning."
-    assert not [line for line in said if "warn" in line.lower()]
+    text = output(tmp_path).splitlines()
+    assert text[0] == "run/checkpoints has no last.ckpt yet: training starts from the beginning."
+    assert not [line for line in text if "warn" in line.lower()]
 
 
 @pytest.mark.slow
@@ -176,11 +176,11 @@ def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge
 def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the_last_step(
     forge, undisturbed, tmp_path, kind
 ):
-    place = _SAVE + "on_train_batch_end"
+    position = _SAVE + "on_train_batch_end"
     deaths = [
-        {"place": (place, 3, "after")},
-        {"place": (place, 8, "after")},
-        {"place": (_EXPORT + "_write", 1, "before")},
+        {"position": (position, 3, "after")},
+        {"position": (position, 8, "after")},
+        {"position": (_EXPORT + "_write", 1, "before")},
     ]
     assert forge.finish(tmp_path, supervised(kind), deaths) == 3
     assert_same(tmp_path, undisturbed(supervised(kind)))
@@ -224,7 +224,7 @@ def test_kills_in_conversations_leave_no_trace(forge, undisturbed, tmp_path, max
     training = [row for row in table if row["kl/coef"]]
     assert len({row["env/turns"] for row in training}) > 1
     assert all(0 < float(row["env/written_share"]) < 1 for row in training)
-    place = "lightning_rlhf.rollout.conversation_loop:ConversationLoop._on_reply"
-    deaths = [{"place": (place, call, when)} for call, when in ((75, "before"), (120, "after"), (60, "before"))]
+    position = "lightning_rlhf.rollout.conversation_loop:ConversationLoop._on_reply"
+    deaths = [{"position": (position, call, when)} for call, when in ((75, "before"), (120, "after"), (60, "before"))]
     assert forge.finish(tmp_path, config, deaths) == 3
     assert_same(tmp_path, undisturbed(config, calls=0))

@@ -87,11 +87,11 @@ def resumed(forge, begun, directory, config):
 @pytest.mark.parametrize("change", [*REFUSED])
 def test_what_would_repeat_or_lose_rows_is_refused(forge, begun, tmp_path, change):
     config, sentence = REFUSED[change]
-    code, said = resumed(forge, begun, tmp_path, config)
+    code, output = resumed(forge, begun, tmp_path, config)
     assert code == 2
-    assert sentence in said.splitlines()[-1]
-    assert OTHER_DATA in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert sentence in output.splitlines()[-1]
+    assert OTHER_DATA in output.splitlines()[-1]
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_pa
     config["trainer"]["callbacks"].append(
         {"class_path": "lightning_rlhf.callbacks.RunState", "init_args": {"allow_other_data": True}}
     )
-    code, said = resumed(forge, begun, tmp_path, config)
-    assert code == 0, said[-2000:]
-    assert f"Since the checkpoint: {sentence}." in said
+    code, output = resumed(forge, begun, tmp_path, config)
+    assert code == 0, output[-2000:]
+    assert f"Since the checkpoint: {sentence}." in output
 
 
 @pytest.mark.quick_cases(1)
@@ -112,9 +112,9 @@ def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_pa
 )
 def test_what_else_has_changed_is_one_line(forge, begun, tmp_path, change):
     config, sentence = WARNED[change]
-    code, said = resumed(forge, begun, tmp_path, config)
-    assert code == 0, said[-2000:]
-    lines = [line for line in said.splitlines() if line.startswith("Since the checkpoint: ")]
+    code, output = resumed(forge, begun, tmp_path, config)
+    assert code == 0, output[-2000:]
+    lines = [line for line in output.splitlines() if line.startswith("Since the checkpoint: ")]
     assert len(lines) == 1
     assert sentence in lines[0]
 
@@ -122,9 +122,11 @@ def test_what_else_has_changed_is_one_line(forge, begun, tmp_path, change):
 @pytest.mark.slow
 def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_no_line(forge, begun, tmp_path):
     before = (begun / "run/config.yaml").read_text()
-    code, said = resumed(forge, begun, tmp_path / "more", ppo(1, max_steps=2))  # one more step is another configuration
+    code, output = resumed(
+        forge, begun, tmp_path / "more", ppo(1, max_steps=2)
+    )  # one more step is another configuration
     assert code == 0
-    assert "Since the checkpoint" not in said
+    assert "Since the checkpoint" not in output
     assert (tmp_path / "more/run/config-2.yaml").read_text() == before
     assert "max_steps: 3" in (tmp_path / "more/run/config.yaml").read_text()
 

@@ -41,7 +41,7 @@ def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
     forge, undisturbed, tmp_path, max_staleness
 ):
     config = ppo(every=5, max_staleness=max_staleness)
-    assert forge.attempt(tmp_path, config, place=(_SOURCE + "finish", 4, [TERM])) == 143
+    assert forge.attempt(tmp_path, config, position=(_SOURCE + "finish", 4, [TERM])) == 143
     assert checkpoint(tmp_path)["global_step"] == 3
     assert len(checkpoint(tmp_path)["lightning_rlhf_requests"]) == max_staleness
     assert forge.attempt(tmp_path, config, resume="last") == 0
@@ -50,12 +50,12 @@ def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", [next(iter(PLACES)), *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
+    "location", [next(iter(PLACES)), *(pytest.param(position, marks=pytest.mark.slow) for position in list(PLACES)[1:])]
 )
-def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(forge, undisturbed, tmp_path, place):
-    where, count, step = PLACES[place]
+def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(forge, undisturbed, tmp_path, location):
+    where, count, step = PLACES[location]
     config = ppo(every=5)
-    assert forge.attempt(tmp_path, config, place=(where, count, [TERM])) == 143
+    assert forge.attempt(tmp_path, config, location=(where, count, [TERM])) == 143
     assert last_line(tmp_path) == f"lightning-rlhf: ended by SIGTERM after step {step}; {goes_on(step)}"
     assert "Traceback" not in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == step
@@ -66,7 +66,7 @@ def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(
 @pytest.mark.slow
 def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_path):
     where, count, step = PLACES["in the middle of an update"]
-    assert forge.attempt(tmp_path, ppo(every=5), place=(where, count, [CTRL_C])) == 130
+    assert forge.attempt(tmp_path, ppo(every=5), position=(where, count, [CTRL_C])) == 130
     assert "Ctrl-C: the run ends after step 4; another Ctrl-C ends it immediately" in output(tmp_path)
     assert last_line(tmp_path) == f"lightning-rlhf: ended by Ctrl-C after step {step}; {goes_on(step)}"
     assert checkpoint(tmp_path)["global_step"] == step
@@ -74,18 +74,18 @@ def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_pat
 
 @pytest.mark.slow
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_path):
-    place = (
+    position = (
         "lightning_rlhf.strategies.checkpoints.manifest:publish",
         2,
         [TERM],
     )  # of the best, then of the last at step 5
-    assert forge.attempt(tmp_path, ppo(every=5), place=place) == 143
+    assert forge.attempt(tmp_path, ppo(every=5), position=position) == 143
     assert checkpoint(tmp_path)["global_step"] in (5, 6)  # the writer is a thread, and training goes on beside it
 
 
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(), place=(_VALIDATION + "on_train_start", 1, [TERM])) == 143
+    assert forge.attempt(tmp_path, ppo(), position=(_VALIDATION + "on_train_start", 1, [TERM])) == 143
     assert last_line(tmp_path) == "lightning-rlhf: ended by SIGTERM before the first step"
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -95,7 +95,7 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
     config = ppo()
     config["trainer"]["callbacks"].append(callback("GracefulShutdown", grace_seconds=3.0))
     began = time.monotonic()
-    assert forge.attempt(tmp_path, config, place=(_UPDATE, 8 * 2 + 1, [TERM, "hang"])) == 143
+    assert forge.attempt(tmp_path, config, position=(_UPDATE, 8 * 2 + 1, [TERM, "hang"])) == 143
     assert time.monotonic() - began < 60
     assert last_line(tmp_path) == (f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}")
 
@@ -103,27 +103,27 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(TERM, 143), pytest.param(CTRL_C, 130, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_the_process_at_once(forge, tmp_path, number, code):
-    assert forge.attempt(tmp_path, ppo(), place=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
+    assert forge.attempt(tmp_path, ppo(), position=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
     assert "second signal" in last_line(tmp_path)
     assert last_line(tmp_path).endswith("the process ends immediately")
 
 
 @pytest.mark.slow
 def test_a_signal_that_comes_twice_at_once_is_one(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(every=5), place=(_UPDATE, 3, [TERM, TERM, TERM])) == 143
+    assert forge.attempt(tmp_path, ppo(every=5), position=(_UPDATE, 3, [TERM, TERM, TERM])) == 143
     assert last_line(tmp_path) == f"lightning-rlhf: ended by SIGTERM after step 1; {goes_on(1)}"
 
 
 @pytest.mark.slow
 def test_a_failure_between_two_steps_leaves_a_checkpoint_of_the_last_one(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(every=5), place=(_WEIGHTS + "check", 4, "fail")) not in (0, 143)
+    assert forge.attempt(tmp_path, ppo(every=5), position=(_WEIGHTS + "check", 4, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(3)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 3
 
 
 @pytest.mark.slow
 def test_a_failure_within_an_update_keeps_the_checkpoint_before_it(forge, tmp_path):
-    assert forge.attempt(tmp_path, ppo(every=2), place=(_UPDATE, 8 * 3 + 2, "fail")) not in (0, 143)
+    assert forge.attempt(tmp_path, ppo(every=2), position=(_UPDATE, 8 * 3 + 2, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(2)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 2
 
@@ -134,12 +134,12 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
     forge, undisturbed, tmp_path, background
 ):
     config = ppo(every=2, background=background)
-    place = (
+    position = (
         "lightning_rlhf.strategies.checkpoints.manifest:write",
         3,
         "full",
     )  # 1: last at 2; 2: best at 3; 3: last at 4
-    assert forge.attempt(tmp_path, config, place=place) == 1
+    assert forge.attempt(tmp_path, config, position=position) == 1
     trouble = "lightning-rlhf: the disk of run is full (No space left on device): free space on it; stopped after step "
     assert last_line(tmp_path).startswith(trouble)
     assert last_line(tmp_path).endswith(goes_on(2))
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
 @pytest.mark.slow
 def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(forge, tmp_path):
     config = ppo(max_steps=4)
-    assert forge.attempt(tmp_path, config, place=(_WEIGHTS + "check", 2, "gone")) == 1
+    assert forge.attempt(tmp_path, config, position=(_WEIGHTS + "check", 2, "gone")) == 1
     assert " was removed while the run wrote to it: do not" in last_line(tmp_path)
     assert last_line(tmp_path).endswith(f"stopped after step 2; {goes_on(2)}")
     assert checkpoint(tmp_path)["global_step"] == 2

@@ -18,12 +18,12 @@ def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "kept"), [(2, 6), pytest.param(1, 7, marks=pytest.mark.slow), pytest.param(5, 5, marks=pytest.mark.slow)]
+    ("every", "saved"), [(2, 6), pytest.param(1, 7, marks=pytest.mark.slow), pytest.param(5, 5, marks=pytest.mark.slow)]
 )
-def test_every_n_steps_counts_rollouts(forge, tmp_path, every, kept):
-    place = "lightning_rlhf.rollout.weights:EngineWeights.check"
-    assert forge.attempt(tmp_path, ppo(every, background=False), place=(place, 8, "before")) == KILLED
-    assert checkpoint(tmp_path)["global_step"] == kept
+def test_every_n_steps_counts_rollouts(forge, tmp_path, every, saved):
+    position = "lightning_rlhf.rollout.weights:EngineWeights.check"
+    assert forge.attempt(tmp_path, ppo(every, background=False), position=(position, 8, "before")) == KILLED
+    assert checkpoint(tmp_path)["global_step"] == saved
 
 
 @pytest.mark.slow
@@ -47,8 +47,10 @@ def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge,
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": "log", "name": "", "version": "v"},
     }
-    place = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation.on_validation_start"
-    assert forge.attempt(tmp_path, config, place=(place, 3, "before")) == KILLED  # at step 6, which has a checkpoint
+    position = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation.on_validation_start"
+    assert (
+        forge.attempt(tmp_path, config, position=(position, 3, "before")) == KILLED
+    )  # at step 6, which has a checkpoint
     (tmp_path / "log").rename(tmp_path / "log of the killed run")
     assert forge.attempt(tmp_path, config, resume="last") == 0
     first, *lines = (tmp_path / "log/v/metrics.csv").read_text().splitlines()

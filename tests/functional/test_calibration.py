@@ -46,9 +46,9 @@ def test_scores_that_are_right_as_often_as_they_are_sure_are_calibrated_and_doub
     draw = torch.Generator().manual_seed(0)
     difference = 2 * torch.randn(200_000, generator=draw, dtype=torch.float64)
     right = torch.rand(200_000, generator=draw, dtype=torch.float64) < difference.abs().sigmoid()
-    told = torch.where(right, difference.abs(), -difference.abs())
-    assert calibration_error(calibration_bins(told)) < 0.005
-    assert calibration_error(calibration_bins(2 * told)) > 0.05
+    message = torch.where(right, difference.abs(), -difference.abs())
+    assert calibration_error(calibration_bins(message)) < 0.005
+    assert calibration_error(calibration_bins(2 * message)) > 0.05
 
 
 @properties

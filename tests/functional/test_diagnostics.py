@@ -162,11 +162,11 @@ def test_best_at_k_is_k_probability_weighted_moments_of_scipy():
 @properties
 @given(reward_lists, st.randoms(use_true_random=False))
 def test_best_at_k_neither_falls_with_k_nor_looks_at_the_order(rewards, order):
-    found = [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
-    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(found))
-    assert found[-1] == max(rewards)
+    result = [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(result))
+    assert result[-1] == max(rewards)
     order.shuffle(rewards)
-    assert found == [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
+    assert result == [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
 
 
 def test_best_at_k_of_a_thousand_samples_and_of_infinite_ones():
@@ -228,8 +228,8 @@ def test_majority_at_k_looks_neither_at_the_order_nor_at_how_answers_are_written
     shuffled = order.sample(pairs, len(pairs))
     renamed = [(None if answer is None else ord(answer), reward) for answer, reward in shuffled]
     for k in range(1, len(pairs) + 1):
-        found = [majority_at_k(*zip(*rows, strict=True), k) for rows in (pairs, shuffled, renamed)]
-        assert_close(found[1:], found[:1] * 2, rtol=1e-9, atol=1e-9)
+        result = [majority_at_k(*zip(*rows, strict=True), k) for rows in (pairs, shuffled, renamed)]
+        assert_close(result[1:], result[:1] * 2, rtol=1e-9, atol=1e-9)
 
 
 def test_majority_at_k_of_one_and_of_two_is_the_mean_reward_and_of_many_samples_stays_finite():
@@ -250,14 +250,14 @@ def test_nothing_of_this_touches_the_global_random_numbers():
 
 def power_by_loop(advantages, logprobs, squares, mask, weights):
     """Mean over responses, token by token."""
-    found = []
+    result = []
     for rows in zip(*(tensor.tolist() for tensor in (advantages, logprobs, squares, mask, weights)), strict=True):
         tokens = [token for token in zip(*rows, strict=True) if token[3]]
         if tokens:
             norm = sum(1 - 2 * math.exp(logprob) + square for _, logprob, square, _, _ in tokens)
             advantage, weight = (sum(token[i] for token in tokens) / len(tokens) for i in (0, 4))
-            found.append((weight**2 * advantage**2 * norm, advantage**2, norm))
-    columns = zip(*found, strict=True) if found else [[math.nan]] * 3
+            result.append((weight**2 * advantage**2 * norm, advantage**2, norm))
+    columns = zip(*result, strict=True) if result else [[math.nan]] * 3
     return [statistics.fmean(column) for column in columns]
 
 
@@ -271,10 +271,10 @@ def test_gradient_power_of_a_case_worked_by_hand():
     half = math.log(0.5)  # of two tokens of 1/2 each: (1 - 1/2)^2 + (1/2)^2 = 1/2
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     advantages, weights = float64([[1, 3], [-1, 9], [9, 9]]), float64([[2, 1], [0.5, 9], [9, 9]])
-    found = gradient_power(advantages, float64([[half] * 2] * 3), float64([[0.5] * 2] * 3), mask, weights)
+    result = gradient_power(advantages, float64([[half] * 2] * 3), float64([[0.5] * 2] * 3), mask, weights)
     # means 2 and -1, weights 1.5 and 0.5, norms 1 and 0.5: (2.25 * 4 * 1 + 0.25 * 1 * 0.5) / 2
-    assert list(found) == [f"variance/{n}" for n in ("gradient_power", "advantage_squared_mean", "score_norm_mean")]
-    assert_close([*found.values()], [4.5625, 2.5, 0.75], **EXACT)
+    assert list(result) == [f"variance/{n}" for n in ("gradient_power", "advantage_squared_mean", "score_norm_mean")]
+    assert_close([*result.values()], [4.5625, 2.5, 0.75], **EXACT)
 
 
 def test_score_norm_is_the_squared_length_of_the_gradient_with_respect_to_the_logits():
@@ -283,8 +283,8 @@ def test_score_norm_is_the_squared_length_of_the_gradient_with_respect_to_the_lo
     logprobs[3].backward()
     one = torch.ones(1, 1).double()
     squares = (logprobs.exp() ** 2).sum().view(1, 1).detach()
-    found = gradient_power(one, logprobs[3].detach().view(1, 1), squares, one.bool())
-    assert_close(found["variance/score_norm_mean"], (logits.grad**2).sum(), **EXACT)
+    result = gradient_power(one, logprobs[3].detach().view(1, 1), squares, one.bool())
+    assert_close(result["variance/score_norm_mean"], (logits.grad**2).sum(), **EXACT)
 
 
 def test_a_squared_length_is_not_negative_even_if_rounding_says_so():

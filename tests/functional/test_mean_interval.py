@@ -9,9 +9,9 @@ from tests.helpers import assert_close
 
 
 def test_one_response_each_gives_wilsons_interval_of_the_prompts():
-    found = mean_interval([[1.0]] * 7 + [[0.0]] * 3)
-    assert found["interval"] == "wilson"
-    assert_close([found["low"], found["high"]], [0.39677, 0.89221], rtol=1e-4)
+    result = mean_interval([[1.0]] * 7 + [[0.0]] * 3)
+    assert result["interval"] == "wilson"
+    assert_close([result["low"], result["high"]], [0.39677, 0.89221], rtol=1e-4)
     assert_close(mean_interval([[1.0]] * 5)["low"], 5 / (5 + 1.959964**2))
 
 
@@ -24,9 +24,9 @@ def test_samples_of_one_prompt_are_no_further_trials():
 
 
 def test_other_numbers_get_the_normal_interval():
-    found = mean_interval([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
-    assert found["interval"] == "normal"
-    assert_close([found["low"], found["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
+    result = mean_interval([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
+    assert result["interval"] == "normal"
+    assert_close([result["low"], result["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
     assert mean_interval([[5.0]]) == {"mean": 5.0, "low": None, "high": None, "interval": "none"}
 
 
@@ -35,17 +35,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
     draw, held, tries = random.Random(0), 0, 600
     for _ in range(tries):
         prompts = [draw.choice(kinds) for _ in range(40)]
-        found = mean_interval([[float(draw.random() < p) for _ in range(8)] for p in prompts])
-        held += found["low"] <= sum(kinds) / 2 <= found["high"]
+        result = mean_interval([[float(draw.random() < p) for _ in range(8)] for p in prompts])
+        held += result["low"] <= sum(kinds) / 2 <= result["high"]
     assert 0.92 <= held / tries <= 0.985
 
 
 def test_values_between_0_and_1_have_as_many_trials_as_explain_their_variance():
     # p = 1/2, s^2 = (0.1^2 + 0.1^2) / 2 = 0.01 with m - 1 = 2, n = 0.25 / (0.01 / 3) = 75 trials
-    found = mean_interval([[0.4], [0.5], [0.6]])
+    result = mean_interval([[0.4], [0.5], [0.6]])
     expected = wilson_interval(37.5, 75)
-    assert found["interval"] == "wilson"
-    assert_close([found["low"], found["high"]], list(expected))
+    assert result["interval"] == "wilson"
+    assert_close([result["low"], result["high"]], list(expected))
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -54,15 +54,15 @@ def test_intervals_of_graded_rewards_contain_the_mean_as_often_as_they_should(pa
     draw, contained, tries = random.Random(0), 0, 600
     a, b = parameters
     for _ in range(tries):
-        found = mean_interval([[draw.betavariate(a, b) for _ in range(samples)] for _ in range(40)])
-        contained += found["low"] <= a / (a + b) <= found["high"]
+        result = mean_interval([[draw.betavariate(a, b) for _ in range(samples)] for _ in range(40)])
+        contained += result["low"] <= a / (a + b) <= result["high"]
     assert 0.92 <= contained / tries <= 0.985
 
 
 def test_intervals_at_none_and_all_hold_them():
     for value in (0.0, 1.0):
-        found = mean_interval([[value] * 3] * 4)
-        assert found["low"] <= value <= found["high"]
-        assert found["high"] - found["low"] > 0.3
+        result = mean_interval([[value] * 3] * 4)
+        assert result["low"] <= value <= result["high"]
+        assert result["high"] - result["low"] > 0.3
     assert mean_interval([[0.0]])["low"] == 0.0
     assert mean_interval([[1.0]])["high"] == 1.0

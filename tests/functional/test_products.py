@@ -72,7 +72,7 @@ def test_a_single_state_and_functional_gradients_are_those_of_torch():
     states, weight, _ = (None if each is None else each.detach() for each in _layer((70,), bias=False))
     torch.testing.assert_close(products.linear(states[0], weight), functional.linear(states[0], weight))
     actual, expected = (
-        torch.func.grad(lambda own, function=function: function(states, own).square().sum())(weight)
+        torch.func.grad(lambda instance, function=function: function(states, instance).square().sum())(weight)
         for function in (products.linear, functional.linear)
     )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-2)

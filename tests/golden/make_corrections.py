@@ -132,7 +132,7 @@ def record_importance(inputs: dict[str, Tensor], corrected: bool) -> dict[str, A
 def record_correction(inputs: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """Weights, what is kept, and metrics."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
-    weights, kept, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+    weights, saved, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         inputs["old_logprobs"],
         inputs["rollout_logprobs"],
         inputs["mask"],
@@ -141,7 +141,7 @@ def record_correction(inputs: dict[str, Tensor], config: dict[str, Any]) -> dict
     return {
         "config": config,
         "weights": None if weights is None else weights.batch["rollout_is_weights"],
-        "kept": kept,
+        "kept": saved,
         "metrics": {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()},
     }
 

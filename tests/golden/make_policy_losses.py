@@ -70,15 +70,15 @@ def record_verl(inputs: dict[str, Tensor]) -> dict[str, Any]:
             policy_loss=PolicyLossConfig(**of_loss),
             **{name: value for name, value in settings.items() if name not in names},
         )
-        given = inputs[advantages]
-        given = given if given.dim() == 2 else given.unsqueeze(1).expand_as(inputs["mask"]).clone()
+        arguments = inputs[advantages]
+        arguments = arguments if arguments.dim() == 2 else arguments.unsqueeze(1).expand_as(inputs["mask"]).clone()
         metrics: dict[str, float] = {}
 
         def compute(logprobs: Tensor) -> Tensor:
-            loss, found = core_algos.get_policy_loss_fn(mode)(
-                inputs["old_logprobs"], logprobs, given, inputs["mask"], aggregation, config
+            loss, result = core_algos.get_policy_loss_fn(mode)(
+                inputs["old_logprobs"], logprobs, arguments, inputs["mask"], aggregation, config
             )
-            metrics.update(found)
+            metrics.update(result)
             return loss
 
         return {

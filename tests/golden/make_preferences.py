@@ -37,12 +37,12 @@ def masked(logprobs: Tensor, counts: Tensor) -> Tensor:
     return logprobs * (torch.arange(logprobs.shape[1]) < counts.unsqueeze(1))
 
 
-def trainer(**given: Any) -> SimpleNamespace:
+def trainer(**options: Any) -> SimpleNamespace:
     """An object that has only what the method touches."""
     accelerator = SimpleNamespace(device="cpu", gather=lambda tensor: tensor, gather_for_metrics=lambda tensor: tensor)
     return SimpleNamespace(
         model=SimpleNamespace(training=False), accelerator=accelerator, aux_loss_enabled=False,
-        precompute_ref_logps=True, _metrics={"eval": defaultdict(list)}, _total_train_tokens=0, **given,
+        precompute_ref_logps=True, _metrics={"eval": defaultdict(list)}, _total_train_tokens=0, **options,
     )  # fmt: skip
 
 
@@ -117,11 +117,11 @@ def record_judgements() -> list[dict[str, Any]]:
         output = answer_of(logprobs)
         mean = KTOTrainer._compute_loss(made, lambda output=output, **_: output, inputs, False)
         (gradient,) = torch.autograd.grad(mean, [logprobs])
-        given = {"beta": 0.3, "weights": weights, "labels": labels, "logprobs": logprobs, "ref": ref,
+        arguments = {"beta": 0.3, "weights": weights, "labels": labels, "logprobs": logprobs, "ref": ref,
                  "mismatched": other, "mismatched_ref": other_ref}  # fmt: skip
         metrics = {name: values[0] for name, values in made._metrics["eval"].items()}
         wanted = {name: value for name, value in metrics.items() if re.match("kl|rewards|logps", name)}
-        records.append({"inputs": given, "outputs": {"mean": mean, "gradient": gradient, **wanted}})
+        records.append({"inputs": arguments, "outputs": {"mean": mean, "gradient": gradient, **wanted}})
     return records
 
 

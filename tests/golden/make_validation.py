@@ -64,8 +64,8 @@ def record_means() -> list[dict[str, Any]]:
     records = []
     for rewards in REWARDS:
         size = len(rewards)
-        found = process_validation_metrics(["data"] * size, ["prompt"] * size, {"reward": rewards})["data"]["reward"]
-        records.append({"rewards": rewards, "mean": float(found[f"mean@{size}"]), "std": float(found[f"std@{size}"])})
+        result = process_validation_metrics(["data"] * size, ["prompt"] * size, {"reward": rewards})["data"]["reward"]
+        records.append({"rewards": rewards, "mean": float(result[f"mean@{size}"]), "std": float(result[f"std@{size}"])})
     return records
 
 

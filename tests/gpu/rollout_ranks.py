@@ -23,27 +23,27 @@ def own_and_shared(folder):
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    own = VLLMEngine(gpu_memory_utilization=0.2)
+    instance = VLLMEngine(gpu_memory_utilization=0.2)
     shared = SharedEngine(VLLMEngine(gpu_memory_utilization=0.2, tensor_parallel_size=2), 2)
-    found = {"gaps": [], "shared": None}
-    for name, engine in (("own", own), ("shared", shared)):
+    result = {"gaps": [], "shared": None}
+    for name, engine in (("own", instance), ("shared", shared)):
         source = FromConfig(ON_GPU, seed=1)
         engine.start(replace(setup_of(source, Path(folder, f"{name}{rank}")), devices=visible_gpu(device)))
         engine.wait()
         actor = source.causal().eval()
         engine.update_weights(parameters_of(actor), 1)
         mine = prompts_of(9, seed=rank)
-        found["gaps"].append(largest_gap(actor, mine, generate(engine, mine, SamplingParams(32), range(9))))
+        result["gaps"].append(largest_gap(actor, mine, generate(engine, mine, SamplingParams(32), range(9))))
         dist.barrier()
-    found["same"] = [c.token_ids for c in generate(shared, prompts_of(4), SamplingParams(32), range(4))]
-    found["devices"] = visible(own)
+    result["same"] = [c.token_ids for c in generate(shared, prompts_of(4), SamplingParams(32), range(4))]
+    result["devices"] = visible(instance)
     if rank == 0:
-        found["shared"] = visible(shared._engine)
+        result["shared"] = visible(shared._engine)
     dist.barrier()
-    for engine in (own, shared):
+    for engine in (instance, shared):
         engine.close()
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def visible(engine):

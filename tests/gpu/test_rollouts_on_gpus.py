@@ -71,9 +71,9 @@ def test_an_engine_runs_on_the_gpu_it_was_given_and_no_other(number, tmp_path):
 @two_gpus
 def test_two_ranks_have_engines_of_their_own_and_one_on_both_gpus(tmp_path):
     first, second = run_ranks("tests.gpu.rollout_ranks:own_and_shared", 2, str(tmp_path), seconds=800)
-    for found in (first, second):
-        assert max(found["gaps"]) < BOUND
-        assert found["same"] == first["same"]  # what both ask is generated once
+    for result in (first, second):
+        assert max(result["gaps"]) < BOUND
+        assert result["same"] == first["same"]  # what both ask is generated once
     assert (first["devices"], second["devices"]) == ("0", "1")
     assert first["shared"] == "0,1"
 

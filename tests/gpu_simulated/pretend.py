@@ -170,9 +170,9 @@ def _view(tensor, index):
     """What slices, numbers and None of an index select, and the tensors of the index by dimension, if any."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
-        place = next(i for i, item in enumerate(items) if item is Ellipsis)
-        given = sum(item is not None and item is not Ellipsis for item in items)
-        items[place : place + 1] = [slice(None)] * (tensor.ndim - given)
+        position = next(i for i, item in enumerate(items) if item is Ellipsis)
+        inputs = sum(item is not None and item is not Ellipsis for item in items)
+        items[position : position + 1] = [slice(None)] * (tensor.ndim - inputs)
     indices, dimension = [], 0
     for item in items:
         if isinstance(item, int):

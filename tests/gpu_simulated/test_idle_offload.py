@@ -99,10 +99,10 @@ def test_only_the_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
 
 def test_numbers_do_not_change(tmp_path):
     batches = [rollout_of(responses(8, seed)) for seed in range(3)]
-    kept, offloaded = ppo(), ppo()
-    fit(kept, batches, default_root_dir=tmp_path, strategy=RLHFSingleDeviceStrategy())
+    saved, offloaded = ppo(), ppo()
+    fit(saved, batches, default_root_dir=tmp_path, strategy=RLHFSingleDeviceStrategy())
     fit(offloaded, batches, default_root_dir=tmp_path, strategy=RLHFSingleDeviceStrategy(offload_idle=True))
-    for (name, one), other in zip(kept.named_parameters(), offloaded.parameters(), strict=True):
+    for (name, one), other in zip(saved.named_parameters(), offloaded.parameters(), strict=True):
         assert torch.equal(one, other), name
 
 

@@ -307,8 +307,8 @@ def signature(path, name):
     import ast
 
     tree = ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / path).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    return [argument.arg for argument in found[0].args.args]
+    result = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for argument in result[0].args.args]
 
 
 def test_vllm_has_what_sleeping_and_reloading_call():

@@ -77,11 +77,13 @@ def test_the_model_is_served(followed):
                 break
         url, key = re.search(r"curl (http://[\d.]+:\d+)", shown)[1], re.search(r"export KEY=(\S+)", shown)[1]
         name = re.search(r'"model": "([^"]+)"', shown)[1]  # that of the run
-        asked = {"model": name, "prompt": "sort ceiolhgfj:", "max_tokens": 16, "temperature": 0}
+        requested = {"model": name, "prompt": "sort ceiolhgfj:", "max_tokens": 16, "temperature": 0}
         headers = {"Authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=120).raise_for_status().json()
+        answer = (
+            httpx.post(f"{url}/v1/completions", json=requested, headers=headers, timeout=120).raise_for_status().json()
+        )
         assert sorted(answer["choices"][0]["text"]) == list(answer["choices"][0]["text"])
-        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=120).status_code == 401
+        assert httpx.post(f"{url}/v1/completions", json=requested, timeout=120).status_code == 401
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)

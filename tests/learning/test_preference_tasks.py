@@ -20,9 +20,9 @@ def right_answers(export, sampled):
     rows = [row for _, row in Problems(512, held_out=True).rows()]
     ids = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows])
     torch.manual_seed(0)
-    said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=sampled, top_k=0)
-    answers = [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in said]
-    finished = [bool((row == tokenizer.eos_token_id).any()) for row in said[:, ids.shape[1] :]]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=sampled, top_k=0)
+    answers = [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in output]
+    finished = [bool((row == tokenizer.eos_token_id).any()) for row in output[:, ids.shape[1] :]]
     return sum(exact(answers, [row["answer"] for row in rows], finished)) / len(rows)
 
 

@@ -80,8 +80,8 @@ def test_the_example_makes_a_chat_model_from_the_package_registry(tmp_path):
 @pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
 def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = [f"{a} + {b}" for a in range(21, 25) for b in range(31, 35)]
-    rows = [{"prompt": [*EXAMPLE, {"role": "user", "content": q}], "answer": str(eval(q))} for q in asked]
+    requested = [f"{a} + {b}" for a in range(21, 25) for b in range(31, 35)]
+    rows = [{"prompt": [*EXAMPLE, {"role": "user", "content": q}], "answer": str(eval(q))} for q in requested]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("reward.py").write_text(REWARD)
     Path("run.yaml").write_text(yaml.safe_dump(GRPO))

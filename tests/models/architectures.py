@@ -140,10 +140,10 @@ def compare(model: CausalLM, packing: Any) -> tuple[float, float]:
     ours = model(ids, index, ids[:, 1:], mask, packing=packing).logprobs
     rows = []
     for row, pair in zip(ids, LENGTHS, strict=True):
-        own = row[: sum(pair)].unsqueeze(0)
-        every = model.lm(input_ids=own, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        chosen = every.gather(1, own[0, 1:].unsqueeze(1)).squeeze(1)
-        rows.append(torch.nn.functional.pad(chosen, (0, ids.shape[1] - own.shape[1])))
+        instance = row[: sum(pair)].unsqueeze(0)
+        every = model.lm(input_ids=instance, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        chosen = every.gather(1, instance[0, 1:].unsqueeze(1)).squeeze(1)
+        rows.append(torch.nn.functional.pad(chosen, (0, ids.shape[1] - instance.shape[1])))
     theirs = torch.stack(rows)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     one, other = (
@@ -161,8 +161,8 @@ def check_role(lm: Any, evaluate: Any) -> None:
     ours, again = evaluate(ids, None), evaluate(ids, None)
     changed = evaluate(torch.cat([ids[:, :5], other[:, 5:]], dim=1), None)
     continued = torch.cat([changed[:, :5], ours[:, 5:]], dim=1)
-    own = evaluate(ids, None, own_logits=True)
-    check_head(f"the actor's {type(lm).__name__}", ShortTextLogprobs(ours, again, continued, own), is_exact=True)
+    instance = evaluate(ids, None, own_logits=True)
+    check_head(f"the actor's {type(lm).__name__}", ShortTextLogprobs(ours, again, continued, instance), is_exact=True)
 
 
 def check(name: str) -> Result:
@@ -217,11 +217,11 @@ def page(results: list[Result]) -> str:
     )
     lines = ["# Architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
     for verdict, meaning in VERDICTS.items():
-        own = [result for result in results if result.verdict == verdict]
-        text = f"{meaning} " + ", ".join(f"`{result.name}`" for result in own) + "."
-        if own:
+        instance = [result for result in results if result.verdict == verdict]
+        text = f"{meaning} " + ", ".join(f"`{result.name}`" for result in instance) + "."
+        if instance:
             lines += [
-                f"## {verdict.capitalize()}: {len(own)}",
+                f"## {verdict.capitalize()}: {len(instance)}",
                 "",
                 *textwrap.wrap(text, 118, break_on_hyphens=False),
                 "",

@@ -33,10 +33,10 @@ def question(seed=0):
     """Ragged texts, padded with tokens, of which about half of the tokens are asked for."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (4, 9), generator=draw)
-    place = torch.arange(8).expand(4, 8)
-    mask = (torch.rand(4, 8, generator=draw) < 0.7) & (place + 1 < LENGTHS.unsqueeze(1))
+    position = torch.arange(8).expand(4, 8)
+    mask = (torch.rand(4, 8, generator=draw) < 0.7) & (position + 1 < LENGTHS.unsqueeze(1))
     mask[:, 0] = True
-    return ids, place, ids[:, 1:], mask
+    return ids, position, ids[:, 1:], mask
 
 
 def answer_of_transformers(lm, ids, mask, temperature):
@@ -74,8 +74,8 @@ def test_logprobs_entropies_and_gradients_are_those_of_transformers_own_logits(f
 
 def test_each_family_of_the_above_computes_something_else():
     ids, index, targets, mask = question()
-    said = {family: model_of(family)(ids, index, targets, mask)[0].sum().item() for family in FAMILIES}
-    assert len({round(value, 3) for value in said.values()}) == len(FAMILIES)
+    output = {family: model_of(family)(ids, index, targets, mask)[0].sum().item() for family in FAMILIES}
+    assert len({round(value, 3) for value in output.values()}) == len(FAMILIES)
 
 
 def test_nothing_is_said_where_the_mask_is_false():
@@ -88,10 +88,10 @@ def test_nothing_is_said_where_the_mask_is_false():
 def test_padding_and_what_stands_in_it_change_nothing():
     model = TinyModel().causal()
     ids, index, targets, mask = question()
-    place = torch.arange(13).expand(4, 13)
+    position = torch.arange(13).expand(4, 13)
     wide = torch.full((4, 13), 7)
     wide[:, :9] = ids
-    wide[place >= LENGTHS.unsqueeze(1)] = 3
+    wide[position >= LENGTHS.unsqueeze(1)] = 3
     ours, exact = (model(tokens, index, targets, mask, squares=True) for tokens in (wide, ids))
     for one, other in zip(ours, exact, strict=True):
         assert_close(one, other, atol=1e-6)

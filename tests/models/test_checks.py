@@ -25,7 +25,7 @@ def tiny_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "message"),
     [
         (
             {"weight_map": {"a": "../x.safetensors"}},
@@ -38,14 +38,14 @@ def tiny_tokenizer():
         ([], "model.safetensors.index.json is damaged: TypeError"),
     ],
 )
-def test_an_index_leads_to_safetensors_beside_it_only(model, index, told):
+def test_an_index_leads_to_safetensors_beside_it_only(model, index, message):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         Pretrained(str(model)).causal()
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"architectures": 5}, "has architectures 5, expected a list of class names"),
         ({"num_hidden_layers": -1}, "has num_hidden_layers -1, expected at least 1"),
@@ -53,11 +53,11 @@ def test_an_index_leads_to_safetensors_beside_it_only(model, index, told):
         ({"hidden_size": 2**40}, "the weights of .* have other shapes than its config.json specifies"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(model, fields, told):
+def test_sizes_that_cannot_be_are_refused(model, fields, message):
     (model / "model-00001-of-00001.safetensors").rename(model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | fields))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         Pretrained(str(model)).causal()
 
 

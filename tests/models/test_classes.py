@@ -51,8 +51,8 @@ def test_the_text_model_of_a_vision_language_checkpoint_is_trained_and_all_of_it
     ids = torch.randint(3, 12, (1, 9), generator=torch.Generator().manual_seed(0))
     index, targets = torch.arange(8).unsqueeze(0), ids[:, 1:]
     marked = torch.ones_like(targets, dtype=torch.bool)
-    ours, own = (model(ids, index, targets, marked, own_logits=own).logprobs for own in (False, True))
-    assert_close(ours, own, atol=1e-5)
+    ours, instance = (model(ids, index, targets, marked, own_logits=item).logprobs for item in (False, True))
+    assert_close(ours, instance, atol=1e-5)
     ours.sum().backward()
     towers = [parameter for key, parameter in model.lm.named_parameters() if "vision" in key or "visual" in key]
     assert towers

@@ -56,15 +56,15 @@ def small_memory(monkeypatch):
 
 def test_serve_shortens_texts_that_do_not_fit_and_prints_why(small_memory, tmp_path, capsys):
     model = exported(tmp_path)
-    given = argparse.Namespace(model=model, dtype="auto", max_model_len=None)
-    assert serve._fitting(given, 64) == 48
+    inputs = argparse.Namespace(model=model, dtype="auto", max_model_len=None)
+    assert serve._fitting(inputs, 64) == 48
     assert "too much for this machine's free memory: serving texts of at most 48 (--max-model-len)" in (
         capsys.readouterr().out
     )
-    assert serve._fitting(given, 32) == 32
-    given.max_model_len = 64
+    assert serve._fitting(inputs, 32) == 32
+    inputs.max_model_len = 64
     with pytest.raises(ValueError, match="free memory: set --max-model-len 48 or less"):
-        serve._fitting(given, 64)
+        serve._fitting(inputs, 64)
 
 
 def exported(folder):

@@ -167,10 +167,12 @@ def test_an_index_of_pickled_weights_is_named(saved, beside):
     (saved / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}')
     for name in beside:
         (saved / name).touch()
-    told = (
+    message = (
         r"has neither model.safetensors nor model.safetensors.index.json, .* contains adapter_model.safetensors: copy"
     )
-    with pytest.raises(ValueError, match=told if beside else r"but pytorch_model.bin.index.json has pickled weights"):
+    with pytest.raises(
+        ValueError, match=message if beside else r"but pytorch_model.bin.index.json has pickled weights"
+    ):
         Pretrained(str(saved)).causal()
 
 
@@ -222,10 +224,10 @@ def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeyp
     loading._warn_once.cache_clear()
     for value in (False, True, True):
         FromConfig({"model_type": "mixtral", "output_router_logits": value}).hf_config()
-    told = (
+    message = (
         "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
     )
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [told]
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [message]
 
 
 def test_an_unknown_architecture_is_named_with_what_was_meant():
@@ -245,7 +247,7 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("{", r"the config.json of '.*' cannot be read: .* is not a valid JSON file"),
         ("{}", r"the config.json of '.*' cannot be read: Unrecognized model in"),
@@ -259,9 +261,9 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
         ('{"model_type": "llama", "dtype": "floaty"}', "cannot be read: AttributeError: module 'torch' has no"),
     ],
 )
-def test_a_damaged_configuration_is_one_sentence(saved, content, told):
+def test_a_damaged_configuration_is_one_sentence(saved, content, message):
     (saved / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Pretrained(str(saved)).hf_config()
     assert "\n" not in str(caught.value)
 

@@ -223,16 +223,16 @@ def test_merging_needs_each_tensor_only_until_the_next():
             yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
             memory.fill_(torch.nan)
 
-    found = {}
+    result = {}
     for name, tensor in merged(model.lm, passing()):
-        found[name] = tensor.clone()
-    assert equal(found, expected)
+        result[name] = tensor.clone()
+    assert equal(result, expected)
 
 
 def test_a_model_without_adapters_is_passed_through_untouched():
     lm = replace(source(), lora=None).causal().lm
-    given = plain(lm)
-    assert all(tensor is given[name] for name, tensor in merged(lm, given.items()))
+    inputs = plain(lm)
+    assert all(tensor is inputs[name] for name, tensor in merged(lm, inputs.items()))
 
 
 def test_scalar_models_are_saved_merged_with_their_head(tmp_path):
@@ -269,11 +269,11 @@ def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
     weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
     save_adapter(LoRA(4, 8), weights, tmp_path)
     read = load_file(tmp_path / "adapter_model.safetensors")
-    kept = {name: tensor.clone() for name, tensor in read.items()}
+    saved = {name: tensor.clone() for name, tensor in read.items()}
     save_adapter(LoRA(4, 8), {name: tensor + 1 for name, tensor in weights.items()}, tmp_path)
-    assert equal(read, kept)
+    assert equal(read, saved)
     again = load_file(tmp_path / "adapter_model.safetensors")
-    assert all(torch.equal(again[name], kept[name] + 1) for name in kept)
+    assert all(torch.equal(again[name], saved[name] + 1) for name in saved)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def test_a_model_without_linear_layers_is_refused():
 
 
 def test_without_peft_there_is_one_sentence(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    result = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else result(name))
     with pytest.raises(ModuleNotFoundError) as error:
         LoRA(4, 8)
     assert str(error.value) == "lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'"

@@ -9,7 +9,7 @@ from tests.stand_ins import TINY_LLAMA
 
 
 @pytest.mark.parametrize(
-    ("model_type", "given", "expected"),
+    ("model_type", "inputs", "expected"),
     [
         ("llama", {"max_position_embeddings": 64}, 64),
         ("gpt2", {"n_positions": 32}, 32),
@@ -31,8 +31,8 @@ from tests.stand_ins import TINY_LLAMA
     ],
     ids=["rope", "learnt", "opt", "alibi", "recurrent", "linear", "yarn", "stretched already"],
 )  # fmt: skip
-def test_positions_of_architectures(model_type, given, expected):
-    assert max_positions(CONFIG_MAPPING[model_type](**given)) == expected
+def test_positions_of_architectures(model_type, inputs, expected):
+    assert max_positions(CONFIG_MAPPING[model_type](**inputs)) == expected
 
 
 def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_fit():

@@ -38,6 +38,6 @@ def test_merged_adapters_come_with_the_buffers():
 def test_adapters_that_peft_would_put_into_stacked_experts_are_refused():
     """Merged weights and vLLM would go without them."""
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
-    told = r"^lora: .* peft also adapts the experts of DeepseekV3ForCausalLM.* some of kv_a_proj_with_mqa, kv_b_proj"
-    with pytest.raises(ValueError, match=told):
+    message = r"^lora: .* peft also adapts the experts of DeepseekV3ForCausalLM.* some of kv_a_proj_with_mqa, kv_b_proj"
+    with pytest.raises(ValueError, match=message):
         FromConfig(SOURCE.architecture, seed=0, lora=LoRA(2, 4)).causal()

@@ -27,8 +27,8 @@ def saved(tmp_path):
     return saved
 
 
-def refused(roles, tokenizer, told):
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+def refused(roles, tokenizer, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         check_vocabularies(roles, tokenizer)
 
 
@@ -40,23 +40,23 @@ def test_an_embedding_padded_to_another_size_is_no_difference(saved, tokenizer):
 
 def test_other_tokens_of_the_same_number_are_refused_and_the_first_is_named(saved, tokenizer):
     roles = {"the actor": saved("actor", letters="abcdefg"), "the reward_model": saved("reward", letters="abdcefg")}
-    told = (
+    message = (
         "the reward_model was trained with another tokenizer: in its tokenizer 'c' is 7, in {} 'c' is 6; all roles must"
     )
-    refused(roles, tokenizer, told.format("the run's"))
-    refused(roles, None, told.format("the actor's"))
+    refused(roles, tokenizer, message.format("the run's"))
+    refused(roles, None, message.format("the actor's"))
 
 
 @pytest.mark.parametrize(
-    ("letters", "told"),
+    ("letters", "message"),
     [
         ("abcdef", "in its tokenizer 'g' is unknown, in the run's 'g' is 10"),
         ("abcdefgh", "in its tokenizer 'h' is 11, in the run"),
     ],
 )
-def test_a_token_that_only_one_tokenizer_knows_is_named(saved, tokenizer, letters, told):
+def test_a_token_that_only_one_tokenizer_knows_is_named(saved, tokenizer, letters, message):
     roles = {"the actor": TinyModel(), "the critic": saved("critic", 16, letters)}
-    refused(roles, tokenizer, f"the critic was trained with another tokenizer: {told}")
+    refused(roles, tokenizer, f"the critic was trained with another tokenizer: {message}")
 
 
 def test_the_actor_s_own_tokenizer_must_be_the_run_s_too(saved, tokenizer):
@@ -73,8 +73,8 @@ def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
     check_vocabularies({"the actor": actor, "the critic": saved("same", 12)}, tokenizer)
     for other in (saved("larger", 13), TinyModel(), TinyModel(TINY_LLAMA | {"vocab_size": 13})):
         size = other.hf_config().vocab_size
-        told = f"vocabulary sizes differ (the critic {size}, the actor 12), and there is no tokenizer to compare"
-        refused({"the actor": actor, "the critic": other}, tokenizer, told)
+        message = f"vocabulary sizes differ (the critic {size}, the actor 12), and there is no tokenizer to compare"
+        refused({"the actor": actor, "the critic": other}, tokenizer, message)
 
 
 def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_is_refused(saved, tokenizer):
@@ -85,15 +85,15 @@ def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_is_refused(saved, to
 def test_a_tokenizer_that_cannot_be_read_is_said(saved, tokenizer, tmp_path):
     actor = saved("actor")
     (tmp_path / "actor/tokenizer.json").write_text("{")
-    told = f"the tokenizer of the actor at '{actor.path}' cannot be read, so it cannot be compared with the run's: "
-    refused({"the actor": actor}, tokenizer, told)
+    message = f"the tokenizer of the actor at '{actor.path}' cannot be read, so it cannot be compared with the run's: "
+    refused({"the actor": actor}, tokenizer, message)
 
 
 # -- under a Trainer ---------------------------------------------------------------------------------------------------
 
 
 class Fed(HandOver):
-    def on_train_batch_start(self, *given):
+    def on_train_batch_start(self, *args):
         pytest.fail("it trained")
 
 

@@ -21,10 +21,10 @@ BATCHES = [rollout_of(responses(6, seed=seed)) for seed in range(4)]
 
 def made(kind=PPOModule, actor=ACTOR, **options):
     optimizers = {"actor_optimizer": SGD} | ({"critic_optimizer": SGD} if kind is PPOModule else {})
-    given = {"kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3, "micro_batch_tokens": 15} | optimizers | options
+    inputs = {"kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3, "micro_batch_tokens": 15} | optimizers | options
     if kind is PPOModule:
-        given = {"kl_reward": KLTerm(0.2)} | given
-    return kind(actor, **given)
+        inputs = {"kl_reward": KLTerm(0.2)} | inputs
+    return kind(actor, **inputs)
 
 
 def weights(module):
@@ -48,9 +48,9 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
     expected = made(actor=replace(ACTOR, lora=None))
     expected.configure_model()
     with torch.no_grad():
-        asked = expected.micro_batches.map(partial(expected.actor_scores, "actor"), experience.rollout)[0]
-    assert torch.equal(experience.ref_logprobs, asked)
-    assert not torch.equal(experience.old_logprobs, asked)
+        requested = expected.micro_batches.map(partial(expected.actor_scores, "actor"), experience.rollout)[0]
+    assert torch.equal(experience.ref_logprobs, requested)
+    assert not torch.equal(experience.old_logprobs, requested)
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ def side(lengths, seed):
     """Texts whose prompt is the first token; one of nine marks is left out, as between two turns."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
-    place, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
-    return SequenceBatch(ids, lengths, (place > 0) & (place < lengths.unsqueeze(1)) & (place != 6))
+    position, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
+    return SequenceBatch(ids, lengths, (position > 0) & (position < lengths.unsqueeze(1)) & (position != 6))
 
 
 def pairs(chosen=CHOSEN, rejected=REJECTED, seed=0):
@@ -32,11 +32,11 @@ def pairs(chosen=CHOSEN, rejected=REJECTED, seed=0):
 
 def logprobs(texts, lm):
     """(B,) of the marked tokens, one text at a time and without padding."""
-    found = []
+    result = []
     for ids, length, marked in zip(texts.input_ids, texts.lengths, texts.loss_mask, strict=True):
         scores = lm(ids[None, :length]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:length, None]).squeeze(1)
-        found.append(scores[marked[1:length]].sum())
-    return torch.stack(found)
+        result.append(scores[marked[1:length]].sum())
+    return torch.stack(result)
 
 
 def models(dtype="float32"):
@@ -46,13 +46,17 @@ def models(dtype="float32"):
 def log_ratios(batch, dtype="float32"):
     """Of chosen and rejected, and the actor's log-probabilities of both."""
     actor, ref = models(dtype)
-    own = [logprobs(texts, actor) for texts in (batch.chosen, batch.rejected)]
-    return [a - logprobs(t, ref).detach() for a, t in zip(own, (batch.chosen, batch.rejected), strict=True)], own, actor
+    instance = [logprobs(texts, actor) for texts in (batch.chosen, batch.rejected)]
+    return (
+        [a - logprobs(t, ref).detach() for a, t in zip(instance, (batch.chosen, batch.rejected), strict=True)],
+        instance,
+        actor,
+    )
 
 
 def dpo(kind=DPOModule, dtype="float32", lr=0.0, **options):
-    given = {"ref": TinyModel(seed=1, dtype=dtype), "optimizer": partial(torch.optim.SGD, lr=lr)} | options
-    module = kind(TinyModel(seed=0, dtype=dtype), **given)
+    inputs = {"ref": TinyModel(seed=1, dtype=dtype), "optimizer": partial(torch.optim.SGD, lr=lr)} | options
+    module = kind(TinyModel(seed=0, dtype=dtype), **inputs)
     module.configure_model()
     return module
 
@@ -77,11 +81,11 @@ def test_loss_rewards_and_margin_are_those_of_whole_answers(micro_batch_tokens, 
     batch = pairs()
     module = dpo(loss=DPOLoss(0.3), micro_batch_tokens=micro_batch_tokens, packing=packing)
     metrics = fit(module, [batch]).callback_metrics
-    (chosen, rejected), own, _ = log_ratios(batch)
+    (chosen, rejected), instance, _ = log_ratios(batch)
     assert_close(metrics["train/loss"], -logsigmoid(0.3 * (chosen - rejected)).mean())
     assert_close(metrics["train/score_margin"], 0.3 * (chosen - rejected).mean(), atol=1e-6)
     assert_close(metrics["train/pair_accuracy"], (chosen > rejected).float().mean())
-    for name, ratio, logprob in zip(("chosen", "rejected"), (chosen, rejected), own, strict=True):
+    for name, ratio, logprob in zip(("chosen", "rejected"), (chosen, rejected), instance, strict=True):
         assert_close(metrics[f"train/reward_{name}"], 0.3 * ratio.mean(), atol=1e-6)
         assert_close(metrics[f"train/logprob_{name}"], logprob.mean(), rtol=1e-5)
 

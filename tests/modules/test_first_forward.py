@@ -188,12 +188,12 @@ def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass(made)
 
 @pytest.mark.parametrize("fault", ["numbers that several rows have", "nothing to learn from first"])
 def test_rollouts_that_do_not_allow_it_have_a_separate_pass(fault, made):
-    given = rollout()
+    inputs = rollout()
     if fault.startswith("numbers"):
-        given.position[1] = given.position[0]
+        inputs.position[1] = inputs.position[0]
     else:
-        given.included[:] = False
-    fit(RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4, actor_optimizer=SGD), [given])
+        inputs.included[:] = False
+    fit(RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4, actor_optimizer=SGD), [inputs])
     assert made == [None]
 
 

@@ -22,8 +22,8 @@ LENGTHS, STARTS, LABELS = [6, 3, 9, 5, 7], [2, 1, 3, 4, 2], [True, False, True, 
 def batch_of(lengths=LENGTHS, starts=STARTS, labels=LABELS, seed=1):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
-    place, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
-    marked = (place >= torch.tensor(starts).unsqueeze(1)) & (place < lengths.unsqueeze(1))
+    position, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
+    marked = (position >= torch.tensor(starts).unsqueeze(1)) & (position < lengths.unsqueeze(1))
     return UnpairedBatch(SequenceBatch(ids, lengths, marked), torch.tensor(labels), torch.arange(len(labels)))
 
 
@@ -43,11 +43,11 @@ def mismatched_by_hand(batch, starts=STARTS):
 
 
 def kto(dtype="float32", lr=0.0, **options):
-    given = {
+    inputs = {
         "actor": TinyModel(seed=0, dtype=dtype), "ref": TinyModel(seed=1, dtype=dtype),
         "optimizer": partial(torch.optim.SGD, lr=lr), "loss": LOSS,
     }  # fmt: skip
-    module = KTOModule(**(given | options))
+    module = KTOModule(**(inputs | options))
     module.configure_model()
     return module
 
@@ -65,19 +65,19 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
     batch = batch_of()
     expected = mismatched_by_hand(batch)
     for order in (range(5), (3, 0, 4, 2, 1)):
-        found = with_next_rows_response(batch[list(order)], ONE_RANK)
+        result = with_next_rows_response(batch[list(order)], ONE_RANK)
         for at, row in enumerate(order):
             length = int(expected.lengths[row])
-            assert int(found.lengths[at]) == length
-            assert found.input_ids[at, :length].equal(expected.input_ids[row, :length])
-            assert found.loss_mask[at, :length].equal(expected.loss_mask[row, :length])
+            assert int(result.lengths[at]) == length
+            assert result.input_ids[at, :length].equal(expected.input_ids[row, :length])
+            assert result.loss_mask[at, :length].equal(expected.loss_mask[row, :length])
 
 
 def test_an_answer_is_cut_where_the_text_would_be_longer_than_any_of_the_batch():
     batch = batch_of([4, 9], [3, 1], [True, False])
-    found = with_next_rows_response(batch, ONE_RANK)
-    assert found.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
-    assert found.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
+    result = with_next_rows_response(batch, ONE_RANK)
+    assert result.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
+    assert result.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
 
 
 @pytest.mark.parametrize("packing", [False, True])

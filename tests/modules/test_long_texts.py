@@ -30,7 +30,7 @@ class Gradients(Callback):
     """Keeps the gradients of the actor's only update."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.found = {name: p.grad.clone() for name, p in pl_module.actor.named_parameters()}
+        self.result = {name: p.grad.clone() for name, p in pl_module.actor.named_parameters()}
 
 
 class LargestTensor(TorchDispatchMode):
@@ -67,7 +67,7 @@ def train(module, batch):
     assert module.layout.packed
     # All logits of a text of 6,000 tokens would have 192 MB; the head keeps probabilities of some tokens.
     assert chunk_bytes_on("cpu") <= largest.size <= keep_bytes_on("cpu")
-    return gradients.found
+    return gradients.result
 
 
 def assert_equal_gradients(ours, plain):

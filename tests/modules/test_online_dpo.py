@@ -31,23 +31,23 @@ def rollout(rewards=REWARDS, dtype=torch.float32):
 
 
 def online(dtype="float32", lr=0.0, **options):
-    given = {
+    inputs = {
         "ref": TinyModel(seed=1, dtype=dtype), "actor_optimizer": partial(torch.optim.SGD, lr=lr),
         "loss": DPOLoss(0.3), "minibatch_size": 9,
     }  # fmt: skip
-    module = OnlineDPOModule(TinyModel(seed=0, dtype=dtype), **(given | options))
+    module = OnlineDPOModule(TinyModel(seed=0, dtype=dtype), **(inputs | options))
     module.configure_model()
     return module
 
 
 def answer_logprobs(lm, made):
-    found = []
+    result = []
     for i in range(len(made)):
         prompt = made.prompt_ids[i, : made.prompt_lengths[i]]
         answer = made.response_ids[i, : made.response_lengths[i]]
         scores = lm(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found.append(scores.gather(1, answer[:, None]).sum())
-    return torch.stack(found)
+        result.append(scores.gather(1, answer[:, None]).sum())
+    return torch.stack(result)
 
 
 def expected(made, loss, dtype="float32"):

@@ -16,17 +16,17 @@ def test_norms_and_biases_do_not_decay():
     vectors = [name for name in theirs if "norm" in name or name.endswith("bias")]
     assert 0 < len(vectors) < len(theirs)
     groups = [
-        {"params": [own for name, own in theirs.items() if name not in vectors], "weight_decay": 0.5},
+        {"params": [their for name, their in theirs.items() if name not in vectors], "weight_decay": 0.5},
         {"params": [theirs[name] for name in vectors], "weight_decay": 0.0},
     ]
     optimizers = [MatrixDecayAdamW(ours.values(), lr=0.1, weight_decay=0.5), torch.optim.AdamW(groups, lr=0.1)]
-    before = {name: own.detach().clone() for name, own in ours.items()}
+    before = {name: our.detach().clone() for name, our in ours.items()}
     for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
-        for number, own in enumerate(parameters.values()):
-            own.grad = torch.full_like(own, 0.01 * number)
+        for number, parameter in enumerate(parameters.values()):
+            parameter.grad = torch.full_like(parameter, 0.01 * number)
         optimizer.step()
-    for name, own in ours.items():
-        assert torch.equal(own, theirs[name]), name
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name]), name
     first = next(iter(ours))  # without a gradient only the decay changes it
     torch.testing.assert_close(ours[first], before[first] * (1 - 0.1 * 0.5))
 

@@ -43,8 +43,8 @@ def architecture(name, options, attention="sdpa"):
 def texts(lengths=LENGTHS, seed=0):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
-    lengths, place = torch.tensor(lengths), torch.arange(ids.shape[1]).expand_as(ids)
-    marked = (torch.rand(ids.shape, generator=draw) < 0.7) & (place > 0) & (place < lengths.unsqueeze(1))
+    lengths, position = torch.tensor(lengths), torch.arange(ids.shape[1]).expand_as(ids)
+    marked = (torch.rand(ids.shape, generator=draw) < 0.7) & (position > 0) & (position < lengths.unsqueeze(1))
     return SequenceBatch(ids, lengths, marked)
 
 
@@ -191,7 +191,7 @@ def test_the_budget_of_packed_texts_counts_real_tokens_only():
         seen = []
         module = sft(TinyModel(), lr=0.0, packing=packing, micro_batch_tokens=20)
         module.actor.lm.base_model.register_forward_pre_hook(
-            lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+            lambda _, args, inputs: seen.append(inputs["input_ids"].numel()), with_kwargs=True
         )
         fit(module, [texts((12, 3, 3, 2, 7, 6, 7))])
         return seen[4:]  # without those of the test of the head
@@ -212,5 +212,5 @@ def test_the_log_probs_of_a_text_do_not_depend_on_the_length_of_others(packing):
         for rows, _ in micro_batches:
             (together, _, _), mask = text_scores(module, "actor", batch[rows])
             for row, number in enumerate(rows.tolist()):
-                (alone, _, _), own = text_scores(module, "actor", batch[[number]])
-                assert_close(together[row][mask[row]], alone[0][own[0]], atol=1e-5)
+                (alone, _, _), instance = text_scores(module, "actor", batch[[number]])
+                assert_close(together[row][mask[row]], alone[0][instance[0]], atol=1e-5)

@@ -50,12 +50,12 @@ def test_the_reward_model_scores_the_last_token_of_the_whole_response():
     module = ppo(reward_model=TinyModel(seed=2, dtype="float64"))
     fit(module, [rollout(extra_columns=3)])
     lm = module.reward_model.lm
-    for row, given in zip(ROWS, module.last_step.experience.token_rewards, strict=True):
+    for row, inputs in zip(ROWS, module.last_step.experience.token_rewards, strict=True):
         ids = torch.tensor([row.prompt + row.tokens])
         score = lm.score(lm.model(ids).last_hidden_state)[0, -1, 0]
-        expected = torch.zeros_like(given)
+        expected = torch.zeros_like(inputs)
         expected[len(row.tokens) - 1] = row.reward + score
-        assert_close(given, expected)
+        assert_close(inputs, expected)
 
 
 @pytest.mark.usefixtures("exact")
@@ -374,7 +374,7 @@ def test_without_a_callback_that_hands_over_rollouts_the_module_refuses_to_run_b
 
 def test_a_step_without_a_rollout_says_who_must_do_what():
     module = ppo("float32")
-    module.receive = lambda given: None
+    module.receive = lambda inputs: None
     message = "PPOModule has no rollout for this batch: a callback must call receive() before"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(module, [rollout()])
@@ -403,15 +403,15 @@ def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
 def test_a_kl_loss_whose_gradient_is_zero_in_expectation_is_warned_of_once(term, warnings, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     fit(ppo("float32", kl_loss=term, kl_reward=KLTerm(0.1)), [rollout()] * 2)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said == ["kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3"] * warnings
+    output = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert output == ["kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3"] * warnings
 
 
 def test_a_kl_loss_whose_first_gradient_is_a_rounding_error_is_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     ppo("float32", kl_loss=KLTerm(0.1, "abs"))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("kl_loss with estimator abs has the sign of a rounding error as gradient where actor and")
+    (output,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert output.startswith("kl_loss with estimator abs has the sign of a rounding error as gradient where actor and")
     caplog.clear()
     ppo("float32", kl_loss=KLTerm(0.1, "abs+"), kl_reward=KLTerm(0.1, "abs"))
     assert not caplog.records

@@ -108,9 +108,9 @@ def what_to_learn(models, rows, s):
     """For each row: old and reference log-probabilities, values, advantages and returns of the policy's tokens."""
     learnt = []
     for row in rows:
-        own = torch.tensor(row.mask)
-        lp, ref = (policy(models[name], row, s.temperature)[0][own] for name in ("actor", "ref"))
-        values = scalars(models["critic"], row)[len(row.prompt) - 1 : -1][own]
+        instance = torch.tensor(row.mask)
+        lp, ref = (policy(models[name], row, s.temperature)[0][instance] for name in ("actor", "ref"))
+        values = scalars(models["critic"], row)[len(row.prompt) - 1 : -1][instance]
         total = row.reward
         if s.reward_model:
             score = float(scalars(models["rm"], row)[-1])
@@ -123,7 +123,7 @@ def what_to_learn(models, rows, s):
         rewards = [-coef * float(value) for value in kl(lp, ref, kind)]
         rewards[-1] += total
         advantages = torch.tensor(gae(rewards, values.tolist(), s))
-        learnt.append({"lp": lp, "ref": ref, "values": values, "advantages": advantages, "own": own})
+        learnt.append({"lp": lp, "ref": ref, "values": values, "advantages": advantages, "own": instance})
         learnt[-1]["returns"] = advantages + values
     if s.whiten:
         every = torch.cat([row["advantages"] for row in learnt])

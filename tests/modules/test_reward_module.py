@@ -22,8 +22,8 @@ def side(lengths, seed, extra=0):
 
 
 def pairs(chosen, rejected, seed=0, margin=False):
-    given = normal(len(chosen), seed=seed, dtype=torch.float32).abs() if margin else torch.zeros(len(chosen))
-    return PreferenceBatch(side(chosen, seed, extra=2), side(rejected, seed + 1), given)
+    inputs = normal(len(chosen), seed=seed, dtype=torch.float32).abs() if margin else torch.zeros(len(chosen))
+    return PreferenceBatch(side(chosen, seed, extra=2), side(rejected, seed + 1), inputs)
 
 
 def scores(texts, dtype="float32"):

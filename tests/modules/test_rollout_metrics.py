@@ -116,7 +116,7 @@ def in_groups(rewards, groups):
 
 def test_groups_are_compared_within():
     # group 7: 1, 3, 5 with variance 4;  group 2: alone;  group 0: equal;  group 4: -1, 0 with variance 1/2
-    given = in_groups([1, 0.1, 3, 9, 0.1, -1, 5, 0], [7, 0, 7, 2, 0, 4, 7, 4])
+    inputs = in_groups([1, 0.1, 3, 9, 0.1, -1, 5, 0], [7, 0, 7, 2, 0, 4, 7, 4])
     expected = {
         "group/single_fraction": 1 / 4,
         "group/equal_reward_fraction": 1 / 3,
@@ -126,9 +126,9 @@ def test_groups_are_compared_within():
     shares = torch.tensor([0, 2, 6, 3]), torch.tensor([1, 4, 5, 7])
 
     def rank(rows):
-        return lambda ranks: describe(given[rows], (), ranks)
+        return lambda ranks: describe(inputs[rows], (), ranks)
 
-    alone = [describe(given[rows], ()) for rows in (range(8), order)]
+    alone = [describe(inputs[rows], ()) for rows in (range(8), order)]
     for metrics in (*alone, *over_ranks(*(rank(rows) for rows in shares))):
         assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 

@@ -59,10 +59,10 @@ def test_weights_and_rejections_are_those_of_the_correction_before_the_first_upd
     correction = RolloutCorrection("token", 1.5, rejections=(Rejection("k1", "token", upper=3.0, lower=0.2),))
     module = stepped(correction=correction)
     experience, rollout = module.last_step.experience, module.last_step.experience.rollout
-    weights, kept, metrics = correction(experience.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
-    assert 0 < kept.sum() < rollout.response_mask.sum()
+    weights, saved, metrics = correction(experience.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
+    assert 0 < saved.sum() < rollout.response_mask.sum()
     assert torch.equal(experience.weights, weights)
-    assert torch.equal(experience.mask, kept)
+    assert torch.equal(experience.mask, saved)
     for name, value in metrics.items():
         assert_close(module.metrics[name], value, equal_nan=True)
 
@@ -113,19 +113,19 @@ def test_weights_multiply_the_policy_loss_and_nothing_else():
 class Counting(RLHFModule):
     """Counts how often the actor is asked outside of updates."""
 
-    asked = 0
+    requested = 0
 
     def actor_scores(self, role, rollout, squares=False):
-        self.asked += not torch.is_grad_enabled()
+        self.requested += not torch.is_grad_enabled()
         return super().actor_scores(role, rollout, squares)
 
 
 def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
     bypass = stepped(Counting, correction=RolloutCorrection(bypass=True))
-    assert bypass.asked == 0
+    assert bypass.requested == 0
     assert torch.equal(bypass.last_step.experience.old_logprobs, bypass.last_step.experience.rollout.rollout_logprobs)
     decoupled = stepped(Counting)
-    assert decoupled.asked > 0
+    assert decoupled.requested > 0
     # what is measured then is the actor that learns, which has not moved here
     for name in ("rollout_corr/kl_k1", "rollout_corr/kl_k3"):
         assert_close(bypass.metrics[name], decoupled.metrics[name], atol=1e-6)
@@ -179,8 +179,8 @@ def test_the_sum_of_squared_probabilities_reaches_the_estimator_that_asks_for_it
     module = stepped(rollout=rollout, advantages=Watching())
     for i, row in enumerate(ROWS):
         squares = (logits_of(module.actor.lm, row).softmax(-1) ** 2).sum(-1)
-        own = torch.tensor(row.mask)
-        assert_close(seen[0].sum_pi_squared[i, : len(row.tokens)][own], squares[own], atol=1e-6)
+        instance = torch.tensor(row.mask)
+        assert_close(seen[0].sum_pi_squared[i, : len(row.tokens)][instance], squares[instance], atol=1e-6)
 
 
 def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_response():
@@ -189,8 +189,8 @@ def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_re
     greedy_rows = [Response([1, 2], [3], 0.5), Response([4], [5, 6], -1.0)]
 
     class GivesBoth(ReMaxModule):
-        def receive(self, given):
-            super().receive(StepRollout(given, rollout_of(greedy_rows, dtype=torch.float64)))
+        def receive(self, inputs):
+            super().receive(StepRollout(inputs, rollout_of(greedy_rows, dtype=torch.float64)))
 
     module = stepped(GivesBoth, rollout=rollout, reward_model=TinyModel(seed=6, dtype="float64"))
     lm = module.reward_model.lm
@@ -198,8 +198,10 @@ def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_re
         greedy = greedy_rows[int(rollout.group[i])]
         score = lm.score(lm.model(torch.tensor([greedy.prompt + greedy.tokens])).last_hidden_state)[0, -1, 0]
         expected = module.last_step.experience.reward[i] - (greedy.reward + score)
-        own = module.last_step.experience.mask[i]
-        assert_close(module.last_step.experience.advantages[i][own], expected.expand(int(own.sum())), atol=1e-6)
+        instance = module.last_step.experience.mask[i]
+        assert_close(
+            module.last_step.experience.advantages[i][instance], expected.expand(int(instance.sum())), atol=1e-6
+        )
 
 
 def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_resume():

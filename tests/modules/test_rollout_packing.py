@@ -109,9 +109,9 @@ def test_groups_stay_in_one_mini_batch_on_request():
         fit(module, [grouped(prompts=6)])
         return module.seen
 
-    kept = seen(keep_groups=True)
-    assert all(sorted(groups) == sorted(2 * sorted(set(groups)) * 2) for groups in kept)
-    assert len({tuple(sorted(set(groups))) for groups in kept}) > 3  # another order in the second epoch
+    saved = seen(keep_groups=True)
+    assert all(sorted(groups) == sorted(2 * sorted(set(groups)) * 2) for groups in saved)
+    assert len({tuple(sorted(set(groups))) for groups in saved}) > 3  # another order in the second epoch
     assert any(len(set(groups)) > 2 for groups in seen())
 
 

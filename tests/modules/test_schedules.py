@@ -76,12 +76,12 @@ def test_the_kind_of_a_checkpoint_wins_and_the_length_is_the_run_s():
     assert [factor(7) for factor in second.lr_lambdas] == [factor(7) for factor in theirs.lr_lambdas]
 
 
-@pytest.mark.parametrize(("ratio", "steps", "told"), [
+@pytest.mark.parametrize(("ratio", "steps", "message"), [
     (1.0, 10, r"warmup_ratio must lie in \[0, 1\), got 1.0"),
     (0.1, float("inf"), "needs the length of the run, which is inf steps: give trainer.max_steps"),
 ])  # fmt: skip
-def test_a_schedule_that_cannot_be_is_refused(ratio, steps, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_schedule_that_cannot_be_is_refused(ratio, steps, message):
+    with pytest.raises(ValueError, match=message):
         RunSchedule(optimizer(), "cosine", ratio).stretch(steps)
 
 
@@ -123,7 +123,7 @@ def grouped():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("inputs", "message"),
     [
         ({"actor_optimizer": lambda parameters: 0}, "the actor's optimizer must be a torch.optim.Optimizer, got 0"),
         (
@@ -132,6 +132,6 @@ def grouped():
         ),
     ],
 )
-def test_a_factory_that_makes_something_else_is_refused(given, told):
-    with pytest.raises(ValueError, match=told):
-        fit(GRPOModule(TinyModel(), minibatch_size=4, **given), [grouped()])
+def test_a_factory_that_makes_something_else_is_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        fit(GRPOModule(TinyModel(), minibatch_size=4, **inputs), [grouped()])

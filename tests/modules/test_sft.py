@@ -20,9 +20,9 @@ def texts(lengths, seed):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 2), generator=draw)
     lengths = torch.tensor(lengths)
-    place = torch.arange(ids.shape[1]).expand_as(ids)
+    position = torch.arange(ids.shape[1]).expand_as(ids)
     marked = torch.rand(ids.shape, generator=draw) < 0.6
-    return SequenceBatch(ids, lengths, marked & (place > 0) & (place < lengths.unsqueeze(1)))
+    return SequenceBatch(ids, lengths, marked & (position > 0) & (position < lengths.unsqueeze(1)))
 
 
 def marked_losses(batch):

@@ -24,9 +24,9 @@ def texts(lengths=LENGTHS, width=10, seed=0):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), width), generator=draw)
     lengths = torch.tensor(lengths)
-    place = torch.arange(width).expand_as(ids)
+    position = torch.arange(width).expand_as(ids)
     marked = torch.rand(ids.shape, generator=draw) < 0.6
-    return SequenceBatch(ids, lengths, marked & (place > 0) & (place < lengths.unsqueeze(1)))
+    return SequenceBatch(ids, lengths, marked & (position > 0) & (position < lengths.unsqueeze(1)))
 
 
 def module_with(dtype="float64", **options):
@@ -85,10 +85,10 @@ def test_the_order_of_rows_does_not_change_the_gradient(seed):
 @pytest.mark.usefixtures("exact")
 def test_what_stands_in_the_padding_does_not_change_the_gradient():
     batch = texts()
-    place = torch.arange(15).expand(len(batch), -1)
-    wide = torch.full(place.shape, VOCABULARY - 1)
+    position = torch.arange(15).expand(len(batch), -1)
+    wide = torch.full(position.shape, VOCABULARY - 1)
     wide[:, :10] = batch.input_ids
-    wide = torch.where(place < batch.lengths.unsqueeze(1), wide, VOCABULARY - 2)
+    wide = torch.where(position < batch.lengths.unsqueeze(1), wide, VOCABULARY - 2)
     mask = torch.nn.functional.pad(batch.loss_mask, (0, 5))
     wider = SequenceBatch(wide, batch.lengths, mask)
     assert_same(gradient(wider, micro_batch_tokens=12), gradient(batch, micro_batch_tokens=12), 1e-12)

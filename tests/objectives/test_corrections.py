@@ -93,9 +93,9 @@ def same(results, expected):
 )
 def test_weights_of_a_case_worked_by_hand(options, expected):
     old, rollout = float64([[0.8, 0.3], [0.6, torch.nan]]).log(), float64([[0.2, 0.6], [0.2, 1]]).log()
-    weights, kept, _ = RolloutCorrection(**options)(old, rollout, MASK)
+    weights, saved, _ = RolloutCorrection(**options)(old, rollout, MASK)
     assert_close(weights, expected, rtol=1e-12)
-    assert (kept == MASK).all()
+    assert (saved == MASK).all()
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_weights_of_a_case_worked_by_hand(options, expected):
 def test_rejections_of_a_case_worked_by_hand(statistic, level, upper, lower, expected):
     old, rollout = float64([[0.9, 0.3], [0.8, torch.inf]]).log(), float64([[0.3, 0.6], [0.4, torch.nan]]).log()
     correction = RolloutCorrection(rejections=(Rejection(statistic, level, upper, lower),))
-    weights, kept, _ = correction(old, rollout, MASK)
-    assert kept.tolist() == [[bool(cell) for cell in row] for row in expected]
+    weights, saved, _ = correction(old, rollout, MASK)
+    assert saved.tolist() == [[bool(cell) for cell in row] for row in expected]
     assert_close(weights, MASK.double())
 
 
@@ -163,8 +163,8 @@ def test_bounds_belong_to_what_they_bound():
     for statistic, upper in (("k2", 0.5), ("k3", k3)):
         for level in LEVELS.values():
             correction = RolloutCorrection(rejections=(Rejection(statistic, level, upper),))
-            _, kept, metrics = correction(float64([[1.0]]), zero, mask)
-            assert kept.all()
+            _, saved, metrics = correction(float64([[1.0]]), zero, mask)
+            assert saved.all()
             assert metrics[f"rollout_corr/{level}_{statistic}_above_fraction"] == 0
 
 
@@ -206,7 +206,7 @@ def test_metrics_of_a_case_worked_by_hand():
 def by_loops(correction, old, rollout, mask):
     """Weights, kept tokens and metrics of the docstrings' formulas, over plain numbers."""
     weights = torch.zeros_like(old)
-    kept = mask.clone()
+    saved = mask.clone()
     for row in range(len(mask)):
         tokens = [t for t in range(mask.shape[1]) if mask[row, t]]
         logs = {t: max(-20.0, min(20.0, old[row, t].item() - rollout[row, t].item())) for t in tokens}
@@ -235,37 +235,37 @@ def by_loops(correction, old, rollout, mask):
                 return low <= math.exp(value) <= rejection.upper
 
             for t in tokens:
-                kept[row, t] &= {
+                saved[row, t] &= {
                     "token": passes(values[t]),
                     "sequence_sum": passes(sum(values.values())),
                     "sequence_mean": passes(sum(values.values()) / len(values)),
                     "sequence_max": all(map(passes, values.values())),
                 }[rejection.level]
     if correction.batch_normalize:
-        rows = [[w for w, k in zip(ws, ks, strict=True) if k] for ws, ks in zip(weights, kept, strict=True)]
+        rows = [[w for w, k in zip(ws, ks, strict=True) if k] for ws, ks in zip(weights, saved, strict=True)]
         per_token = correction.level == "token"
         counted = [w for row in rows for w in row] if per_token else [sum(row) / len(row) for row in rows if row]
         if sum(counted) > 0:
             weights /= sum(counted) / len(counted)
-    return weights, kept
+    return weights, saved
 
 
 @properties
 @given(corrections, masks(), seeds)
 def test_weights_and_what_is_kept_follow_their_formulas(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
-    weights, kept, _ = correction(with_garbage(old, mask), with_garbage(rollout, mask), mask)
+    weights, saved, _ = correction(with_garbage(old, mask), with_garbage(rollout, mask), mask)
     expected_weights, expected_kept = by_loops(correction, old, rollout, mask)
     assert_close(weights, expected_weights, rtol=1e-9, atol=1e-12)
-    assert (kept == expected_kept).all()
+    assert (saved == expected_kept).all()
 
 
 @properties
 @given(corrections, masks(), seeds)
 def test_shares_are_those_of_the_tokens_and_responses_concerned(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
-    _, kept, metrics = correction(old, rollout, mask)
-    dropped, rows = mask & ~kept, mask.any(dim=1)
+    _, saved, metrics = correction(old, rollout, mask)
+    dropped, rows = mask & ~saved, mask.any(dim=1)
     expected = {"rejected_fraction": dropped[mask], "rejected_sequence_fraction": dropped.any(dim=1)[rows]}
     for rejection in correction.rejections:
         of_one = mask & ~RolloutCorrection(rejections=(rejection,))(old, rollout, mask)[1]
@@ -291,11 +291,11 @@ def from_verl(config):
     given_bound = str(config.get("rollout_is_threshold", 2.0)).split("_")
     lower, upper = (None if len(given_bound) == 1 else float(given_bound[0])), float(given_bound[-1])
     names = [name for name in (config.get("rollout_rs") or "").split(",") if name]
-    found = []
+    result = []
     for name, bound in zip(names, str(config.get("rollout_rs_threshold")).split(","), strict=bool(names)):
         level, statistic = name.rsplit("_", 1)
         parts = [float(part) for part in bound.split("_")]
-        found.append(Rejection(statistic, LEVELS[level], parts[-1], parts[0] if len(parts) == 2 else None))
+        result.append(Rejection(statistic, LEVELS[level], parts[-1], parts[0] if len(parts) == 2 else None))
     level = config.get("rollout_is")
     return RolloutCorrection(
         level,
@@ -303,7 +303,7 @@ def from_verl(config):
         lower if level else None,
         "truncate" if lower is None else "mask",
         config.get("rollout_is_batch_normalize", False),
-        tuple(found),
+        tuple(result),
         config.get("bypass_mode", False),
     )
 
@@ -329,8 +329,8 @@ def call_recorded(correction):
 def test_weights_and_what_is_kept_are_verls(name):
     outputs = golden("corrections")["outputs"]
     record = (outputs["presets"] | outputs["further"])[name]
-    weights, kept, _ = call_recorded(from_verl(record["config"]))
-    assert kept.tolist() == float64(record["kept"]).bool().tolist()
+    weights, saved, _ = call_recorded(from_verl(record["config"]))
+    assert saved.tolist() == float64(record["kept"]).bool().tolist()
     if record["weights"] is not None:
         # verl divides by counts + 1e-8 where it normalises
         assert_close(weights, record["weights"], rtol=1e-7, atol=1e-12)
@@ -397,14 +397,14 @@ def test_where_bounds_are_not_reciprocal_verls_k1_is_ours_of_the_inverse_ratio()
 @given(corrections, masks(), seeds)
 def test_padding_garbage_and_the_order_of_responses_change_nothing(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
-    weights, kept, metrics = correction(old, rollout, mask)
-    same(correction(with_garbage(old, mask), with_garbage(rollout, mask), mask), (weights, kept, metrics))
+    weights, saved, metrics = correction(old, rollout, mask)
+    same(correction(with_garbage(old, mask), with_garbage(rollout, mask), mask), (weights, saved, metrics))
     padded = correction(*(pad_columns(tensor, 2) for tensor in (old, rollout, mask)))
-    same(padded, (pad_columns(weights, 2), pad_columns(kept, 2), metrics))
+    same(padded, (pad_columns(weights, 2), pad_columns(saved, 2), metrics))
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    same(correction(old[order], rollout[order], mask[order]), (weights[order], kept[order], metrics))
+    same(correction(old[order], rollout[order], mask[order]), (weights[order], saved[order], metrics))
     assert (weights[~mask] == 0).all()
-    assert not (kept & ~mask).any()
+    assert not (saved & ~mask).any()
 
 
 @properties
@@ -428,19 +428,19 @@ def test_ranks_change_nothing_even_empty_ones(correction, mask, seed, first):
 @given(corrections, masks(), seeds)
 def test_rows_by_themselves_are_the_batch_without_normalisation(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
-    weights, kept, _ = dataclasses.replace(correction, batch_normalize=False)(old, rollout, mask)
+    weights, saved, _ = dataclasses.replace(correction, batch_normalize=False)(old, rollout, mask)
     rows = zip(old.split(1), rollout.split(1), mask.split(1), strict=True)
     of_rows = [correction.of_rows(*row) for row in rows]
     assert_close(torch.cat([part[0] for part in of_rows]), weights)
-    assert (torch.cat([part[1] for part in of_rows]) == kept).all()
+    assert (torch.cat([part[1] for part in of_rows]) == saved).all()
 
 
 @properties
 @given(corrections, masks(), seeds)
 def test_equal_policies_have_weight_1_and_lose_nothing(correction, mask, seed):
     old, _ = logprobs_of(mask, seed)
-    weights, kept, _ = correction(old.float(), old.float(), mask)
-    assert (kept == mask).all()
+    weights, saved, _ = correction(old.float(), old.float(), mask)
+    assert (saved == mask).all()
     assert (weights == mask.float()).all()
     assert weights.dtype == torch.float32
 
@@ -449,10 +449,10 @@ def test_equal_policies_have_weight_1_and_lose_nothing(correction, mask, seed):
 @given(corrections, masks(), seeds)
 def test_neither_weights_nor_rejections_carry_gradient(correction, mask, seed):
     old, rollout = (values.requires_grad_() for values in logprobs_of(mask, seed))
-    weights, kept, _ = correction(old, rollout, mask)
+    weights, saved, _ = correction(old, rollout, mask)
     assert not weights.requires_grad
     assert not correction.of_rows(old, rollout, mask)[0].requires_grad
-    assert kept.dtype == torch.bool
+    assert saved.dtype == torch.bool
 
 
 @properties
@@ -461,8 +461,8 @@ def test_normalised_weights_of_what_is_kept_have_mean_1(seed, level, upper):
     rejected = (Rejection("k3", "token", upper),)
     mask = torch.ones(4, 6, dtype=torch.bool)
     old, rollout = logprobs_of(mask, seed)
-    weights, kept, _ = RolloutCorrection(level, batch_normalize=True, rejections=rejected)(old, rollout, mask)
-    assert_close(weights[kept].mean() if level == "token" else weights[kept.any(dim=1), 0].mean(), 1, rtol=1e-12)
+    weights, saved, _ = RolloutCorrection(level, batch_normalize=True, rejections=rejected)(old, rollout, mask)
+    assert_close(weights[saved].mean() if level == "token" else weights[saved.any(dim=1), 0].mean(), 1, rtol=1e-12)
 
 
 @properties
@@ -494,14 +494,14 @@ def test_a_weight_at_ratio_1_of_the_loss_is_the_off_policy_gradient(seed):
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("difference", [-math.inf, -1e4, 1e4, math.inf])
 def test_huge_differences_give_finite_weights(level, mode, difference):
-    found = tuple(Rejection(statistic, where, 2.0) for statistic in ("k1", "k2", "k3") for where in LEVELS.values())
+    result = tuple(Rejection(statistic, where, 2.0) for statistic in ("k1", "k2", "k3") for where in LEVELS.values())
     for upper in (2.0, math.inf):
         for normalize in (False, level is not None):
-            correction = RolloutCorrection(level, upper, None, mode, normalize, found)
+            correction = RolloutCorrection(level, upper, None, mode, normalize, result)
             old = torch.tensor([[difference, -1.0], [-difference, difference]])
-            weights, kept, metrics = correction(old, torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.bool))
+            weights, saved, metrics = correction(old, torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.bool))
             assert weights.isfinite().all()
-            assert kept.tolist() == [[False, False], [False, False]]
+            assert saved.tolist() == [[False, False], [False, False]]
             assert math.isfinite(metrics["rollout_corr/rejected_fraction"])
 
 
@@ -525,24 +525,24 @@ def test_normalisation_divides_by_means_above_1e_8(mean, factor):
 def test_a_batch_without_a_token_gives_weights_0(normalize, shape):
     correction = RolloutCorrection("token", 2.0, 0.5, "mask", normalize, (Rejection("k3", "sequence_max", 0.1),))
     mask = torch.zeros(shape, dtype=torch.bool)
-    weights, kept, metrics = correction(torch.zeros(shape), torch.zeros(shape), mask)
+    weights, saved, metrics = correction(torch.zeros(shape), torch.zeros(shape), mask)
     assert (weights == 0).all()
-    assert not kept.any()
+    assert not saved.any()
     assert math.isnan(metrics["rollout_corr/rejected_fraction"])
 
 
 def test_normalisation_of_weights_that_are_all_0_or_rejected_divides_by_nothing():
     old, rollout, mask = torch.zeros(2, 2), torch.full((2, 2), -3.0), torch.ones(2, 2, dtype=torch.bool)
-    weights, kept, metrics = RolloutCorrection("token", 2.0, 0.5, "mask", True)(old, rollout, mask)
+    weights, saved, metrics = RolloutCorrection("token", 2.0, 0.5, "mask", True)(old, rollout, mask)
     assert (weights == 0).all()
-    assert kept.all()
+    assert saved.all()
     assert metrics["rollout_corr/batch_norm_factor"] == 1
     assert metrics["rollout_corr/weight_ess"] == 0
-    weights, kept, metrics = RolloutCorrection("token", 2.0, None, "truncate", True, (Rejection("k3", "token", 0.1),))(
+    weights, saved, metrics = RolloutCorrection("token", 2.0, None, "truncate", True, (Rejection("k3", "token", 0.1),))(
         old, rollout, mask
     )
     assert (weights == 2).all()
-    assert not kept.any()
+    assert not saved.any()
     assert metrics["rollout_corr/batch_norm_factor"] == 1
 
 

@@ -99,8 +99,8 @@ def _token_baseline(inputs, compact, zero_tail):
     expected = [[0.0] * inputs.mask.shape[1] for _ in rows]
     for row in rows:
         group = [other for other in rows if inputs.group[other] == inputs.group[row] and steps[other]]
-        for place, t in enumerate(steps[row]):
-            at = [(o, steps[o][place]) for o in group if place < len(steps[o])] if compact else [
+        for position, t in enumerate(steps[row]):
+            at = [(o, steps[o][position]) for o in group if position < len(steps[o])] if compact else [
                 (o, t) for o in group if t in steps[o]
             ]  # fmt: skip
             total = sum(energy[cell] for cell in at)

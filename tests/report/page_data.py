@@ -48,7 +48,7 @@ def project(*runs, definitions=None):
     """Data of the table of runs."""
     whole = [
         {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600,
-         "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **own}
-        for i, own in enumerate(runs)
+         "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **run}
+        for i, run in enumerate(runs)
     ]  # fmt: skip
     return {"project": {"path": "runs", "runs": whole}, "definitions": definitions or {}}

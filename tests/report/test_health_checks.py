@@ -105,31 +105,31 @@ CASES = {
 
 
 def test_a_policy_that_learns_may_move_further_from_the_reference():
-    def found(per_token, start, rewards, *names):
+    def result(per_token, start, rewards, *names):
         rows = steps(12, kl__ref=lambda i: 30 * per_token * (i >= start), rollout__response_tokens_mean=30.0, **rewards)
-        return [(own.check, own.step, own.bound) for own in findings(rows, rewards=names)]
+        return [(finding.check, finding.step, finding.bound) for finding in findings(rows, rewards=names)]
 
-    assert found(0.2, 9, LEARNING) == []
-    assert found(0.2, 9, FLAT) == [("KL to the reference", 10, 0.1)]
-    assert found(0.2, 1, LEARNING) == [("KL to the reference", 2, 0.1)]
-    assert found(0.4, 9, LEARNING) == [("KL to the reference", 10, 0.3)]
-    assert found(0.4, 9, LEARNING, "right") == []  # a function judges
+    assert result(0.2, 9, LEARNING) == []
+    assert result(0.2, 9, FLAT) == [("KL to the reference", 10, 0.1)]
+    assert result(0.2, 1, LEARNING) == [("KL to the reference", 2, 0.1)]
+    assert result(0.4, 9, LEARNING) == [("KL to the reference", 10, 0.3)]
+    assert result(0.4, 9, LEARNING, "right") == []  # a function judges
     rising = {"reward__mean": lambda i: 0.01 if i == 0 else 0.2, "reward__std": 0.1}
-    assert found(0.2, 1, rising) == []
+    assert result(0.2, 1, rising) == []
 
 
 def test_a_metric_that_was_beyond_its_bound_from_the_start_is_no_consequence():
     rows = steps(4, kl__ref=9.0, rollout__response_tokens_mean=30.0, rollout__truncated_fraction=0.7, **FLAT)
-    found = {own.check: own.remedy for own in findings(rows)}
-    assert "KL to the reference" in found
-    assert found["truncation"].startswith("Raise max_response_tokens")
+    result = {finding.check: finding.remedy for finding in findings(rows)}
+    assert "KL to the reference" in result
+    assert result["truncation"].startswith("Raise max_response_tokens")
 
 
 def test_shorter_responses_with_a_higher_reward_are_no_drift():
     lengths = {"rollout__response_tokens_mean": lambda i: 10.0 if i < 3 else 2.0}
     rising = {"reward__mean": lambda i: 0.1 if i < 3 else 0.9, "reward__std": 0.2}
     assert not findings(steps(9, **lengths, **rising))
-    assert [own.check for own in findings(steps(9, **lengths, **FLAT))] == ["length drift"]
+    assert [finding.check for finding in findings(steps(9, **lengths, **FLAT))] == ["length drift"]
 
 
 def test_a_critic_of_returns_that_barely_vary_is_not_blamed():
@@ -149,11 +149,11 @@ def test_a_failure_that_another_one_explains_is_marked_as_its_consequence():
         reward__std=lambda i: 0.3 * (i < 2),
         group__equal_reward_fraction=1.0,
     )
-    found = {finding.check: finding for finding in findings(rows)}
-    assert list(found) == ["KL to the reference", "truncation", "equal groups", "lost reward"]
+    result = {finding.check: finding for finding in findings(rows)}
+    assert list(result) == ["KL to the reference", "truncation", "equal groups", "lost reward"]
     for name in ("truncation", "equal groups"):
         expected = 'This is probably a consequence of "KL to the reference" (step 2): mend that first'
-        assert found[name].remedy == expected
+        assert result[name].remedy == expected
     alone = findings(steps(9, rollout__truncated_fraction=1.0))
     assert alone[0].remedy.startswith("Raise max_response_tokens")
 
@@ -208,10 +208,10 @@ def test_equal_groups_below_the_largest_reward_fail_although_the_reward_has_rise
         reward__mean=lambda i: 0.1 if i < 5 else mean,
         reward__max=1.0,
     )
-    found = {finding.check: finding for finding in findings(rows)}
-    assert ("equal groups" in found) is fails
+    result = {finding.check: finding for finding in findings(rows)}
+    assert ("equal groups" in result) is fails
     if fails:
-        assert "the mean reward is 0.74 of at most 1: the policy repeats its answers" in found["equal groups"].message
+        assert "the mean reward is 0.74 of at most 1: the policy repeats its answers" in result["equal groups"].message
 
 
 def test_equal_groups_after_a_damaged_policy_are_not_blamed_on_the_prompts():
@@ -232,8 +232,8 @@ def test_a_few_lucky_responses_are_no_skill_that_is_lost(responses, lost):
 
 
 def test_turns_that_are_cut_have_their_own_limit():
-    (found,) = findings(steps(4, rollout__truncated_fraction=0.9, env__turns=2.0))
-    assert found.remedy.startswith("Raise max_turn_tokens of the environment, or max_response_tokens. If")
+    (result,) = findings(steps(4, rollout__truncated_fraction=0.9, env__turns=2.0))
+    assert result.remedy.startswith("Raise max_turn_tokens of the environment, or max_response_tokens. If")
 
 
 def test_a_policy_that_is_perfect_has_not_collapsed():

@@ -75,8 +75,8 @@ SPANS = "[...document.querySelectorAll('.sample')].map((card) => [...card.queryS
 
 def choose(name, value, event="change"):
     """Script that sets a control."""
-    own = f"document.getElementById('{name}')"
-    return f"{own}.value = '{value}', {own}.dispatchEvent(new Event('{event}')), 0"
+    instance = f"document.getElementById('{name}')"
+    return f"{instance}.value = '{value}', {instance}.dispatchEvent(new Event('{event}')), 0"
 
 
 def sort(column):
@@ -135,7 +135,7 @@ def test_colours_follow_the_values(page, run_directory):
     colours = browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")[0]
     blue, orange, strongest = ([float(part) for part in re.findall(r"[\d.]+", colour)] for colour in colours)
     assert (blue[:3], orange[:3]) == ([31, 120, 209], [224, 123, 0])  # advantages of 0.5, -1 and 2
-    assert [own[3] for own in (blue, orange, strongest)] == pytest.approx([0.75 / 4, 0.75 / 2, 0.75], abs=0.01)
+    assert [item[3] for item in (blue, orange, strongest)] == pytest.approx([0.75 / 4, 0.75 / 2, 0.75], abs=0.01)
     browser.evaluate(choose("colour", "kl"))
     colours = browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")[0]
     assert len(set(colours)) == 1  # the KL of every token is 0.5

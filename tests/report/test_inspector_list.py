@@ -96,17 +96,17 @@ def test_the_keyboard_moves_between_lines_and_selects_them(inspect_page, run_dir
 def test_the_numbers_of_a_token_are_shown_by_click_and_keyboard(inspect_page, run_directory):
     browser = inspect_page(run_directory("a", ROWS, {1: RESPONSES}))
     browser.evaluate(click(0))
-    told = "document.getElementById('told').textContent"
-    assert browser.evaluate(told) == ""
+    message = "document.getElementById('told').textContent"
+    assert browser.evaluate(message) == ""
     browser.evaluate("document.querySelectorAll('.tokens span')[1].click()")
-    assert browser.evaluate(told).startswith('"b", token 1, logprob -1, ')
-    assert browser.evaluate(told).endswith("advantage -1, weight 1, KL 0.5, version 3, not in the loss")
+    assert browser.evaluate(message).startswith('"b", token 1, logprob -1, ')
+    assert browser.evaluate(message).endswith("advantage -1, weight 1, KL 0.5, version 3, not in the loss")
     browser.evaluate("document.querySelector('.tokens').focus()")
     key(browser, "ArrowRight")
-    assert browser.evaluate(told).startswith('"c", token 2, ')
+    assert browser.evaluate(message).startswith('"c", token 2, ')
     key(browser, "ArrowRight")
     key(browser, "ArrowLeft")
-    assert browser.evaluate(told).startswith('"b", token 1, ')
+    assert browser.evaluate(message).startswith('"b", token 1, ')
     assert browser.evaluate(f"{SPANS} (span) => span.classList.contains('current')))") == [[False, True, False]]
 
 
@@ -176,8 +176,8 @@ def test_the_comparison_finds_a_longest_common_subsequence(inspect_page, run_dir
     random.seed(0)
     for size in (0, 1, 5, 12, 40):
         one, other = ([random.choice("abc") for _ in range(size + random.randrange(3))] for _ in range(2))
-        found, found_other = match_in_page(browser, one, other)
-        common = [text for text, is_common in zip(one, found, strict=True) if is_common]
+        result, found_other = match_in_page(browser, one, other)
+        common = [text for text, is_common in zip(one, result, strict=True) if is_common]
         assert common == [text for text, is_common in zip(other, found_other, strict=True) if is_common]
         best = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
         for i, a in enumerate(one):
@@ -202,9 +202,9 @@ def test_two_long_responses_are_compared_quickly_and_once(inspect_page, run_dire
     first, again = browser.evaluate(took)
     assert first < 1500  # ms, 60 to 90 on an idle core; the former algorithm took 3,500 or more
     assert again < 20
-    found, _ = match_in_page(browser, one, other)
+    result, _ = match_in_page(browser, one, other)
     ratio = SequenceMatcher(None, one[:500], other[:500], autojunk=False).ratio()
-    assert sum(found) / 5000 >= ratio - 0.02
+    assert sum(result) / 5000 >= ratio - 0.02
 
 
 def test_the_same_prompt_is_read_from_the_server_when_it_is_opened(inspect_page, run_directory):

@@ -39,7 +39,7 @@ def test_the_contrast_is_computed_as_defined():
 @pytest.mark.parametrize("theme", [0, 1])
 def test_colours_of_runs_and_texts_differ_enough_from_the_panel(theme):
     pairs = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", CSS)
-    colours = {name: [re.sub(r"^#(.)(.)(.)$", r"#\1\1\2\2\3\3", own) for own in both][theme] for name, *both in pairs}
+    colours = {name: [re.sub(r"^#(.)(.)(.)$", r"#\1\1\2\2\3\3", item) for item in both][theme] for name, *both in pairs}
     series = [colour for name, colour in colours.items() if name.startswith("series-")]
     assert len(set(series)) == 8
     assert min(contrast(colour, colours["panel"]) for colour in series) >= 3

@@ -36,8 +36,8 @@ def test_thinking_and_tool_calls_are_folded_with_their_length(show):
         ["thinking, 15 characters", "thought</think>", False],
         ["thinking, 1,241 characters", "<think>" + "x" * 1234, False],
     ]
-    own = "[...card.querySelectorAll('.policy > pre, .policy .fold pre')].map((one) => one.textContent).join('')"
-    assert browser.evaluate(f"{CARDS}.map((card) => {own})") == texts
+    instance = "[...card.querySelectorAll('.policy > pre, .policy .fold pre')].map((one) => one.textContent).join('')"
+    assert browser.evaluate(f"{CARDS}.map((card) => {instance})") == texts
 
 
 def test_turns_are_numbered_and_results_of_tools_folded(show):

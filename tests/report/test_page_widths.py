@@ -53,8 +53,8 @@ def test_pages_are_not_wider_than_their_window(show, name, width):
 
 @pytest.mark.parametrize("width", [390, 900, 1400])
 def test_the_inspector_is_not_wider_than_its_window(inspect_page, run_directory, width):
-    own = tokens(["<think>", *["word "] * 600, "x" * 500], [1.0] * 602)
-    rows = [{**LONG, "tokens": own, "group": 0}, response(segments=SEGMENTS, group=1, **NUMBERS)]
+    instance = tokens(["<think>", *["word "] * 600, "x" * 500], [1.0] * 602)
+    rows = [{**LONG, "tokens": instance, "group": 0}, response(segments=SEGMENTS, group=1, **NUMBERS)]
     browser = inspect_page(run_directory("a", ROWS, {1: rows}), width=width)
     browser.evaluate(click(0, 1))
     browser.evaluate("document.querySelector('.tokens span').click()")

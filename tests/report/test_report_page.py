@@ -249,7 +249,9 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, own) for name, contents in DAMAGED.items() for own in contents])
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, contents in DAMAGED.items() for content in contents]
+)
 def test_a_damaged_file_is_named(run_directory, capsys, name, content):
     folder = run_directory("a", ROWS)
     (folder / name).write_bytes(content.encode("latin-1"))
@@ -273,9 +275,9 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert report.run([str(folder), str(folder), "--to", str(tmp_path / "new/x.html")]) == 0
     assert report.run([str(tmp_path), str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert "has no metrics.csv, which a run writes when training begins: expected the" in told
-    assert told.endswith(f"; runs below it: {folder}\n")
+    message = capsys.readouterr().err
+    assert "has no metrics.csv, which a run writes when training begins: expected the" in message
+    assert message.endswith(f"; runs below it: {folder}\n")
     assert report.run([str(tmp_path / "new")]) == 2
     assert report.run([str(tmp_path / "none")]) == 2
     assert "none does not exist: expected the directory of a run, its default_root_dir" in capsys.readouterr().err

@@ -187,7 +187,7 @@ def states_of(rows, rewards=(), skipped=()):
         monitor.add(step, row)
     states = check_states(pairs, monitor.findings, rewards, skipped, bounds)
     assert [state["name"] for state in states] == list(CHECKS)
-    return {own["name"]: (own["state"], own["note"]) for own in states}
+    return {state["name"]: (state["state"], state["note"]) for state in states}
 
 
 def test_every_check_has_needs():
@@ -219,10 +219,10 @@ def test_a_check_that_needs_more_steps_is_too_early(name):
 
 
 def test_a_check_of_a_run_without_a_step_is_too_early():
-    found = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
-    assert {state for state, _ in found.values()} == {"too early"}
-    assert found["KL to the reference"] == ("too early", "0 of 1 steps")
-    assert found["over-optimisation"] == ("too early", "1 of 3 validations")
+    result = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
+    assert {state for state, _ in result.values()} == {"too early"}
+    assert result["KL to the reference"] == ("too early", "0 of 1 steps")
+    assert result["over-optimisation"] == ("too early", "1 of 3 validations")
 
 
 def test_a_critic_whose_rewards_vary_too_little_for_its_check():
@@ -235,26 +235,26 @@ def test_a_critic_whose_rewards_vary_too_little_for_its_check():
 def test_the_page_has_the_checks_of_the_run(run_directory):
     folder = run_directory("a", ROWS)
     (folder / "health.json").write_text('{"rewards": [], "skipped": ["clipping"], "bounds": {}}')
-    found = {check["name"]: check["state"] for check in data_of(folder)["checks"]}
-    assert found["constant reward"] == found["clipping"] == found["reward model"] == "not applicable"
-    assert found["KL to the reference"] == "passed"
-    assert found["critic"] == "no data"
-    assert found["over-optimisation"] == "too early"
+    result = {check["name"]: check["state"] for check in data_of(folder)["checks"]}
+    assert result["constant reward"] == result["clipping"] == result["reward model"] == "not applicable"
+    assert result["KL to the reference"] == "passed"
+    assert result["critic"] == "no data"
+    assert result["over-optimisation"] == "too early"
 
 
 # -- definitions and validations --------------------------------------------------------------------------------------
 
 
 def test_the_page_defines_the_metrics_of_its_runs(run_directory):
-    found = page_data(run_directory("a", [{**row, "mine": 1.0} for row in ROWS]))["definitions"]
-    assert found["kl/ref"] == {
+    result = page_data(run_directory("a", [{**row, "mine": 1.0} for row in ROWS]))["definitions"]
+    assert result["kl/ref"] == {
         "unit": "nats per response",
         "meaning": "KL to the reference by k1 (log p - log q of the sampled tokens), before the update; per response, "
         "so that it grows with its length",
     }
-    assert found["val/share_correct_greedy"]["unit"] == "share"
-    assert "mine" not in found
-    assert "step" not in found
+    assert result["val/share_correct_greedy"]["unit"] == "share"
+    assert "mine" not in result
+    assert "step" not in result
 
 
 def test_metrics_of_a_validation_without_the_prefix_have_it_on_the_page(run_directory):
@@ -301,7 +301,7 @@ def test_one_validation_and_none(run_directory):
     folder = run_directory("a", ROWS)
     assert (data_of(folder)["validations"], data_of(folder)["answers"]) == ([], [])
     write_validation(folder, 10, [answer(0)])
-    assert [own["step"] for own in data_of(folder)["answers"]] == [10]
+    assert [item["step"] for item in data_of(folder)["answers"]] == [10]
 
 
 @pytest.mark.parametrize(

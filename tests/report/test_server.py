@@ -28,7 +28,7 @@ def start():
     servers = []
 
     def start(*folders, folder=None):
-        runs = [RunDirectory(own) for own in folders] if folder is None else find_runs(folder)
+        runs = [RunDirectory(folder) for folder in folders] if folder is None else find_runs(folder)
         made = InspectServer(runs, folder=folder)
         servers.append(made)
         threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -282,8 +282,8 @@ def test_runs_that_ended_before_their_metrics_are_rows_too(runs):
     for name, end in (("other", '{"error": "RunError: no engine"}'), ("cut", '{"err'), ("b/inner", "{}")):
         (runs / name).mkdir(exist_ok=True)
         (runs / name / "end.json").write_text(end)
-    found = find_runs(runs)
-    rows = project_data(runs, found, [""] * len(found))["project"]["runs"]
+    result = find_runs(runs)
+    rows = project_data(runs, result, [""] * len(result))["project"]["runs"]
     assert [row["name"] for row in rows] == [*NAMES, "cut", "other"]
     assert [row["state"] for row in rows[-2:]] == ["damaged", "failed"]
     assert rows[-1]["error"] == "RunError: no engine"
@@ -292,27 +292,37 @@ def test_runs_that_ended_before_their_metrics_are_rows_too(runs):
 
 
 def test_a_row_has_state_settings_metrics_and_group(runs):
-    found = find_runs(runs)
-    data = project_data(runs, found, [""] * len(found))
+    result = find_runs(runs)
+    data = project_data(runs, result, [""] * len(result))
     assert json.dumps(data, allow_nan=False)
     rows = {row["name"]: row for row in data["project"]["runs"]}
     assert list(rows) == NAMES
-    own = rows["a/seed1"]
-    assert (own["state"], own["steps"], own["limit"], own["seed"], own["failed_checks"]) == ("running", 10, 20, 1, 0)
-    assert own["config"] == {"trainer.max_steps": "20", "model.lr": "0.1"}
-    assert (own["first"]["reward/mean"], own["last"]["reward/mean"], own["last"]["val/share_correct_greedy"]) == (
+    instance = rows["a/seed1"]
+    assert (instance["state"], instance["steps"], instance["limit"], instance["seed"], instance["failed_checks"]) == (
+        "running",
+        10,
+        20,
+        1,
+        0,
+    )
+    assert instance["config"] == {"trainer.max_steps": "20", "model.lr": "0.1"}
+    assert (
+        instance["first"]["reward/mean"],
+        instance["last"]["reward/mean"],
+        instance["last"]["val/share_correct_greedy"],
+    ) == (
         0.1,
         1.0,
         0.75,
     )
     assert rows["a/seed2"]["steps"] == 5
-    assert own["group"] == rows["a/seed2"]["group"] != rows["b"]["group"]
+    assert instance["group"] == rows["a/seed2"]["group"] != rows["b"]["group"]
     assert (rows["b"]["state"], rows["b"]["error"], rows["b"]["failed_checks"]) == ("failed", "RunError: lost", 1)
     assert rows["broken"]["state"] == "damaged"
     assert "config.yaml cannot be read, the file is damaged" in rows["broken"]["error"]
-    assert own.keys() == rows["broken"].keys()
+    assert instance.keys() == rows["broken"].keys()
     assert len({row["group"] for row in rows.values()}) == 4
-    assert time.time() - own["modified"] < 100
+    assert time.time() - instance["modified"] < 100
     assert data["definitions"]["kl/ref"]["unit"] == "nats per response"
 
 

@@ -99,10 +99,10 @@ def test_columns_are_chosen_by_words_and_many_settings_are_behind_the_metrics(ta
 
 def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
     links = ["a/0/report.html", "", "javascript:window.hacked=1", "//evil.example/x"]
-    browser = table(*[{**own, "link": links[i], "group": i} for i, own in enumerate(RUNS)])
-    found = browser.evaluate("[...document.querySelectorAll('a')].map((own) => own.href)")
-    assert found[0].endswith("/a/0/report.html")
-    assert all(address.startswith("file:///") for address in found)
+    browser = table(*[{**item, "link": links[i], "group": i} for i, item in enumerate(RUNS)])
+    result = browser.evaluate("[...document.querySelectorAll('a')].map((own) => own.href)")
+    assert result[0].endswith("/a/0/report.html")
+    assert all(address.startswith("file:///") for address in result)
     assert browser.evaluate("document.querySelectorAll('tbody input').length") == 0
     assert not browser.problems
 

@@ -225,22 +225,22 @@ def test_no_request_exceeds_the_budget(stub, client, budget, tokens, sent):
 
 def test_tokens_are_counted_by_the_server(stub, client):
     stub.script = [chat("x", tokens=10)]
-    own = client(max_tokens=100)
+    instance = client(max_tokens=100)
     for _ in range(9):
-        ask(own, tokens=20)
-    assert (own.requests, own.tokens) == (9, 90)
+        ask(instance, tokens=20)
+    assert (instance.requests, instance.tokens) == (9, 90)
     with pytest.raises(BudgetSpent):
-        ask(own, tokens=20)
+        ask(instance, tokens=20)
 
 
 def test_rejected_requests_use_no_tokens_but_unanswered_ones_do(stub, client):
     stub.script = [(503, {}, ""), (429, {}, ""), ok({})]
-    own = client(max_tokens=50)
-    ask(own, tokens=20)
-    assert (own.requests, own.tokens) == (3, 20)
+    instance = client(max_tokens=50)
+    ask(instance, tokens=20)
+    assert (instance.requests, instance.tokens) == (3, 20)
     stub.script = [ok("no json"), ok({})]
-    ask(own, tokens=10)
-    assert (own.requests, own.tokens) == (5, 40)
+    ask(instance, tokens=10)
+    assert (instance.requests, instance.tokens) == (5, 40)
 
 
 def test_retries_count_towards_the_budget(stub, client):
@@ -264,13 +264,13 @@ def test_a_spent_budget_ends_the_run_regardless_of_on_error(stub):
 def test_the_key_is_sent_and_never_shown(stub, client, monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret-123")
     caplog.set_level("DEBUG")
-    own = client(key_env="JUDGE_KEY", tries=1)
+    instance = client(key_env="JUDGE_KEY", tries=1)
     stub.script = [ok({}), (401, {}, "wrong key sk-secret-123")]
-    ask(own)
+    ask(instance)
     assert stub.headers[0]["Authorization"] == "Bearer sk-secret-123"
     with pytest.raises(RuntimeError, match=r"401 'wrong key \*\*\*'") as refused:
-        ask(own)
-    shown = [str(refused.value), repr(own.endpoint), caplog.text, str(vars(own.endpoint))]
+        ask(instance)
+    shown = [str(refused.value), repr(instance.endpoint), caplog.text, str(vars(instance.endpoint))]
     assert not any("secret" in text for text in shown)
 
 

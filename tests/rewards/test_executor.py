@@ -35,8 +35,8 @@ def executor():
 def rollout_of(executor, early):
     completions = completions_of(WORDS)
     scorer = Scorer(BATCH, executor, TOKENIZER, 4)
-    for place in early:
-        scorer.add(place, completions[place])
+    for position in early:
+        scorer.add(position, completions[position])
     scored = scorer.score(completions)
     return scorer.add_rewards(assemble(BATCH, completions), scored), scored
 
@@ -85,9 +85,9 @@ def test_a_slow_function_runs_during_generation(options):
         rollout_of(executor, range(2))  # its processes are there
         completions, began = completions_of(WORDS), time.monotonic()
         scorer = Scorer(BATCH, executor, TOKENIZER, 4)
-        for place, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
+        for position, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
-            scorer.add(place, completion)
+            scorer.add(position, completion)
         generated = time.monotonic()
         rollout = scorer.add_rewards(assemble(BATCH, completions), scorer.score(completions))
         waited = time.monotonic() - generated

@@ -140,9 +140,9 @@ def test_results_equal_math_verify_s_with_the_correct_answer_first(reward):
     ]
     pairs = [(gold, answer.replace("$", "")) for gold in golds for answer in golds]
     pairs = [(gold, rf"\boxed{{{answer}}}") for gold, answer in pairs]
-    own = [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer))) for gold, answer in pairs]
-    assert judged(reward, pairs) == own
-    assert 0 < sum(own) < len(own)
+    instance = [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer))) for gold, answer in pairs]
+    assert judged(reward, pairs) == instance
+    assert 0 < sum(instance) < len(instance)
 
 
 def test_an_asymmetric_pair_shows_the_order(reward):

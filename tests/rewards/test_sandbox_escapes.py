@@ -103,14 +103,14 @@ class World:
 
 def sandboxed():
     """Return the running sandboxed processes of these tests."""
-    found = []
+    result = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if str(SCRATCH) in (folder / "cmdline").read_text():
-                found.append(folder.name)
+                result.append(folder.name)
         except (FileNotFoundError, ProcessLookupError):
             pass
-    return found
+    return result
 
 
 def all_gone():
@@ -154,13 +154,13 @@ def test_there_are_enough_distinct_attempts():
 
 @pytest.mark.parametrize("attempt", _MARKED, ids=lambda attempt: attempt.name)
 def test_the_attempt_fails_and_ends_in_time(attempt, results):
-    found = results[attempt.name]
-    assert "ESCAPED" not in found.stdout
-    assert "SyntaxError" not in found.stderr
-    assert SECRET not in found.stdout
-    assert len(found.stdout) <= LIMITS.output_bytes
-    assert len(found.stderr) <= LIMITS.output_bytes
-    assert found.seconds <= SECONDS + 1
+    result = results[attempt.name]
+    assert "ESCAPED" not in result.stdout
+    assert "SyntaxError" not in result.stderr
+    assert SECRET not in result.stdout
+    assert len(result.stdout) <= LIMITS.output_bytes
+    assert len(result.stderr) <= LIMITS.output_bytes
+    assert result.seconds <= SECONDS + 1
 
 
 def test_the_attempts_do_not_change_the_machine(world, results):

@@ -39,7 +39,7 @@ class Stub(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, *answers, delay=0.0):
-        self.answers, self.delay, self.asked = list(answers), delay, []
+        self.answers, self.delay, self.requested = list(answers), delay, []
         self.now = self.most = 0
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         stub = self.server
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with stub.lock:
-            stub.asked.append((self.path, request))
+            stub.requested.append((self.path, request))
             reply = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
             stub.now += 1
             stub.most = max(stub.most, stub.now)
@@ -100,7 +100,7 @@ def test_the_request_is_the_documented_one(serve):
     stub = serve(SAID)
     ask(stub, Limits(seconds=2.0, memory_bytes=256 * 2**20))
     wanted = {"compile_timeout": 2.0, "run_timeout": 2.0, "memory_limit_MB": 256}
-    assert stub.asked == [("/run_code", {"code": "print(42)", "language": "python", "stdin": "in", **wanted})]
+    assert stub.requested == [("/run_code", {"code": "print(42)", "language": "python", "stdin": "in", **wanted})]
 
 
 @pytest.mark.quick_cases(3)
@@ -117,8 +117,8 @@ def test_the_request_is_the_documented_one(serve):
     ids=["success", "failed", "late", "much", "far too much", "silent"],
 )
 def test_results_of_the_server_are_converted(serve, reply, stdout, exit_code, timed_out, truncated):
-    found = ask(serve(reply))
-    assert (found.stdout, found.exit_code, found.timed_out, found.truncated) == (
+    actual = ask(serve(reply))
+    assert (actual.stdout, actual.exit_code, actual.timed_out, actual.truncated) == (
         stdout,
         exit_code,
         timed_out,
@@ -131,11 +131,11 @@ def test_results_of_the_server_are_converted(serve, reply, stdout, exit_code, ti
 def test_server_errors_are_retried_and_never_count_against_the_program(serve, trouble):
     stub = serve(trouble, trouble, SAID)
     assert ask(stub).stdout == "42\n"
-    assert len(stub.asked) == 3
+    assert len(stub.requested) == 3
     stub = serve(trouble)
     with pytest.raises(SandboxFault, match=r"failed 3 times; last error: (SandboxError: no pod|HTTP status)"):
         ask(stub)
-    assert len(stub.asked) == 3
+    assert len(stub.requested) == 3
 
 
 @pytest.mark.parametrize("reply", [422, 401, 404], ids=str)
@@ -143,7 +143,7 @@ def test_a_rejected_request_is_a_fault_without_retries(serve, reply):
     stub = serve(reply)
     with pytest.raises(SandboxFault, match=f"rejected the request with HTTP status {reply}: busy"):
         ask(stub)
-    assert len(stub.asked) == 1
+    assert len(stub.requested) == 1
 
 
 def test_no_proxy_is_used(serve, monkeypatch):
@@ -187,9 +187,9 @@ def test_concurrency_limits_simultaneous_requests(serve):
     stub = serve(SAID, delay=0.05)
     sandbox = RemoteSandbox(stub.url, concurrency=3)
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda _: sandbox.run("", "", Limits()), range(24)))
+        result = list(pool.map(lambda _: sandbox.run("", "", Limits()), range(24)))
     sandbox._client.close()
-    assert {one.stdout for one in found} == {"42\n"}
+    assert {one.stdout for one in result} == {"42\n"}
     assert stub.most == 3
 
 

@@ -73,7 +73,7 @@ def fault(tmp_path_factory):
 def engines(tmp_path_factory, fault):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
-    found = Engines(tmp_path_factory.mktemp, fault)
-    yield found
-    for engine in found.started:
+    result = Engines(tmp_path_factory.mktemp, fault)
+    yield result
+    for engine in result.started:
         engine.close()

@@ -87,7 +87,7 @@ def started(rank, ranks=2):
     return engine, stand_in
 
 
-def said(action):
+def output(action):
     try:
         action()
     except Exception as error:
@@ -101,54 +101,54 @@ def submitted(engine, rank):
     engine.update_weights(Parameters(), 8)
     second = submit(engine, [[5]], SAMPLING, [2])
     wrong = submit(engine, [[5]], SamplingParams(8 + rank), [2])
-    results = [(own.completions()[0].token_ids, own.completions()[0].policy_version) for own in (first, second)]
-    return [*results, said(wrong.completions), engine.traits.overlaps]
+    results = [(item.completions()[0].token_ids, item.completions()[0].policy_version) for item in (first, second)]
+    return [*results, output(wrong.completions), engine.traits.overlaps]
 
 
 def share():
     """Everything that goes well."""
     rank = joined()
     engine, stand_in = started(rank)
-    found = {"ready": engine.wait(), "devices": stand_in.setup and stand_in.setup.devices}
-    found["threads"] = stand_in.setup and stand_in.setup.threads
+    result = {"ready": engine.wait(), "devices": stand_in.setup and stand_in.setup.devices}
+    result["threads"] = stand_in.setup and stand_in.setup.threads
     parameters = Parameters()
     engine.update_weights(parameters, 7)
-    found["taken"] = parameters.taken
+    result["taken"] = parameters.taken
     mine = [[10 * rank + 1], [10 * rank + 2] * 3][: 2 - rank]
-    found["own"] = [(c.token_ids, c.policy_version) for c in generate(engine, mine, SAMPLING, range(len(mine)))]
-    found["same"] = [c.token_ids for c in generate(engine, [[5], [6]], SAMPLING, [8, 9])]
-    found["other_seeds"] = [c.token_ids for c in generate(engine, [[5]], SAMPLING, [rank])]
-    found["one_has_none"] = [c.token_ids for c in generate(engine, [[5]] * rank, SAMPLING, [3] * rank)]
-    found["submitted"] = submitted(engine, rank)
+    result["own"] = [(c.token_ids, c.policy_version) for c in generate(engine, mine, SAMPLING, range(len(mine)))]
+    result["same"] = [c.token_ids for c in generate(engine, [[5], [6]], SAMPLING, [8, 9])]
+    result["other_seeds"] = [c.token_ids for c in generate(engine, [[5]], SAMPLING, [rank])]
+    result["one_has_none"] = [c.token_ids for c in generate(engine, [[5]] * rank, SAMPLING, [3] * rank)]
+    result["submitted"] = submitted(engine, rank)
     parameters = Parameters()
-    found["difference"], found["compared"] = engine.first_difference(parameters), parameters.taken
+    result["difference"], result["compared"] = engine.first_difference(parameters), parameters.taken
     engine.close()
-    found["calls"] = stand_in.calls
+    result["calls"] = stand_in.calls
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def fail():
     """What each rank is told if the first one's engine fails, and if the ranks do not fit."""
     rank = joined()
     engine, stand_in = started(rank)
-    told, parameters = {}, Parameters(float("nan"))
-    told["update"], told["taken"] = said(lambda: engine.update_weights(parameters, 1)), parameters.taken
-    told["sampling"] = said(lambda: generate(engine, [[1]], SamplingParams(8 + rank), [0]))
+    message, parameters = {}, Parameters(float("nan"))
+    message["update"], message["taken"] = output(lambda: engine.update_weights(parameters, 1)), parameters.taken
+    message["sampling"] = output(lambda: generate(engine, [[1]], SamplingParams(8 + rank), [0]))
     for fault in (EngineDied("it burnt down"), ValueError("no such thing"), ZeroDivisionError("by zero")):
         stand_in.fault = fault
         name = type(fault).__name__
-        told[f"generate {name}"] = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
-        told[f"wait {name}"] = said(engine.wait)
-        told[f"difference {name}"] = said(lambda: engine.first_difference(Parameters()))
+        message[f"generate {name}"] = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
+        message[f"wait {name}"] = output(engine.wait)
+        message[f"difference {name}"] = output(lambda: engine.first_difference(Parameters()))
     stand_in.fault = None
-    told["lives on"] = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
-    told["three"] = said(lambda: started(rank, ranks=3))
+    message["lives on"] = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
+    message["three"] = output(lambda: started(rank, ranks=3))
     hosts = ("a", "b")
     socket.gethostname = lambda: hosts[rank]
-    told["hosts"] = said(lambda: started(rank))
+    message["hosts"] = output(lambda: started(rank))
     dist.destroy_process_group()
-    return told
+    return message
 
 
 def lose():
@@ -159,8 +159,8 @@ def lose():
     if rank == 1:
         Path(os.environ["TOLD"]).with_suffix(".gone").write_text("")
         os._exit(0)
-    told = said(lambda: generate(engine, [[1]], SAMPLING, [0]))
-    Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {told}")
+    message = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
+    Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {message}")
     os._exit(0)
 
 
@@ -174,16 +174,16 @@ def converse():
     sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
     check = CompletionCheck(99, 7, 99)
 
-    def asked(number, turns):
+    def requested(number, turns):
         sampling = SamplingParams(40, stop_token_ids=(2,))
         return ConversationRequest([number], "", [], {"turns": turns}, 0, (4, 5, 6, 7), sampling)
 
     def run(requests):
-        found = serve(engine, requests, partial(sampler, check=check)).completions()
-        return [(len(own.conversation.turn_ends), own.token_ids, own.policy_version) for own in found]
+        result = serve(engine, requests, partial(sampler, check=check)).completions()
+        return [(len(item.conversation.turn_ends), item.token_ids, item.policy_version) for item in result]
 
-    different = [asked(4, 1), asked(5, 3)] if rank == 0 else [asked(6, 2)]
-    results = {"different": run(different), "same": run([asked(8, 2)]), "none": run([asked(9, 1)] * rank)}
+    different = [requested(4, 1), requested(5, 3)] if rank == 0 else [requested(6, 2)]
+    results = {"different": run(different), "same": run([requested(8, 2)]), "none": run([requested(9, 1)] * rank)}
     sampler.close()
     results["calls"] = len([call for call in stand_in.calls if isinstance(call, list)])
     engine.close()

@@ -9,7 +9,7 @@ class StubServer:
     """Answers with ``answers[path]``: (status, body), bytes to break off after, or a function of the request's body."""
 
     def __init__(self):
-        self.asked, self.answers, self.key, self.version = [], {}, None, "default"
+        self.requested, self.answers, self.key, self.version = [], {}, None, "default"
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -23,7 +23,7 @@ class StubServer:
 
             def _answer(self, body):
                 path = self.path.partition("?")[0]
-                stub.asked.append((self.path, body))
+                stub.requested.append((self.path, body))
                 answer = stub.answers.get(path, (200, {}))
                 if stub.key and self.headers["Authorization"] != f"Bearer {stub.key}":
                     answer = 401, {"error": "Unauthorized"}
@@ -32,14 +32,14 @@ class StubServer:
                 if answer is None:  # breaks off
                     self.close_connection = True
                     return
-                status, found = answer
-                data = json.dumps(found).encode() if not isinstance(found, bytes) else found
+                status, result = answer
+                data = json.dumps(result).encode() if not isinstance(result, bytes) else result
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
 
-            def log_message(self, *told):
+            def log_message(self, *message):
                 pass
 
         class Server(ThreadingHTTPServer):
@@ -54,7 +54,7 @@ class StubServer:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def paths(self):
-        return [path for path, _ in self.asked]
+        return [path for path, _ in self.requested]
 
     def close(self):
         self._server.shutdown()

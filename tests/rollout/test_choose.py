@@ -26,8 +26,8 @@ SMALL = {
 @pytest.fixture
 def machine(monkeypatch):
     def machine(vllm, gpu):
-        for place in ("choose", "vllm.engine"):
-            monkeypatch.setattr(f"lightning_rlhf.rollout.{place}.vllm_installed", lambda: vllm)
+        for position in ("choose", "vllm.engine"):
+            monkeypatch.setattr(f"lightning_rlhf.rollout.{position}.vllm_installed", lambda: vllm)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
 
     return machine
@@ -67,14 +67,14 @@ QWEN = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head
 @pytest.mark.parametrize("installed", [False, True])
 def test_a_class_of_vllm_that_needs_torchvision_needs_it_installed(machine, monkeypatch, installed):
     machine(vllm=True, gpu=False)
-    found = importlib.util.find_spec
-    own = lambda name: (installed or None) if name == "torchvision" else found(name)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", own)
+    result = importlib.util.find_spec
+    instance = lambda name: (installed or None) if name == "torchvision" else result(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", instance)
     config = FromConfig({**SMALL, "model_type": "qwen3_5_text", **QWEN}).hf_config()
     engine, reason = choose_engine(config)
     assert type(engine) is (VLLMEngine if installed else TransformersEngine)
-    told = "vLLM's class for qwen3_5_text imports torchvision, which is not installed"
-    assert reason == ("vLLM is installed" if installed else told)
+    message = "vLLM's class for qwen3_5_text imports torchvision, which is not installed"
+    assert reason == ("vLLM is installed" if installed else message)
 
 
 def test_gpt_oss_whose_pushed_sinks_vllm_loses_is_generated_with_transformers(machine, tmp_path):
@@ -175,9 +175,9 @@ def sizes(engine):
 
 def test_the_bytes_of_a_model_are_counted_without_making_it():
     config = source_of().hf_config()
-    own = sum(parameter.numel() for parameter in source_of().causal().parameters())
-    assert weight_bytes(config, "float32") == 4 * own
-    assert weight_bytes(config, "bfloat16") == 2 * own
+    instance = sum(parameter.numel() for parameter in source_of().causal().parameters())
+    assert weight_bytes(config, "float32") == 4 * instance
+    assert weight_bytes(config, "bfloat16") == 2 * instance
 
 
 @pytest.mark.parametrize(

@@ -56,17 +56,17 @@ def test_a_column_called_messages_does_not_hide_what_the_prompts_are_made_of():
         seen.extend(prompts)
         return [0.0] * len(prompts)
 
-    said = [[{"role": "user", "content": text}] for text in BATCH.texts]
-    batch = PromptBatch([10, 11], BATCH.token_ids, BATCH.texts, {"messages": [["x"], ["y"]]}, messages=said)
+    output = [[{"role": "user", "content": text}] for text in BATCH.texts]
+    batch = PromptBatch([10, 11], BATCH.token_ids, BATCH.texts, {"messages": [["x"], ["y"]]}, messages=output)
     collect(batch, COMPLETIONS[:2], [RewardFunction(spy, messages=True)], TOKENIZER)
-    assert seen == said
+    assert seen == output
 
 
 def test_functions_see_text_without_special_tokens_and_columns_repeated():
     seen = {}
 
-    def spy(**given):
-        seen.update(given)
+    def spy(**options):
+        seen.update(options)
         return [0.0] * 4
 
     collect(BATCH, COMPLETIONS, [RewardFunction(spy)], TOKENIZER)

@@ -106,10 +106,10 @@ def test_weights_pushed_in_parts_give_the_bits_of_weights_pushed_through_the_hos
         sized(monkeypatch, nbytes)
         actor = pushed(tied, source, version)
         pushed(engines.tied, source, version)
-        prompts, found = answers(tied)
-        assert same(found, answers(engines.tied)[1])
-        assert largest_gap(actor, prompts, found) < 1e-4
-        assert {answer.policy_version for answer in found} == {version}
+        prompts, result = answers(tied)
+        assert same(result, answers(engines.tied)[1])
+        assert largest_gap(actor, prompts, result) < 1e-4
+        assert {answer.policy_version for answer in result} == {version}
         assert tied.first_difference(parameters_of(actor)) is None
     assert buffers.sizes == [4096, 61 * 64 * 4, 64 * 64 * 4, 96 * 64 * 4, 40_000, 1 << 28]  # the first one grows
 
@@ -184,14 +184,14 @@ def test_the_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
     monkeypatch.undo()
 
     monkeypatch.setattr(gpu_buffer, "gpu_identifier", lambda device: "GPU of cpu")
-    found = {}
-    monkeypatch.setattr(gpu_buffer, "rebuild_cuda_tensor", lambda **arguments: found.update(arguments))
+    result = {}
+    monkeypatch.setattr(gpu_buffer, "rebuild_cuda_tensor", lambda **arguments: result.update(arguments))
     gpu_buffer.opened(message, torch.device("cuda", 1))
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert sorted(found) == sorted(names)
+    assert sorted(result) == sorted(names)
     _, handle, size, offset, *counter, event, waits = shared
-    assert [found[name] for name in names[6:]] == [1, handle, size, offset, False, *counter, event, waits]
-    assert found["tensor_size"] == torch.Size([64])
+    assert [result[name] for name in names[6:]] == [1, handle, size, offset, False, *counter, event, waits]
+    assert result["tensor_size"] == torch.Size([64])
     monkeypatch.setattr(gpu_buffer, "gpu_identifier", lambda device: "another")
     with pytest.raises(RuntimeError, match="the trainer's weights are on GPU GPU of cpu, the engine on another"):
         gpu_buffer.opened(message, torch.device("cuda", 1))
@@ -204,7 +204,7 @@ def test_it_is_refused_where_it_cannot_work(monkeypatch):
         ValueError, match="push_within_gpu needs a GPU, but torch finds none on this machine: remove it"
     ):
         engine.check(SAMPLING)
-    for own in (engine, SharedEngine(engine, ranks=2)):
+    for item in (engine, SharedEngine(engine, ranks=2)):
         with pytest.raises(ValueError, match="remove push_within_gpu, or set max_staleness to 0"):
-            check_overlap(own, 1)
-        check_overlap(own, 0)
+            check_overlap(item, 1)
+        check_overlap(item, 0)

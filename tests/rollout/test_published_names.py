@@ -27,35 +27,35 @@ def test_names_and_every_bit_are_those_of_the_file_that_transformers_writes(kind
     for _, tensor in whole_tensors(model.lm):
         tensor.copy_(torch.randn_like(tensor))  # new norms are all ones, new biases zeros
     save_architecture(source, tmp_path)
-    found = {name: tensor.clone() for name, tensor in PublishedNames(tmp_path)(whole_tensors(model.lm))}
+    result = {name: tensor.clone() for name, tensor in PublishedNames(tmp_path)(whole_tensors(model.lm))}
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    assert result.keys() == saved.keys()
+    assert all(torch.equal(result[name], tensor) for name, tensor in saved.items())
 
 
 def test_experts_come_one_by_one(tmp_path):
     save_architecture(FromConfig(ARCHITECTURES["qwen3_moe"]), tmp_path)
     stacked = torch.arange(4 * 64 * 64.0).view(4, 64, 64)
-    found = dict(PublishedNames(tmp_path)([("model.layers.1.mlp.experts.gate_up_proj", stacked)]))
-    assert len(found) == 8
-    assert torch.equal(found["model.layers.1.mlp.experts.2.gate_proj.weight"], stacked[2, :32])
-    assert torch.equal(found["model.layers.1.mlp.experts.3.up_proj.weight"], stacked[3, 32:])
+    result = dict(PublishedNames(tmp_path)([("model.layers.1.mlp.experts.gate_up_proj", stacked)]))
+    assert len(result) == 8
+    assert torch.equal(result["model.layers.1.mlp.experts.2.gate_proj.weight"], stacked[2, :32])
+    assert torch.equal(result["model.layers.1.mlp.experts.3.up_proj.weight"], stacked[3, 32:])
 
 
 def test_one_tensor_at_a_time_is_asked_for(tmp_path):
     """A sharded role never holds two whole ones."""
     save_architecture(FromConfig(ARCHITECTURES["qwen3_moe"]), tmp_path)
-    asked = []
+    requested = []
 
     def tensors():
         for name in ("model.norm.weight", "model.layers.0.mlp.experts.down_proj", "lm_head.weight"):
-            asked.append(name)
+            requested.append(name)
             yield name, torch.zeros(4, 64, 32)
 
     published = PublishedNames(tmp_path)(tensors())
-    assert asked == []
+    assert requested == []
     assert next(published)[0] == "model.norm.weight"
-    assert len(asked) == 1
+    assert len(requested) == 1
     assert next(published)[0] == "model.layers.0.mlp.experts.0.down_proj.weight"
-    assert len(asked) == 2
+    assert len(requested) == 2

@@ -85,14 +85,14 @@ def test_chunks_hold_every_parameter_once_in_order_as_it_was():
             memory[:size] = number  # valid only until the next
             yield f"w{number}", memory[:size]
 
-    found = [[(name, tensor.clone()) for name, tensor in chunk] for chunk in chunks(reused(), 16 * 4)]
-    assert [[name for name, _ in chunk] for chunk in found] == [
+    result = [[(name, tensor.clone()) for name, tensor in chunk] for chunk in chunks(reused(), 16 * 4)]
+    assert [[name for name, _ in chunk] for chunk in result] == [
         ["w0", "w1"],
         ["w2"],
         ["w3", "w4"],
         ["w5"],
         ["w6", "w7"],
     ]
-    for number, (_, tensor) in enumerate(pair for chunk in found for pair in chunk):
+    for number, (_, tensor) in enumerate(pair for chunk in result for pair in chunk):
         assert tensor.tolist() == [number] * sizes[number]
     assert list(chunks([], 8)) == []

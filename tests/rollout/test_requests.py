@@ -30,6 +30,6 @@ def test_none_comes_every_so_often_even_while_others_come():
             future.set_result(None)
 
     threading.Thread(target=work).start()
-    found = list(as_completed_with_heartbeat(futures, 0.25))
-    assert [future for future in found if future is not None] == futures
-    assert 2 <= found.count(None) <= 8
+    result = list(as_completed_with_heartbeat(futures, 0.25))
+    assert [future for future in result if future is not None] == futures
+    assert 2 <= result.count(None) <= 8

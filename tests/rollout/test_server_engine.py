@@ -117,8 +117,8 @@ def test_a_push_happens_between_requests_and_empties_the_prefix_cache(engine, st
         "/resume",
     ]
     assert stub.paths().count("/init_weight_transfer_engine") == 1
-    assert stub.asked[-6][1]["new_version"].startswith("unfinished run ")
-    assert stub.asked[-2][1]["weight_version"].endswith(", version 8")
+    assert stub.requested[-6][1]["new_version"].startswith("unfinished run ")
+    assert stub.requested[-2][1]["weight_version"].endswith(", version 8")
     assert engine.first_difference(PARAMETERS) is None
     assert engine.first_difference([("w", torch.zeros(2, 3)), PARAMETERS[1]]) == "w"
 
@@ -128,7 +128,7 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
     completions = generate(engine, prompts, SAMPLING, range(300))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
     assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
-    (body,) = (body for path, body in stub.asked if path.endswith("generate") and body["token_ids"] == [3])
+    (body,) = (body for path, body in stub.requested if path.endswith("generate") and body["token_ids"] == [3])
     assert body["sampling_params"] == {
         "max_tokens": 4,
         "temperature": 0.5,
@@ -148,7 +148,7 @@ def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_fi
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
     stub.answers["/inference/v1/generate"] = lambda body: (200, {**answer(body)[1], "prompt_logprobs": echoed})
     (completion,) = generate(engine, [[3, 5, 4]], replace(SAMPLING, echo=True), [0])
-    assert stub.asked[-1][1]["sampling_params"]["prompt_logprobs"] == 0
+    assert stub.requested[-1][1]["sampling_params"]["prompt_logprobs"] == 0
     assert completion.token_ids == [5, 4, 3, 3, 3]
     assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
 
@@ -171,7 +171,10 @@ def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub)
     engine.update_weights(PARAMETERS, 8)
     assert generation.finished_at is not None
     assert "/pause?mode=wait" in stub.paths()[stub.paths().index("/inference/v1/generate") :]
-    assert [(own.token_ids, own.policy_version) for own in generation.completions()] == [([5], 7), ([6, 6], 7)]
+    assert [(completion.token_ids, completion.policy_version) for completion in generation.completions()] == [
+        ([5], 7),
+        ([6, 6], 7),
+    ]
     assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.completions()))
     assert submit(engine, [[5]], SAMPLING, [1]).completions()[0].policy_version == 8
 
@@ -180,9 +183,9 @@ def test_conversations_are_requests_of_single_turns(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def two_tokens_and_an_end(body):
-        code, found = answer({"token_ids": [5, 5, 5]})
-        found["choices"][0]["token_ids"] = [5, 6, 2]
-        return code, found
+        code, result = answer({"token_ids": [5, 5, 5]})
+        result["choices"][0]["token_ids"] = [5, 6, 2]
+        return code, result
 
     stub.answers["/inference/v1/generate"] = two_tokens_and_an_end
     tokenizer = CharacterTokenizer("abcdefgh").load()
@@ -192,15 +195,17 @@ def test_conversations_are_requests_of_single_turns(engine, stub):
         tokenizer,
     )
     sampling = replace(SAMPLING, max_tokens=9)
-    asked = [ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)]
-    generation = serve(engine, asked, partial(sampler, check=CompletionCheck(9, 7, 20)))
+    requested = [
+        ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)
+    ]
+    generation = serve(engine, requested, partial(sampler, check=CompletionCheck(9, 7, 20)))
     rows = generation.completions()
     sampler.close()
-    bodies = [body for path, body in stub.asked if path.endswith("generate")]
-    assert len(bodies) == 2 * len(asked)
-    for request, row in zip(asked, rows, strict=True):
-        own = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
-        first, second = sorted(own, key=lambda body: body["sampling_params"]["seed"])
+    bodies = [body for path, body in stub.requested if path.endswith("generate")]
+    assert len(bodies) == 2 * len(requested)
+    for request, row in zip(requested, rows, strict=True):
+        instance = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
+        first, second = sorted(instance, key=lambda body: body["sampling_params"]["seed"])
         assert tuple(body["sampling_params"]["seed"] for body in (first, second)) == request.turn_seeds
         assert second["token_ids"] == [*request.prompt_ids, *row.token_ids[: row.sampled.index(False) + 2]]
         assert (first["sampling_params"]["max_tokens"], second["sampling_params"]["max_tokens"]) == (4, 4)
@@ -220,9 +225,9 @@ def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def mixed(body):
-        status, found = answer(body)
-        found["choices"][0]["weight_versions"].insert(0, {"version": "old", "start": 0, "end": 0})
-        return status, found
+        status, result = answer(body)
+        result["choices"][0]["weight_versions"].insert(0, {"version": "old", "start": 0, "end": 0})
+        return status, result
 
     stub.answers["/inference/v1/generate"] = mixed
     with pytest.raises(EngineDied, match=r"generated with the weights \['old', 'run"):
@@ -240,9 +245,9 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def aborted(body):
-        status, found = answer(body)
-        found["choices"][0]["finish_reason"] = "abort"
-        return status, found
+        status, result = answer(body)
+        result["choices"][0]["finish_reason"] = "abort"
+        return status, result
 
     stub.answers["/inference/v1/generate"] = aborted
     with pytest.raises(EngineDied, match=r"aborted a response \(abort\)"):
@@ -250,7 +255,7 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "value", "told"),
+    ("part", "key", "value", "message"),
     [
         ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("model_config", "dtype", "torch.bfloat16", "--dtype float32, not torch.bfloat16"),
@@ -259,9 +264,9 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
         ("weight_transfer_config", "backend", "ipc", "--weight-transfer-config with the backend shared_memory or nccl"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, stub, part, key, value, told):
+def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, stub, part, key, value, message):
     stub.config[part][key] = value
-    with pytest.raises(ValueError, match=f"does not fit this run; start it with {told}"):
+    with pytest.raises(ValueError, match=f"does not fit this run; start it with {message}"):
         make().wait()
 
 
@@ -371,8 +376,8 @@ def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub,
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
-    asked = []
-    stub.answers["/health"] = lambda body: (200, {}) if len(asked) > 1 else asked.append(1)
+    requested = []
+    stub.answers["/health"] = lambda body: (200, {}) if len(requested) > 1 else requested.append(1)
     assert make().wait()
     assert f"Waiting for the vLLM server at {stub.url} for " in caplog.text
 
@@ -397,7 +402,7 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind", "told"),
+    ("status", "body", "kind", "message"),
     [
         (400, {"error": {"message": "too long"}}, RunError, "rejected the request: too long"),
         (
@@ -415,9 +420,9 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
         (502, b"<html>", EngineDied, "failed at .*: <html>"),
     ],
 )
-def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, kind, told):
+def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, kind, message):
     stub.answers["/inference/v1/generate"] = status, body
-    with pytest.raises(kind, match=told) as error:
+    with pytest.raises(kind, match=message) as error:
         generate(engine, [[0]], SAMPLING, [0])
     assert type(error.value) is kind
 
@@ -463,7 +468,7 @@ def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
         "/start_weight_update",
         "/update_weights",
     ]
-    assert stub.asked[-6][1] == {}  # no version
+    assert stub.requested[-6][1] == {}  # no version
 
 
 @pytest.mark.slow
@@ -491,10 +496,10 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
         [("b", [1, 1]), ("c", [0])],
         [("w", [[0, 1, 2], [3, 4, 5]])],
     ]
-    bodies = dict(stub.asked)
+    bodies = dict(stub.requested)
     assert (groups[0].world_size, groups[0].master_address, len(groups)) == (3, "127.0.0.1", 1)
     assert bodies["/init_weight_transfer_engine"]["init_info"]["rank_offset"] == 1
-    updates = [body["update_info"] for path, body in stub.asked if path == "/update_weights"]
+    updates = [body["update_info"] for path, body in stub.requested if path == "/update_weights"]
     assert updates[1] == {"names": ["b", "c"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2], [1]]}
     assert [path for path in stub.paths() if "finish" in path or "start" in path] == [
         "/start_weight_update",

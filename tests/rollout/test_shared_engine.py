@@ -75,9 +75,9 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     with pytest.raises(FileNotFoundError):  # both ranks end without an answer
         run_ranks("tests.rollout.shared_ranks:lose", 2)
-    seconds, told = (tmp_path / "told").read_text().split(" ", 1)
+    seconds, message = (tmp_path / "told").read_text().split(" ", 1)
     assert float(seconds) < 20
-    assert told.startswith("EngineDied: one of the ranks 0 to 1, which share an engine, has ended: ")
+    assert message.startswith("EngineDied: one of the ranks 0 to 1, which share an engine, has ended: ")
 
 
 def test_what_cannot_be_shared_is_refused():
@@ -120,7 +120,7 @@ def test_a_device_has_the_name_that_a_child_process_knows_it_by(monkeypatch, vis
 def child_environment(monkeypatch, tmp_path):
     """What the engine's process would get, given its devices."""
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", lambda *given: given)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", lambda *args: args)
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
 

@@ -168,7 +168,7 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
     if unfinished == "cut":
         started = [completion for completion in mixed if 1 in completion.token_versions]
         assert started
-        assert all(len(own.token_ids) < 150 and set(own.token_versions) == {1} for own in started)
+        assert all(len(item.token_ids) < 150 and set(item.token_versions) == {1} for item in started)
         assert largest_gap(first, PROMPTS[: len(started)], mixed[: len(started)]) < 1e-5
     else:
         assert all(len(completion.token_ids) == 150 for completion in mixed)

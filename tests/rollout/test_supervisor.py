@@ -78,10 +78,10 @@ def test_each_future_gets_its_own_answer_whatever_finishes_first(start):
 def test_threads_may_ask_at_the_same_time(start):
     engine = start()
     with ThreadPoolExecutor(8) as threads:
-        asked = threads.map(
+        requested = threads.map(
             lambda i: engine.generate([request(*[i] * (i + 1))])[0].result(WAIT)["token_ids"], range(24)
         )
-        assert list(asked) == [[i] * (i + 1) for i in range(24)]
+        assert list(requested) == [[i] * (i + 1) for i in range(24)]
 
 
 def test_a_refused_batch_answers_all_its_futures_and_the_engine_lives_on(start):
@@ -133,18 +133,18 @@ def test_nobody_who_asks_around_the_moment_of_death_is_forgotten(start):
 def test_an_engine_that_cannot_start_says_why(start, tmp_path):
     with pytest.raises(EngineDied) as death:
         start(refuse="heads of 48 are unknown").ready.result(WAIT)
-    told = str(death.value)
-    assert "died: ValueError: heads of 48 are unknown; its log is " in told
-    assert "\n" not in told  # one sentence
+    message = str(death.value)
+    assert "died: ValueError: heads of 48 are unknown; its log is " in message
+    assert "\n" not in message  # one sentence
     assert "Traceback" in (tmp_path / "new" / "engine.log").read_text()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [({"exit": 3}, "exit code 3"), ({"kill": signal.SIGABRT.value}, r"killed by signal 6 \(SIGABRT\)")],
 )
-def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments, told):
-    with pytest.raises(EngineDied, match=rf"died: {told}; its log is .*, and ends:\nout of cheese$"):
+def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments, message):
+    with pytest.raises(EngineDied, match=rf"died: {message}; its log is .*, and ends:\nout of cheese$"):
         start(chatter="out of cheese", **arguments).ready.result(WAIT)
 
 
@@ -291,15 +291,15 @@ def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start,
     engine = start(slow=1.5)
     caplog.clear()
     assert engine.results([engine.ready], "the engine to be ready")[0]["kind"] == "ready"
-    said = [record.getMessage() for record in caplog.records]
+    output = [record.getMessage() for record in caplog.records]
     log = tmp_path / "new" / "engine.log"
-    assert len(said) >= 4
-    for line in said:
+    assert len(output) >= 4
+    for line in output:
         assert re.fullmatch(
             rf"Waiting for the engine to be ready for \d+ s; the engine's log is {re.escape(str(log))}\.", line
         )
-    assert " for 0 s;" in said[0]
-    assert " for 2 s;" in " ".join(said)
+    assert " for 0 s;" in output[0]
+    assert " for 2 s;" in " ".join(output)
     caplog.clear()
     prompts = [[1], [2] * 80]
     answers = engine.results(engine.generate([request(*prompt) for prompt in prompts]), "completions")
@@ -347,9 +347,9 @@ def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monke
     before = dict(os.environ)
     engine = start(environment={"FOR_THE_ENGINE": "yes"})
     engine.ready.result(WAIT)
-    found = psutil.Process(engine.process.pid).environ()
-    assert found["FROM_THE_TRAINER"] == found["FOR_THE_ENGINE"] == "yes"
-    assert not {*launchers, "PL_GLOBAL_SEED"} & set(found)
+    result = psutil.Process(engine.process.pid).environ()
+    assert result["FROM_THE_TRAINER"] == result["FOR_THE_ENGINE"] == "yes"
+    assert not {*launchers, "PL_GLOBAL_SEED"} & set(result)
     assert dict(os.environ) == before
 
 

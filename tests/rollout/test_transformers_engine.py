@@ -32,9 +32,9 @@ def draws(logits, sampling, count):
 def distance(chosen, probabilities):
     """Pearson's chi-square statistic."""
     expected = probabilities * len(chosen)
-    found = torch.bincount(chosen, minlength=len(probabilities))
-    assert not found[probabilities == 0].any()
-    return ((found - expected) ** 2 / expected)[probabilities > 0].sum().item()
+    result = torch.bincount(chosen, minlength=len(probabilities))
+    assert not result[probabilities == 0].any()
+    return ((result - expected) ** 2 / expected)[probabilities > 0].sum().item()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -47,7 +47,7 @@ def test_samples_follow_the_distribution(temperature):
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "saved"),
     [
         ({"top_k": 2}, [0, 3]),
         ({"top_k": 100}, [0, 1, 2, 3, 5]),
@@ -56,10 +56,10 @@ def test_samples_follow_the_distribution(temperature):
         ({"top_k": 3, "top_p": 0.5}, [0]),
     ],
 )
-def test_top_k_and_top_p_cut_the_distribution(options, kept):
+def test_top_k_and_top_p_cut_the_distribution(options, saved):
     logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -torch.inf, 0.5])  # 0.53 0.03 0.07 0.20 0 0.12... of the whole
     wanted = torch.full_like(logits, -torch.inf)
-    wanted[kept] = logits[kept]
+    wanted[saved] = logits[saved]
     probabilities = wanted.softmax(0)
     chosen, logprobs = draws(logits, SamplingParams(1, **options), 10_000)
     assert distance(chosen, probabilities) < 18.47

@@ -60,12 +60,12 @@ def adapted(source, seed):
     return actor
 
 
-def own(actor, wanted):
+def instance(actor, wanted):
     return [(name, p.detach()) for name, p in actor.lm.named_parameters() if wanted(name)]
 
 
 def base_of(actor):
-    return [(base_name(name), tensor) for name, tensor in own(actor, lambda name: not is_adapter(name))]
+    return [(base_name(name), tensor) for name, tensor in instance(actor, lambda name: not is_adapter(name))]
 
 
 def exported(actor, directory):
@@ -102,7 +102,7 @@ def test_after_every_swap_the_engine_says_what_the_merged_model_says(start, sour
     engine.update_weights(base_of(adapted(source, 0)), 0)
     for version in (1, 2, 3):
         actor = adapted(source, version)
-        engine.update_adapters(own(actor, is_adapter), version)
+        engine.update_adapters(instance(actor, is_adapter), version)
         model = exported(actor, tmp_path / str(version))
         assert_says_what(model, engine, version, nats=1e-4)  # W x + B A x, not (W + B A) x: rounded in another order
 
@@ -112,7 +112,7 @@ def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_mode
     engine = start(VLLMEngine, TIED)
     for version in (1, 2):
         actor = adapted(TIED, version)
-        engine.update_weights(merged(actor.lm, own(actor, lambda name: True)), version)
+        engine.update_weights(merged(actor.lm, instance(actor, lambda name: True)), version)
         assert_says_what(exported(actor, tmp_path / str(version)), engine, version)
 
 
@@ -122,7 +122,7 @@ def test_with_echo_the_log_probabilities_of_prompts_are_those_of_the_new_adapter
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
     for version in (1, 2):
         actor = adapted(TIED, version)
-        engine.update_adapters(own(actor, is_adapter), version)
+        engine.update_adapters(instance(actor, is_adapter), version)
         completions = generate(engine, prompts, SamplingParams(2, echo=True), range(6))
         assert [completion.token_ids[:-2] for completion in completions] == [prompt[1:] for prompt in prompts]
         assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-4
@@ -132,7 +132,7 @@ def test_with_echo_the_log_probabilities_of_prompts_are_those_of_the_new_adapter
 def test_a_swap_sends_adapters_alone(start):
     engine = start(VLLMAdapterEngine, TIED)
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
-    engine.update_adapters(own(adapted(TIED, 1), is_adapter), 1)
+    engine.update_adapters(instance(adapted(TIED, 1), is_adapter), 1)
     with safe_open(engine._directory / "adapter_model.safetensors", "pt") as file:
         names = set(file.keys())
     assert len(names) == 2 * 7 * 2  # layers, matrices, A and B
@@ -144,11 +144,11 @@ def test_an_adapter_that_is_not_what_was_sent_is_named(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 4)
     engine.update_weights(base_of(actor), 0)
-    engine.update_adapters(own(actor, is_adapter), 1)
-    assert engine.first_difference(own(actor, is_adapter)) is None
+    engine.update_adapters(instance(actor, is_adapter), 1)
+    assert engine.first_difference(instance(actor, is_adapter)) is None
     name = "model.layers.1.mlp.up_proj.lora_B.default.weight"
     actor.lm.get_parameter(name).data[3, 1] += 1e-6
-    assert engine.first_difference(own(actor, is_adapter)) == name
+    assert engine.first_difference(instance(actor, is_adapter)) == name
     assert engine.first_difference([]) is not None
 
 
@@ -157,7 +157,7 @@ def test_new_weights_are_used_without_the_adapter_that_was_for_others(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 5)
     engine.update_weights(base_of(actor), 0)
-    engine.update_adapters(own(actor, is_adapter), 1)
+    engine.update_adapters(instance(actor, is_adapter), 1)
     engine.update_weights(base_of(actor), 2)
     assert_says_what(TIED.causal().eval(), engine, 2)
 

@@ -30,7 +30,7 @@ def requests(count, turns=4, max_tokens=120):
     ]
 
 
-def converse(engine, asked, version=0, on_finished=None, **settings):
+def converse(engine, requested, version=0, on_finished=None, **settings):
     settings = EnvironmentSettings(
         **(
             {"factory": worlds.Echo, "bridge": "plain", "max_turns": 4, "max_turn_tokens": 24, "timeout_s": None}
@@ -40,7 +40,7 @@ def converse(engine, asked, version=0, on_finished=None, **settings):
     sampler = ConversationSampler(settings, PlainBridge(TOKENIZER), TOKENIZER)
     check = CompletionCheck(120, version, ARCHITECTURE["vocab_size"])
     try:
-        return serve(engine, asked, partial(sampler, check=check), on_finished).completions()
+        return serve(engine, requested, partial(sampler, check=check), on_finished).completions()
     finally:
         sampler.close()
 
@@ -58,40 +58,50 @@ class Lockstep:
 def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engines):
     engine = engines.tied
     actor = pushed(engine, source_of(seed=1))
-    asked = requests(16)
-    expected = converse(engine, asked)
+    requested = requests(16)
+    expected = converse(engine, requested)
     runs = {
-        "again": converse(engine, asked),
-        "lockstep": converse(Lockstep(engine), asked),
-        "reversed": converse(engine, asked[::-1])[::-1],
-        "one call at a time": converse(engine, asked, concurrency=1),
-        "alone": [converse(engine, [own])[0] for own in asked[:4]],
-        "in an event loop": converse(engine, asked, factory=worlds.SlowEcho),
+        "again": converse(engine, requested),
+        "lockstep": converse(Lockstep(engine), requested),
+        "reversed": converse(engine, requested[::-1])[::-1],
+        "one call at a time": converse(engine, requested, concurrency=1),
+        "alone": [converse(engine, [item])[0] for item in requested[:4]],
+        "in an event loop": converse(engine, requested, factory=worlds.SlowEcho),
     }
-    for name, found in runs.items():
-        for own, other in zip(found, expected, strict=name != "alone"):
-            assert (own.token_ids, own.logprobs, own.sampled) == (other.token_ids, other.logprobs, other.sampled), name
-    turns = [len(own.conversation.turn_ends) for own in expected]
+    for name, result in runs.items():
+        for entry, other in zip(result, expected, strict=name != "alone"):
+            assert (entry.token_ids, entry.logprobs, entry.sampled) == (
+                other.token_ids,
+                other.logprobs,
+                other.sampled,
+            ), name
+    turns = [len(item.conversation.turn_ends) for item in expected]
     assert max(turns) > 1
-    assert any(False in own.sampled for own in expected)
+    assert any(False in item.sampled for item in expected)
     sampled_only = [
-        replace(own, logprobs=[value if mark else 0.0 for value, mark in zip(own.logprobs, own.sampled, strict=True)])
-        for own in expected
+        replace(
+            item, logprobs=[value if mark else 0.0 for value, mark in zip(item.logprobs, item.sampled, strict=True)]
+        )
+        for item in expected
     ]
     assert sampled_only == expected
-    assert largest_gap_of_sampled(actor, asked, expected) < 1e-5
+    assert largest_gap_of_sampled(actor, requested, expected) < 1e-5
 
 
-def largest_gap_of_sampled(actor, asked, completions):
+def largest_gap_of_sampled(actor, requested, completions):
     """The gap between engine and trainer on sampled tokens, each turn as a response to all tokens before it."""
     prompts, parts = [], []
-    for request, own in zip(asked, completions, strict=True):
+    for request, completion in zip(requested, completions, strict=True):
         first = 0
-        for end in own.conversation.turn_ends:
-            start = first + own.sampled[first:end].count(False)
-            prompts.append([*request.prompt_ids, *own.token_ids[:start]])
+        for end in completion.conversation.turn_ends:
+            start = first + completion.sampled[first:end].count(False)
+            prompts.append([*request.prompt_ids, *completion.token_ids[:start]])
             part = slice(start, end)
-            parts.append(replace(own, token_ids=own.token_ids[part], logprobs=own.logprobs[part], sampled=None))
+            parts.append(
+                replace(
+                    completion, token_ids=completion.token_ids[part], logprobs=completion.logprobs[part], sampled=None
+                )
+            )
             first = end
     return largest_gap(actor, prompts, parts)
 
@@ -118,9 +128,11 @@ def test_the_engine_is_busy_while_environments_wait(engines):
     engine = engines.tied
     pushed(engine, source_of(seed=1))
     busy = _Busy(engine)
-    asked = [replace(own, turn_seeds=tuple(range(1000 * i, 1000 * i + 8))) for i, own in enumerate(requests(64))]
-    found = converse(busy, asked, factory=Waits, concurrency=64, max_turns=8, max_turn_tokens=12)
-    turns = sum(len(own.conversation.turn_ends) for own in found)
+    requested = [
+        replace(request, turn_seeds=tuple(range(1000 * i, 1000 * i + 8))) for i, request in enumerate(requests(64))
+    ]
+    result = converse(busy, requested, factory=Waits, concurrency=64, max_turns=8, max_turn_tokens=12)
+    turns = sum(len(item.conversation.turn_ends) for item in result)
     assert turns > 64
     assert busy.ended == turns
     assert busy.pauses <= 0.15 * turns

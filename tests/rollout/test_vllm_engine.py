@@ -167,13 +167,13 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
     with torch.no_grad():
         logprobs = actor.lm(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(0)
     ranked = logprobs.argsort(descending=True).tolist()
-    for sampling, kept in (
+    for sampling, saved in (
         (SamplingParams(1, top_k=3), ranked[:3]),
         (SamplingParams(1, top_p=0.5), ranked[: int((logprobs[ranked].exp().cumsum(0) < 0.5).sum()) + 1]),
     ):
         completions = generate(engines.tied, [[5, 6]] * 200, sampling, range(200))
-        renormalised = (logprobs[kept] - logprobs[kept].logsumexp(0)).tolist()
-        expected = dict(zip(kept, renormalised, strict=True))
+        renormalised = (logprobs[saved] - logprobs[saved].logsumexp(0)).tolist()
+        expected = dict(zip(saved, renormalised, strict=True))
         for completion in completions:
             assert completion.logprobs[0] == pytest.approx(expected[completion.token_ids[0]], abs=1e-5)
 
@@ -412,8 +412,8 @@ def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(
     for fine in (0.0, 0.01, 1.0, 2.0):
         kind().check(SamplingParams(1, fine))
     for temperature in (0.009, 2.1, float("inf")):
-        told = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: use one of these or Transf"
-        with pytest.raises(ValueError, match=told):
+        message = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: use one of these or Transf"
+        with pytest.raises(ValueError, match=message):
             kind().check(SamplingParams(1, temperature))
 
 
@@ -421,8 +421,8 @@ def test_accelerators_that_it_would_leave_idle_are_refused_before_it_starts(inst
     for kind, refused in (("cuda", False), ("mps", False), ("npu", True), ("xpu", True)):
         device = SimpleNamespace(type=kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, device=device: device)
-        told = f"this machine has {kind} devices: start a vLLM server built for them and use VLLMServerEngine"
-        with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        message = f"this machine has {kind} devices: start a vLLM server built for them and use VLLMServerEngine"
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
             VLLMEngine().check(SamplingParams(1))
 
 
@@ -430,16 +430,21 @@ def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
     save_architecture(source_of(), tmp_path)
     setup = EngineSetup(tmp_path, "bfloat16", 9000, tmp_path / "log")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = VLLMEngine(arguments={"max_num_seqs": 8, "seed": 3}).llm_arguments(setup)
-    assert given["load_format"] == "dummy"  # the weights are pushed
-    assert (given["dtype"], given["max_model_len"], given["max_num_seqs"], given["seed"]) == ("bfloat16", 9000, 8, 3)
-    assert given["max_num_batched_tokens"] >= 9000
-    assert given["trust_remote_code"] is False
-    assert "gpu_memory_utilization" not in given
+    inputs = VLLMEngine(arguments={"max_num_seqs": 8, "seed": 3}).llm_arguments(setup)
+    assert inputs["load_format"] == "dummy"  # the weights are pushed
+    assert (inputs["dtype"], inputs["max_model_len"], inputs["max_num_seqs"], inputs["seed"]) == (
+        "bfloat16",
+        9000,
+        8,
+        3,
+    )
+    assert inputs["max_num_batched_tokens"] >= 9000
+    assert inputs["trust_remote_code"] is False
+    assert "gpu_memory_utilization" not in inputs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = VLLMEngine(gpu_memory_utilization=0.7, tensor_parallel_size=2).llm_arguments(setup)
-    assert (given["gpu_memory_utilization"], given["tensor_parallel_size"]) == (0.7, 2)
-    assert "enforce_eager" not in given
+    inputs = VLLMEngine(gpu_memory_utilization=0.7, tensor_parallel_size=2).llm_arguments(setup)
+    assert (inputs["gpu_memory_utilization"], inputs["tensor_parallel_size"]) == (0.7, 2)
+    assert "enforce_eager" not in inputs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -465,8 +470,8 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
     assert "enable_sleep_mode" not in VLLMEngine().llm_arguments(setup)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({"deterministic": True}, {"sleep_while_learning": True}):
-        told = f"VLLMEngine: {next(iter(options))} needs a GPU, but torch finds none on this machine: remove it"
-        with pytest.raises(ValueError, match=told):
+        message = f"VLLMEngine: {next(iter(options))} needs a GPU, but torch finds none on this machine: remove it"
+        with pytest.raises(ValueError, match=message):
             VLLMEngine(**options).check(SamplingParams(1))
 
 
@@ -501,12 +506,12 @@ def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name in packages else [])
     monkeypatch.setattr(metadata, "version", packages.get)
-    told = "vLLM 0.32.0 is built for CUDA, but torch .* finds no usable GPU: update the NVIDIA driver"
-    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+    message = "vLLM 0.32.0 is built for CUDA, but torch .* finds no usable GPU: update the NVIDIA driver"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
         VLLMEngine().check(SamplingParams(1))
     monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: True)
     monkeypatch.setattr("lightning_rlhf.rollout.choose._gpus_for", lambda *_: 1)
-    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
         choose_engine(source_of().hf_config())
 
 

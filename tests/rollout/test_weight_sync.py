@@ -38,16 +38,16 @@ def same_bits(left, right):
 
 
 def test_every_dtype_and_shape_arrives_bit_by_bit_and_in_order(sender):
-    found = received(sender.write(PARAMETERS.items()))
-    assert list(found) == list(PARAMETERS)
+    result = received(sender.write(PARAMETERS.items()))
+    assert list(result) == list(PARAMETERS)
     for name, tensor in PARAMETERS.items():
-        assert same_bits(found[name], tensor), name
+        assert same_bits(result[name], tensor), name
 
 
 def test_the_first_parameter_may_be_empty(sender):
-    found = received(sender.write([("empty", torch.empty(0, 3)), ("full", torch.ones(2))]))
-    assert found["empty"].shape == (0, 3)
-    assert found["full"].tolist() == [1, 1]
+    result = received(sender.write([("empty", torch.empty(0, 3)), ("full", torch.ones(2))]))
+    assert result["empty"].shape == (0, 3)
+    assert result["full"].tolist() == [1, 1]
 
 
 def test_another_process_reads_what_was_written(sender):

@@ -109,13 +109,13 @@ def trained_alone(optimizer, path, steps=2):
     """A role and optimizer that a single process trained, saved before and after the last step."""
     role = OddRole()
     optimizer = OPTIMIZERS[optimizer](role)
-    given = batches(steps + 1)
-    for ids in given[:-1]:
+    inputs = batches(steps + 1)
+    for ids in inputs[:-1]:
         loss_of(role, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
     save(native_state(role, optimizer), f"{path}/before")
-    loss_of(role, given[-1]).backward()
+    loss_of(role, inputs[-1]).backward()
     optimizer.step()
     save(native_state(role, optimizer), f"{path}/after")
 
@@ -265,13 +265,13 @@ def disagreeing_ranks(folder):
     from lightning_rlhf.strategies import ranks
 
     dist.init_process_group("gloo")
-    path, said = Path(folder, "last.ckpt"), []
+    path, output = Path(folder, "last.ckpt"), []
 
     def attempt(work):
         try:
             work()
         except (OSError, ValueError) as error:
-            said.append(str(error))
+            output.append(str(error))
 
     version = manifest.begin(path)
     if ranks.rank() == 0:
@@ -297,7 +297,7 @@ def disagreeing_ranks(folder):
 
     attempt(lambda: ranks.raise_on_all_ranks(fail))
     dist.destroy_process_group()
-    return said
+    return output
 
 
 def dying_ranks(folder):

@@ -188,7 +188,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_start_and_its_failure_i
         ours, theirs = load_file(later / file.relative_to(now)), load_file(file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    monkeypatch.setattr(manifest, "publish", lambda *given: (_ for _ in ()).throw(OSError("the disk is gone")))
+    monkeypatch.setattr(manifest, "publish", lambda *args: (_ for _ in ()).throw(OSError("the disk is gone")))
     trainer.save_checkpoint(path, storage_options=SaveOptions(background=True))
     with pytest.raises(OSError, match="the disk is gone"):
         trainer.strategy.finish_saving()

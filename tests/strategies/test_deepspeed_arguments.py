@@ -30,9 +30,9 @@ NAMES = {
 def test_a_name_stands_for_a_stage_and_what_is_offloaded(name):
     registered = StrategyRegistry[name]
     stage, optimizer, params = NAMES[name]
-    given = {"stage": 2, "offload_optimizer": False, "offload_params": False} | registered["init_params"]
+    inputs = {"stage": 2, "offload_optimizer": False, "offload_params": False} | registered["init_params"]
     assert registered["strategy"] is RLHFDeepSpeedStrategy
-    assert given == {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
+    assert inputs == {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
 
 
 @pytest.mark.slow
@@ -64,9 +64,9 @@ def test_without_deepspeed_a_sentence_says_how_to_install_it(monkeypatch):
     ],
 )
 def test_what_contradicts_is_refused(options, sentence):
-    given = {"stage": 3, "offload_optimizer": False, "offload_params": False, "offload_frozen": False, "over": {}}
+    inputs = {"stage": 3, "offload_optimizer": False, "offload_params": False, "offload_frozen": False, "over": {}}
     with pytest.raises(ValueError, match=sentence):
-        configuration(**(given | options))
+        configuration(**(inputs | options))
 
 
 def test_a_users_configuration_lies_over_ours_key_by_key():
@@ -86,8 +86,8 @@ def test_a_users_configuration_lies_over_ours_key_by_key():
 def test_a_frozen_role_has_no_optimizer_and_is_offloaded_by_itself():
     shared = configuration(3, True, True, True, {})
     assert of_role(shared, frozen=False, offload_frozen=False, bfloat16=False) == shared
-    kept = of_role(shared, frozen=True, offload_frozen=False, bfloat16=False)["zero_optimization"]
-    assert kept == {"stage": 3}
+    saved = of_role(shared, frozen=True, offload_frozen=False, bfloat16=False)["zero_optimization"]
+    assert saved == {"stage": 3}
     moved = of_role(configuration(3, False, False, True, {}), frozen=True, offload_frozen=True, bfloat16=False)
     assert moved["zero_optimization"]["offload_param"]["device"] == "cpu"
 
@@ -110,9 +110,11 @@ def test_the_gradient_buffer_is_no_larger_than_the_gradients_nor_than_deepspeeds
 
 def test_a_block_is_a_layer_and_so_is_anything_beside_the_blocks():
     model = TinyModel().causal().lm
-    found = list(layers(model))
-    assert [item for layer in found for item in layer] == list(model.named_parameters())
-    assert [len(layer) for layer in found] == [1, 9, 9, 1, 1]
-    assert {name for name, _ in found[1]} == {n for n, _ in model.named_parameters() if n.startswith("model.layers.0.")}
+    result = list(layers(model))
+    assert [item for layer in result for item in layer] == list(model.named_parameters())
+    assert [len(layer) for layer in result] == [1, 9, 9, 1, 1]
+    assert {name for name, _ in result[1]} == {
+        n for n, _ in model.named_parameters() if n.startswith("model.layers.0.")
+    }
     norms = list(layers(model, lambda name: "norm" in name))
     assert [len(layer) for layer in norms] == [2, 2, 1]

@@ -21,7 +21,7 @@ LINKED = ["runtime.zero.stage_1_and_2", "runtime.bf16_optimizer"]
 CLIPPING = ["runtime.zero.stage_1_and_2", "runtime.zero.stage3", "runtime.bf16_optimizer"]
 
 
-def found(module, name):
+def result(module, name):
     value = importlib.import_module(f"deepspeed.{module}")
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -30,7 +30,7 @@ def found(module, name):
 
 @pytest.mark.parametrize(("module", "name", "parameters", "used_for"), PRIVATE)
 def test_a_private_name_is_where_it_was(module, name, parameters, used_for):
-    function = found(module, name)
+    function = result(module, name)
     assert function is not None, f"deepspeed.{module}.{name} is gone: deepspeed_private.py needs it for {used_for}"
     assert set(parameters) <= set(inspect.signature(inspect.unwrap(function)).parameters)
 

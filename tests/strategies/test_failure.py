@@ -68,22 +68,22 @@ def test_every_rank_learns_the_exit_code_of_the_one_that_failed(ranks):
 
 
 @pytest.mark.parametrize(
-    ("own", "code", "printed"),
+    ("instance", "code", "printed"),
     [(False, 2, True), (True, 2, False), (False, 1, True), (True, 1, True)],
     ids=["a mistake of another", "the same mistake", "a failure of another", "two failures"],
 )
-def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, own, code, printed):
-    said, left = [], []
-    monkeypatch.setattr(failure, "_write_line", said.append)
+def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, instance, code, printed):
+    output, left = [], []
+    monkeypatch.setattr(failure, "_write_line", output.append)
     monkeypatch.setattr(FailureWatch, "_exit_after_timeout", lambda watch: None)
     monkeypatch.setattr(FailureWatch, "_end_others", lambda watch: None)
     monkeypatch.setattr(os, "_exit", left.append)
     watch = FailureWatch(1, 2, 0)
-    watch._reporting = own
+    watch._reporting = instance
     watch._handle_failure("rank 0 failed: why", code)
     watch._exit()
     assert left == [code]
-    assert bool(said) is printed
+    assert bool(output) is printed
 
 
 def test_only_the_first_failure_counts(ranks):
@@ -203,25 +203,27 @@ def test_an_error_that_follows_from_anothers_end_is_known(error, lost):
 
 
 def test_a_place_is_not_in_frozen_code_nor_in_deepspeed():
-    places = []
+    positions = []
     libraries = ("<frozen _collections_abc>", f"{Path(torch.__file__).parent.parent}/deepspeed/runtime/engine.py")
     for library in (*libraries, typing_extensions.__file__):
-        exec(compile("note()", library, "exec"), {"note": lambda: places.append(failure._location(sys._getframe(1)))})
-    assert len(places) == 3
-    assert all(place.startswith(f"{__file__}:") for place in places), places
+        exec(
+            compile("note()", library, "exec"), {"note": lambda: positions.append(failure._location(sys._getframe(1)))}
+        )
+    assert len(positions) == 3
+    assert all(position.startswith(f"{__file__}:") for position in positions), positions
 
 
 def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
-    places = []
+    positions = []
 
     class Spy(torch.nn.Module):
         def forward(self):
-            places.extend([failure._location(sys._getframe()), failure._location(sys._getframe().f_back)])
+            positions.extend([failure._location(sys._getframe()), failure._location(sys._getframe().f_back)])
 
     Spy()()
     line = Spy.forward.__code__.co_firstlineno + 1
     test = "test_a_place_is_the_innermost_line_that_is_not_of_a_library"
-    assert places == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]
+    assert positions == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]
 
 
 @pytest.mark.quick_cases(1)
@@ -230,11 +232,11 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
 )
 def test_how_long_a_collective_may_wait_is_an_argument_of_every_strategy(strategy, tmp_path, monkeypatch, capsys):
     """As examples/cluster/README.md says."""
-    (given,) = re.findall(r"`init_args: (\{timeout: [^}]+\})`", (ROOT / "examples/cluster/README.md").read_text())
+    (inputs,) = re.findall(r"`init_args: (\{timeout: [^}]+\})`", (ROOT / "examples/cluster/README.md").read_text())
     config = copy.deepcopy(PPO)
     config["trainer"]["strategy"] = {
         "class_path": f"lightning_rlhf.strategies.{strategy}",
-        "init_args": yaml.safe_load(given),
+        "init_args": yaml.safe_load(inputs),
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr("sys.argv", ["lightning-rlhf"])

@@ -34,9 +34,9 @@ def test_what_a_plain_name_becomes(theirs, processes, ours):
 
 
 def test_every_name_that_is_given_out_is_registered():
-    given = {our_name(name, 2) for name in StrategyRegistry if our_name(name, 2) != name} | set(OURS.values())
-    assert given <= set(StrategyRegistry)
-    assert {name for name in given if not name.startswith("rlhf_")} == set()
+    inputs = {our_name(name, 2) for name in StrategyRegistry if our_name(name, 2) != name} | set(OURS.values())
+    assert inputs <= set(StrategyRegistry)
+    assert {name for name in inputs if not name.startswith("rlhf_")} == set()
 
 
 @pytest.mark.parametrize(

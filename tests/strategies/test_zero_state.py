@@ -72,5 +72,5 @@ def test_a_private_method_is_where_it_was(module, name, used_for):
     import importlib
 
     owner, _, method = name.partition(".")
-    found = getattr(importlib.import_module(f"deepspeed.{module}"), owner, None)
-    assert hasattr(found, method), f"deepspeed.{module}.{name} is gone: strategies/zero_state.py needs it, {used_for}"
+    result = getattr(importlib.import_module(f"deepspeed.{module}"), owner, None)
+    assert hasattr(result, method), f"deepspeed.{module}.{name} is gone: strategies/zero_state.py needs it, {used_for}"

@@ -55,8 +55,8 @@ def score(completions: list[str], entry: list[str], dataset: list[str]) -> list[
         dataset: names of the datasets.
     """
     return [
-        float(_scorer(name).score_answer(text, json.loads(own)))
-        for text, own, name in zip(completions, entry, dataset, strict=True)
+        float(_scorer(name).score_answer(text, json.loads(task)))
+        for text, task, name in zip(completions, entry, dataset, strict=True)
     ]
 
 

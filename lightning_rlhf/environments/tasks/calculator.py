@@ -79,4 +79,6 @@ class Demonstrations(Problems):
 
 def right(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
     """Return 1 for a finished answer that is the result, else 0."""
-    return [float(ended and text == own) for text, own, ended in zip(completions, answer, finished, strict=True)]
+    return [
+        float(ended and text == expected) for text, expected, ended in zip(completions, answer, finished, strict=True)
+    ]

@@ -235,9 +235,9 @@ def check_finite(role: str, state: RoleState, step: int) -> None:
         FloatingPointError: a tensor has values that are not finite; the message names the first one.
     """
     for key, tensor in state.tensors.items():
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.is_floating_point() and not torch.isfinite(own).all():
-            count = int((~torch.isfinite(own)).sum())
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point() and not torch.isfinite(local).all():
+            count = int((~torch.isfinite(local)).sum())
             raise NonFiniteError(
                 f"{count} values of {key.removeprefix('model.')} of the {role} are not finite after step {step}, so no "
                 f"checkpoint was written and the previous one was kept: lower the learning rate, or check the rewards"

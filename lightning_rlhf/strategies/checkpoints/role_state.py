@@ -69,8 +69,8 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
             wanted |= {key: states[number][kind] for kind, key in keys.items()}
     stored.read(wanted)
     if optimizer is not None:
-        own = optimizer.state_dict()["param_groups"]
-        groups_now = [{**group, **values} for group, values in zip(own, settings, strict=True)]
+        groups = optimizer.state_dict()["param_groups"]
+        groups_now = [{**group, **values} for group, values in zip(groups, settings, strict=True)]
         not_empty = {number: state for number, state in states.items() if state}
         optimizer.load_state_dict({"state": not_empty, "param_groups": groups_now})
 

@@ -93,8 +93,8 @@ class _Pieces:
         # DeepSpeed's setter fails on the last rank if the world size does not divide the number of elements.
         part, _ = self.zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
         start = part.numel() * ranks.rank()
-        own = value.flatten()[start : start + part.numel()]
-        part.data[: own.numel()].copy_(own)
+        values = value.flatten()[start : start + part.numel()]
+        part.data[: values.numel()].copy_(values)
 
     def link(self) -> None:
         """Register new optimizer state with ZeRO-1 and ZeRO-2, as their first step does."""

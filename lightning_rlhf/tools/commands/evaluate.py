@@ -85,8 +85,12 @@ def run(arguments: list[str]) -> int:
     with failure_code_1(shows_cause=True):
         scored = {name: score_rows(rows, rewards, extract) for name, rows in files.items()}
         reports = [
-            {"file": name, "correct_at": options.correct_at, "sources": statistics_by_source(own, options.correct_at)}
-            for name, own in scored.items()
+            {
+                "file": name,
+                "correct_at": options.correct_at,
+                "sources": statistics_by_source(rows, options.correct_at),
+            }
+            for name, rows in scored.items()
         ]
         first, *others = scored
         differences = [

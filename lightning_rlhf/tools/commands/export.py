@@ -85,11 +85,11 @@ def find_checkpoint(name: str, config_file: Path, root: Path) -> Path:
     Raises:
         FileNotFoundError: there is no such checkpoint.
     """
-    folders = [own / "checkpoints" for own in (config_file.parent, root)]
+    folders = [folder / "checkpoints" for folder in (config_file.parent, root)]
     candidates = [folder / f"{name}.ckpt" for folder in folders] if name in _NAMED_CHECKPOINTS else [Path(name)]
     existing = next((path for path in candidates if path.exists()), None)
     if existing is not None:
         return existing
-    others = [own for own in _NAMED_CHECKPOINTS for folder in folders if (folder / f"{own}.ckpt").exists()]
+    others = [name for name in _NAMED_CHECKPOINTS for folder in folders if (folder / f"{name}.ckpt").exists()]
     hint = f": the run has --checkpoint {others[0]}" if others else ""
     raise MissingFileError(f"no checkpoint at {candidates[-1]}{hint}")

@@ -139,7 +139,7 @@ def run(arguments: list[str]) -> int:
         (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
     print(
         f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n"
-        + "\n".join(f"  {own}" for own in _commands(directory))
+        + "\n".join(f"  {command}" for command in _commands(directory))
     )
     return 0
 
@@ -197,7 +197,7 @@ def settings_for(model: str, size: ModelSize) -> dict[str, str]:
     path = os.path.abspath(model) if Path(model).is_dir() else model
     path = path if re.fullmatch(r"[\w./-]+", path) else json.dumps(path, ensure_ascii=False)  # as YAML reads it
     prompt, response, text = (
-        min(own, size.positions // n) for own, n in ((256, 2), (row.response_tokens, 2), (512, 1))
+        min(tokens, size.positions // n) for tokens, n in ((256, 2), (row.response_tokens, 2), (512, 1))
     )
     values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
     lora = f"LoRA, lr {row.lora['rl']:g}" if row.lora else f"all weights, lr {row.full['rl']:g}"
@@ -243,7 +243,7 @@ def _commands(directory: Path) -> list[str]:
     configurations = [name for name in _ORDER if (directory / name).is_file()]
     tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
     commands = ("check-data", "fit") if (directory / "data").is_dir() else ("fit",)
-    runs = [f"lightning-rlhf {own} --config {name}" for name in configurations for own in commands]
+    runs = [f"lightning-rlhf {command} --config {name}" for name in configurations for command in commands]
     return [*tests, *runs, "lightning-rlhf inspect runs"]
 
 

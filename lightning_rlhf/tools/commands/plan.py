@@ -125,7 +125,7 @@ def saves_in_background(config: Namespace) -> bool:
     """Return whether checkpoints are written while training continues, as by the default RunCheckpoint."""
     checkpoints = callbacks_of(config, Checkpoint)
     return not checkpoints or any(
-        is_class(own, RunCheckpoint) and own["init_args"]["background"] for own in checkpoints
+        is_class(callback, RunCheckpoint) and callback["init_args"]["background"] for callback in checkpoints
     )
 
 

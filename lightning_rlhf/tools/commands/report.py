@@ -59,5 +59,5 @@ def _table_page(folder: Path, path: Path) -> str:
     """Return the table of the runs in a folder, with links from the path of the page to their report pages."""
     runs = find_runs(folder)
     pages = [run.path / "report.html" for run in runs]
-    links = [os.path.relpath(own, path.parent) if own.is_file() else "" for own in pages]
+    links = [os.path.relpath(page, path.parent) if page.is_file() else "" for page in pages]
     return project_page(folder, runs, [quote(link) for link in links])

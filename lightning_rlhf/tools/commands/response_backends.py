@@ -155,8 +155,8 @@ class EngineBackend:
             raise UsageError(
                 f"--max-tokens {self._sampling.max_tokens} leaves no tokens for a prompt: the model accepts {positions}"
             )
-        own = self._conversations
-        options = dict(own.data) if own else {}
+        sampler = self._conversations
+        options = dict(sampler.data) if sampler else {}
         if as_messages:
             options["as_messages"] = True
         data = _PromptRows(
@@ -169,8 +169,8 @@ class EngineBackend:
         )
         data.setup("fit")
         self._tokenizer = data.tokenizer
-        if own:
-            self._sampler = conversation_sampler(own.settings, data)
+        if sampler:
+            self._sampler = conversation_sampler(sampler.settings, data)
         print(replace(data.reports["train"], name="prompts"))
         return data.examples["train"]
 
@@ -364,7 +364,7 @@ class ServerBackend:
         """See :class:`EngineBackend`."""
 
         async def request_all() -> list[Response]:
-            return await asyncio.gather(*(self._request(own.prompt, own.seed) for own in requests))
+            return await asyncio.gather(*(self._request(request.prompt, request.seed) for request in requests))
 
         return asyncio.run(request_all())
 

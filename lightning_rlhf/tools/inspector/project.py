@@ -137,5 +137,9 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a run without its seed and without paths in its directory."""
     directory = str(config.get(_DIRECTORY) or "").rstrip("/")
     texts = {name: text for name, text in setting_texts(config).items() if name not in (_SEED, _DIRECTORY)}
-    own = (directory, f"{directory}/")
-    return {k: text for k, text in texts.items() if not directory or (text != own[0] and not text.startswith(own[1]))}
+    prefixes = (directory, f"{directory}/")
+    return {
+        k: text
+        for k, text in texts.items()
+        if not directory or (text != prefixes[0] and not text.startswith(prefixes[1]))
+    }

@@ -111,9 +111,9 @@ def counts(role: Role, work: Work, ranks: int) -> PassCounts:
 
 def _pushed_bytes(shard: Shard, engine: Engine) -> int:
     """Return the bytes per element gathered for the engine; FSDP casts before, unless it merges adapters."""
-    own = shard.precision.weights
+    weights = shard.precision.weights
     cast = shard.strategy.kind == "fsdp" and not shard.role.adapters
-    return min(own, engine.element_bytes(shard.role)) if cast else own
+    return min(weights, engine.element_bytes(shard.role)) if cast else weights
 
 
 def _weights(shard: Shard, counts: PassCounts) -> Counter[str]:

@@ -95,13 +95,13 @@ def sharded(role, count, split=1, mixed=False, **options):
 
 def saved_by(model, compute):
     """Bytes that autograd keeps of a computation, beside the model's own tensors."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    instance = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     tensors = []
     sizes = {}
 
     def pack(tensor):
         tensors.append(tensor)  # or its address would be another tensor's
-        if tensor.untyped_storage().data_ptr() not in own:
+        if tensor.untyped_storage().data_ptr() not in instance:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 

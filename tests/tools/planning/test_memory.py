@@ -183,11 +183,11 @@ def test_a_background_save_copies_the_planned_bytes(dtype):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    kept = in_host_memory(native_state(model, optimizer)).tensors.values()
+    saved = in_host_memory(native_state(model, optimizer)).tensors.values()
     role = Role("actor", MODEL, True, dtype)
     run = Run([role, REF], strategy("rlhf_single"), replace(WORK, mixed=False), background_save=True)
     _, host, _ = memory(run, 1)
-    assert host == {terms.SAVED: sum(tensor.nbytes for tensor in kept if tensor.ndim)}
+    assert host == {terms.SAVED: sum(tensor.nbytes for tensor in saved if tensor.ndim)}
     assert not memory(Run([role, REF], strategy("rlhf_single"), WORK), 1)[1]
 
 
@@ -244,11 +244,11 @@ def test_offloaded_idle_roles_are_counted_only_while_they_are_used():
         work = replace(WORK, micro_batch_tokens=32)  # small activations, so that weights decide
         return memory(Run([ACTOR, CRITIC, REF], chosen, work, engine, capacity=2**32), 8)
 
-    kept, _, _ = planned(False)
+    saved, _, _ = planned(False)
     update, host, peak = planned(True)
     assert peak.endswith(("of the actor", "of the critic"))
-    assert update[terms.OPTIMIZER] == kept[terms.OPTIMIZER] == host[terms.OPTIMIZER] == 2 * 8 * P
-    assert update[terms.PARAMETERS] == 2 * 4 * P == kept[terms.PARAMETERS] - 4 * P
+    assert update[terms.OPTIMIZER] == saved[terms.OPTIMIZER] == host[terms.OPTIMIZER] == 2 * 8 * P
+    assert update[terms.PARAMETERS] == 2 * 4 * P == saved[terms.PARAMETERS] - 4 * P
     assert host[terms.PARAMETERS] == 4 * P
     generation, _, peak = planned(True, Engine(0.9, dtype="bfloat16", sleeps=True))
     assert peak == "generation"

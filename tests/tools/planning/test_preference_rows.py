@@ -45,19 +45,19 @@ def module_of(kind, budget, layers=2):
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_layer_keeps_the_planned_bytes_of_a_micro_batch(kind, budget):
     """To the byte: both texts of each pair without padding, of the reference nothing."""
-    kept = {}
+    saved = {}
     for layers in (1, 2):
         module, batch = module_of(kind, budget, layers)
         (rows, _), *others = module.micro_batches.split(batch)
         models = torch.nn.ModuleList(child for child in module.children())
-        kept[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
+        saved[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
         work = work_of(kind, budget)
         assert (len(rows), 1 + len(others)) == (work.micro_batch_rows(ROWS, 1), work.micro_batches(ROWS, 1))
     model = architecture(source("llama").hf_config())
     tokens = int(batch[rows].real_lengths.sum())
     assert tokens <= len(rows) * work.row_tokens
     one_pass = Pass(model, precision(strategy("rlhf_single"), "float32", False), tokens)
-    assert kept[2] - kept[1] == one_pass.tokens * one_pass.layer_bytes(model.layers[0])
+    assert saved[2] - saved[1] == one_pass.tokens * one_pass.layer_bytes(model.layers[0])
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -35,9 +35,9 @@ FIELDS = {route: set(model.model_fields) for route, model in BODIES.items()}
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_what_is_not_refused_is_within_every_limit(route, data):
-    asked = {"prompt": PROMPTS} if route == "/v1/completions" else {"messages": MESSAGES}
+    requested = {"prompt": PROMPTS} if route == "/v1/completions" else {"messages": MESSAGES}
     optional = {name: values for name, values in OPTIONAL.items() if name in FIELDS[route]}
-    body = data.draw(st.fixed_dictionaries(asked, optional=optional))
+    body = data.draw(st.fixed_dictionaries(requested, optional=optional))
     if data.draw(st.integers(0, 3)) == 0:
         body[data.draw(st.sampled_from(sorted(FIELDS[route])) | TEXTS)] = data.draw(VALUES)
     try:
@@ -51,7 +51,7 @@ def test_what_is_not_refused_is_within_every_limit(route, data):
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     assert len(prompts) * (body.get("n") or 1) <= LIMITS.max_responses
     assert max(len(one) for one in prompts) <= LIMITS.max_prompt_tokens
-    assert sum(len(part) for part in said(body)) <= LIMITS.max_prompt_tokens
+    assert sum(len(part) for part in output(body)) <= LIMITS.max_prompt_tokens
     for name in ("max_tokens", "max_completion_tokens"):
         assert (body.get(name) or 1) <= LIMITS.max_tokens
     for name in ("logprobs", "top_logprobs"):
@@ -59,7 +59,7 @@ def test_what_is_not_refused_is_within_every_limit(route, data):
     assert abs(body.get("temperature") or 0) < 2**63
 
 
-def said(body):
+def output(body):
     """Texts of messages."""
     contents = [message["content"] for message in body.get("messages", [])]
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]

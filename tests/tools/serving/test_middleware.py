@@ -113,8 +113,8 @@ def raw(url, request, seconds=5.0):
 
 
 def line(path, method="GET", headers=BEARER):
-    told = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{told}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
+    message = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{message}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_only_the_validated_body_is_passed_on(guarded, stub):
 
 @pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(
-    ("change", "status", "told"),
+    ("change", "status", "message"),
     [
         ({"prompt": "a " * 21}, 422, "a prompt has 21 tokens, allowed are 20"),
         ({"prompt": [1] * 1000}, 422, "a prompt has 1000 tokens, allowed are 20"),
@@ -323,10 +323,10 @@ def test_only_the_validated_body_is_passed_on(guarded, stub):
         ({"model": ["m"]}, 422, "model: Input should be a valid string"),
     ],
 )
-def test_too_much_and_unknown_is_refused_before_the_model_hears_of_it(guarded, stub, change, status, told):
+def test_too_much_and_unknown_is_refused_before_the_model_hears_of_it(guarded, stub, change, status, message):
     answer = post(guarded(), {**COMPLETION, **change})
     assert answer.status_code == status
-    assert told in answer.json()["error"]["message"]
+    assert message in answer.json()["error"]["message"]
     assert stub.requests == []
 
 

@@ -59,8 +59,8 @@ def started(who, seconds, secrets=()):
 def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if found := condition():
-            return found
+        if result := condition():
+            return result
         time.sleep(0.05)
     raise AssertionError("it did not happen")
 
@@ -124,12 +124,12 @@ def test_vllm_runs_no_code_of_the_model_and_has_no_documentation_routes(tmp_path
     assert not [part for part in line if part.startswith(("--host", "--port", "--trust-remote-code", "--api-key"))]
     assert "--load-format=safetensors" in line
     assert "--disable-fastapi-docs" in line
-    (given,) = (part for part in line if part.startswith("--override-generation-config="))
-    assert json.loads(given.partition("=")[2]) == {"max_new_tokens": 64}
+    (inputs,) = (part for part in line if part.startswith("--override-generation-config="))
+    assert json.loads(inputs.partition("=")[2]) == {"max_new_tokens": 64}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, so set a key: --api-key-env NAME or"),
         (["--host", "::"], ":: can be reached from other machines, so set a key"),
@@ -150,7 +150,7 @@ def test_vllm_runs_no_code_of_the_model_and_has_no_documentation_routes(tmp_path
         (["--seconds", "-1"], "seconds must be positive, got -1.0"),
     ],
 )
-def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, told):
+def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, message):
     monkeypatch.setattr(ServerProcess, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     monkeypatch.setenv("SHORT", "abc")
@@ -160,7 +160,7 @@ def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, t
     Path("bytes").write_bytes(b"\xff" * 20)
     assert command.run(["--model", str(served_model), "--port", "0", *arguments]) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"lightning-rlhf: {told}")
+    assert shown.err.startswith(f"lightning-rlhf: {message}")
     assert len(shown.err.splitlines()) == 1
 
 
@@ -176,11 +176,11 @@ def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monke
 
 def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
-    given = ["--model", str(served_model), "--port", "0", "--log"]
-    assert command.run([*given, str(tmp_path)]) == 2
+    inputs = ["--model", str(served_model), "--port", "0", "--log"]
+    assert command.run([*inputs, str(tmp_path)]) == 2
     assert f"lightning-rlhf: cannot write the log {tmp_path}: Is a directory; choose another" in capsys.readouterr().err
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
-    assert command.run([*given, str(tmp_path / "log")]) == 2
+    assert command.run([*inputs, str(tmp_path / "log")]) == 2
     assert "is too long for sockets: set TMPDIR to a path of at most 56 characters" in capsys.readouterr().err
     assert not (tmp_path / "log").exists()
 
@@ -196,8 +196,8 @@ def test_a_server_that_is_killed_leaves_nothing_behind_either(tmp_path):
 
 def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
     monkeypatch.chdir(served_model)
-    for given, name in ((".", served_model.name), (str(served_model), served_model.name), (".", "policy")):
-        arguments = ["--model", given, *(["--name", name] if name == "policy" else [])]
+    for inputs, name in ((".", served_model.name), (str(served_model), served_model.name), (".", "policy")):
+        arguments = ["--model", inputs, *(["--name", name] if name == "policy" else [])]
         assert command._served_model(command.make_parser().parse_args(arguments), 64, 8).name == name
     config = command.Pretrained(str(served_model)).hf_config()
     monkeypatch.setattr(command.Pretrained, "hf_config", lambda self: config)
@@ -239,16 +239,16 @@ def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
     for key in (("abc", "abc"), load_key(None, tmp_path / "my key")):
         text = curl_command("http://h:1", "the 'model'", key, question)
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        said = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=True).stdout
-        url, _, header, _, _, _, body = said.splitlines()
+        output = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=True).stdout
+        url, _, header, _, _, _, body = output.splitlines()
         assert (url, header) == ("http://h:1/v1/completions", f"Authorization: Bearer {key[0]}")
         assert json.loads(body) == {"model": "the 'model'", "prompt": "it's", "max_tokens": 1}
 
 
 def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
     def key(*arguments):
-        given = command.make_parser().parse_args(["--model", "x", *arguments])
-        return load_key(given.api_key_env, given.api_key_file)
+        inputs = command.make_parser().parse_args(["--model", "x", *arguments])
+        return load_key(inputs.api_key_env, inputs.api_key_file)
 
     monkeypatch.setenv("MINE", "0123456789abcdef")
     (tmp_path / "key").write_text("fedcba9876543210\n")

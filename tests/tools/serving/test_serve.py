@@ -47,7 +47,7 @@ def started(directory, model, *arguments):
             process.kill()
 
 
-def said(process, directory, what, seconds=600):
+def printed(process, directory, what, seconds=600):
     """What it printed, once it printed that."""
     end = time.monotonic() + seconds
     while what not in (text := (directory / "out").read_text()):
@@ -59,15 +59,15 @@ def said(process, directory, what, seconds=600):
 
 def family(pid):
     """Everything that a process started, and that started."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
-            found += [int(path.parent.name), *family(int(path.parent.name))]
-    return found
+            result += [int(path.parent.name), *family(int(path.parent.name))]
+    return result
 
 
 def gone(pids, seconds=40):
@@ -101,7 +101,7 @@ def server(tmp_path_factory, served_model):
     directory = tmp_path_factory.mktemp("serve")
     limits = ("--api-key-env", "SERVE_KEY", "--name", "policy", "--max-tokens", "24", "--concurrency", "20")
     with started(directory, served_model, *limits) as process:
-        text = said(process, directory, "curl ")
+        text = printed(process, directory, "curl ")
         yield re.search(r"http://127\.0\.0\.1:\d+", text)[0], process, text
 
 
@@ -187,15 +187,15 @@ def test_generate_uses_it_with_fifty_requests_at_a_time(server, tmp_path, monkey
     rows = [{"prompt": f"what is {i}?"} for i in range(40)]
     rows += [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["--server", url, "--api-key-env", "SERVE_KEY", "--prompts", str(tmp_path / "prompts.jsonl")]
+    inputs = ["--server", url, "--api-key-env", "SERVE_KEY", "--prompts", str(tmp_path / "prompts.jsonl")]
     for name, size in (("a", "80"), ("b", "33")):
         to = str(tmp_path / f"{name}.jsonl")
-        code = generating.run([*given, "--to", to, "-n", "2", "--max-tokens", "8", "--batch-size", size])
+        code = generating.run([*inputs, "--to", to, "-n", "2", "--max-tokens", "8", "--batch-size", size])
         assert code == 0, capsys.readouterr().err
-    found = read_lines(tmp_path / "a.jsonl")
-    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]
-    assert all(len(row["responses"]) == 2 and max(row["response_tokens"]) <= 8 for row in found)
-    assert len({text for row in found for text in row["responses"]}) > 120
+    result = read_lines(tmp_path / "a.jsonl")
+    assert [row["prompt"] for row in result] == [row["prompt"] for row in rows]
+    assert all(len(row["responses"]) == 2 and max(row["response_tokens"]) <= 8 for row in result)
+    assert len({text for row in result for text in row["responses"]}) > 120
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
@@ -222,7 +222,7 @@ def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp
     FromConfig({**ARCHITECTURE, "vocab_size": 18}, seed=0).causal().save_pretrained(tmp_path / "digits")
     CharacterTokenizer("0123456789+=").load().save_pretrained(tmp_path / "digits")
     with started(tmp_path, tmp_path / "digits", "--max-tokens", "6") as process:
-        text = said(process, tmp_path, "curl ")
+        text = printed(process, tmp_path, "curl ")
         answer = shell(text.partition("another shell:")[2])
         assert answer["usage"] == {**answer["usage"], "prompt_tokens": 6}
         assert answer["usage"]["completion_tokens"] <= 6
@@ -236,7 +236,7 @@ def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_code_0_and_all_that_it_started(tmp_path, served_model, number):
     with started(tmp_path, served_model) as process:
-        said(process, tmp_path, "loading")
+        printed(process, tmp_path, "loading")
         end = time.monotonic() + 60
         while len(pids := family(process.pid)) < 2 and time.monotonic() < end:
             time.sleep(0.1)

@@ -89,36 +89,36 @@ def over_ranks(*ranks: Callable[[DataRanks], T]) -> list[T]:
 
 
 def golden(name: str) -> Any:
-    """Numbers recorded from another library; see golden/README.md."""
+    """Return numbers recorded from another library; see golden/README.md."""
     return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
 
 
 def float64(rows: Any) -> Tensor:
-    """A float64 tensor, in which tests can compare tightly."""
+    """Return a float64 tensor, in which tests can compare tightly."""
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers that depend on nothing but the seed."""
+    """Return standard normal numbers that depend on nothing but the seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @st.composite
 def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
-    """(B, T) bool masks: ragged, with holes, possibly empty."""
+    """Return (B, T) bool masks: ragged, with holes, possibly empty."""
     rows, columns = draw(st.integers(min_rows, 5)), draw(st.integers(1, 7))
     cells = draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
     return torch.tensor(cells).view(rows, columns)
 
 
 def with_garbage(values: Tensor, mask: Tensor) -> Tensor:
-    """The same values inside the mask; NaN and infinities outside it."""
+    """Return the same values inside the mask; NaN and infinities outside it."""
     garbage = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=values.dtype).repeat(values.numel())
     return torch.where(mask, values, garbage[: values.numel()].view(values.shape))
 
 
 def pad_columns(tensor: Tensor, columns: int) -> Tensor:
-    """The same rows with more columns on the right, filled with zeros."""
+    """Return the same rows with more columns on the right, filled with zeros."""
     return torch.nn.functional.pad(tensor, (0, columns))
 
 

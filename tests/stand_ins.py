@@ -74,7 +74,7 @@ class Response:
 
 
 def responses(count: int, seed: int, *, observations: bool = False) -> list[Response]:
-    """Random responses of 1 to 7 tokens to prompts of 1 to 4; every third one was truncated."""
+    """Return random responses of 1 to 7 tokens to prompts of 1 to 4; every third one was truncated."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -91,7 +91,7 @@ def responses(count: int, seed: int, *, observations: bool = False) -> list[Resp
 def rollout_of(
     rows: Sequence[Response], *, dtype: torch.dtype = torch.float32, extra_columns: int = 0, temperature: float = 1.0
 ) -> Rollout:
-    """The rows as tensors, padded with tokens and numbers that nobody may read. ``policy_version`` numbers the rows."""
+    """Return the rows as tensors, padded with tokens and numbers that nobody may read. ``policy_version`` numbers the rows."""
     prompts, prompt_lengths = _padded([row.prompt for row in rows], extra_columns)
     tokens, lengths = _padded([row.tokens for row in rows], extra_columns)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -137,7 +137,7 @@ class HandOver(Callback):
 
 
 def quiet_trainer(**options: Any) -> Trainer:
-    """A Trainer on the CPU that writes nothing."""
+    """Return a Trainer on the CPU that writes nothing."""
     quiet = {
         "accelerator": "cpu",
         "logger": False,

@@ -28,7 +28,7 @@ def lines(function):
 
 
 def values(node):
-    """What a configuration sets; a ``class_path`` sets nothing, it names the block whose values follow."""
+    """Return what a configuration sets; a ``class_path`` sets nothing, it names the block whose values follow."""
     if isinstance(node, dict):
         return sum(values(child) for key, child in node.items() if key != "class_path")
     if isinstance(node, list):

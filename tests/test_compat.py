@@ -94,7 +94,7 @@ def test_a_checkpoint_still_counts_progress_under_the_names_that_are_settled():
 
 
 def progress(batch, completed, epoch, last=False, epochs=None):
-    """Lightning's counters in batch number ``batch`` of epoch number ``epoch``, of 5 batches each."""
+    """Return Lightning's counters in batch number ``batch`` of epoch number ``epoch``, of 5 batches each."""
     total = (epoch - 1) * 5
 
     def counts(done, ahead):

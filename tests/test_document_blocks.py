@@ -50,7 +50,7 @@ def blocks(*languages, but=None):
 
 
 def run_of(part):
-    """A whole configuration around the part of one that a document shows."""
+    """Return a whole configuration around the part of one that a document shows."""
     if isinstance(part, list):
         is_callback = "callbacks" in part[0].get("class_path", "")
         return run_of({"trainer": {"callbacks": part}} if is_callback else {"rewards": part})
@@ -76,7 +76,7 @@ def run_of(part):
 
 @cache
 def functions():
-    """Files with the functions and classes that configurations of documents name, by name."""
+    """Return files with the functions and classes that configurations of documents name, by name."""
     named = re.findall(r"\b(\w+\.py):(\w+)", "".join(path.read_text() for path in DOCUMENTS))
     files = dict.fromkeys(name for name, _ in named)
     return {
@@ -101,7 +101,7 @@ def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
 
 
 def commands():
-    """Every command of the documents as a list of words, without the environment variables before it."""
+    """Return every command of the documents as a list of words, without the environment variables before it."""
     result = {}
     for block in blocks("bash"):
         for line in block.values[1].replace("\\\n", " ").splitlines():

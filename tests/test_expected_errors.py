@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_IN = {"ValueError", "RuntimeError", "FileNotFoundError", "ModuleNotFoundError", "FloatingPointError"}
 # An error in these is an error of the caller, and shows its traceback.
 MATHEMATICS = ("lightning_rlhf/functional/", "lightning_rlhf/types.py")
-CLASSES = [kind for kind in vars(expected_errors).values() if isinstance(kind, type) and kind is not ExpectedError]
+CLASSES = [
+    kind
+    for kind in vars(expected_errors).values()
+    if isinstance(kind, type) and issubclass(kind, ExpectedError) and kind is not ExpectedError
+]
 
 
 def test_the_package_raises_its_own_classes():

@@ -30,13 +30,13 @@ FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*
 
 
 def module_of(path):
-    """Dotted name parts of a file; the top-level ``callbacks/`` is the package's room of that name."""
+    """Return dotted name parts of a file; the top-level ``callbacks/`` is the package's room of that name."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return parts if parts[0] == "lightning_rlhf" else ["lightning_rlhf", *parts]
 
 
 def imported(path, source=None):
-    """Dotted names of everything of ours that a file imports, relative imports resolved."""
+    """Return dotted names of everything of ours that a file imports, relative imports resolved."""
     here = module_of(path)
     for node in ast.walk(ast.parse(source or path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def imported(path, source=None):
 
 
 def wrong_imports(path, source=None):
-    """What a file imports although it may not."""
+    """Return what a file imports although it may not."""
     room = module_of(path)[1]
     if room in DOORS:
         return [name for name in imported(path, source) if name.startswith("lightning_rlhf.tools")]

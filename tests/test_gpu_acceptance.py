@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def block(text):
-    """The lines of JSON in the block to send back, and how many passed."""
+    """Return the lines of JSON in the block to send back, and how many passed."""
     _, block = text.split("===== lightning-rlhf GPU acceptance: ")
     head, *lines = block.strip().splitlines()
     assert lines.pop() == "===== end ====="

@@ -21,7 +21,7 @@ def python(code):
 
 
 def loaded_after(code):
-    """Top-level modules in memory after some code."""
+    """Return top-level modules in memory after some code."""
     return set(python(f"{code}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})").split())
 
 

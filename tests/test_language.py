@@ -27,7 +27,7 @@ PROPERTIES = ("property", "setter", "fixture", "contextmanager")
 
 
 def phrases(text, line):
-    """Findings of a text: (line, words, remedy)."""
+    """Return findings of a text: (line, words, remedy)."""
     for number, part in enumerate(text.splitlines()):
         part = re.sub(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+", "", part)
         for pattern, remedy in PHRASES.items():
@@ -36,7 +36,7 @@ def phrases(text, line):
 
 
 def argument_lines(docstring):
-    """(offset, first word) of each entry under Args, Attributes and Raises of a Google docstring."""
+    """Return (offset, first word) of each entry under Args, Attributes and Raises of a Google docstring."""
     section, indent = "", 0
     for number, line in enumerate(docstring.splitlines()):
         if header := re.fullmatch(r"(Args|Arguments|Attributes):", line.strip()):
@@ -93,7 +93,7 @@ def source_findings(path):
 
 
 def document_findings(path):
-    """The prose of a page without its code, the comments of a configuration."""
+    """Return the prose of a page without its code, the comments of a configuration."""
     fenced, lines = False, []
     for line in path.read_text().splitlines():
         fenced ^= line.lstrip().startswith("```")

@@ -67,7 +67,7 @@ def run(directory, module, data, callbacks, steps=1):
 
 
 def a_whole_ppo_run(directory):
-    """With everything that there is: reference, reward model, validation with votes and sources."""
+    """Return with everything that there is: reference, reward model, validation with votes and sources."""
     engine = ScriptedEngine(["a", "bb", "ab", "c", "abcdefg"], LETTERS.load())
     rewards = [RewardFunction(style, on_error="skip"), RewardFunction(right)]
     loop = RolloutLoop(
@@ -188,7 +188,7 @@ NAMES = [name for row in ROWS for name in expanded(row)]
 
 
 def matches(row, name):
-    """Whether a logged name is that of a row, whose placeholders are still in it."""
+    """Return whether a logged name is that of a row, whose placeholders are still in it."""
     pattern = re.escape(row)
     for placeholder, values in PLACEHOLDERS.items():
         pattern = pattern.replace(re.escape(placeholder), values)

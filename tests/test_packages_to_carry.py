@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def installed(*but, **other):
-    """Lines of pip list for this environment without some packages."""
+    """Return lines of pip list for this environment without some packages."""
     versions = {each.name: each.version for each in metadata.distributions()} | other
     return "\n".join(f"{name}=={version}" for name, version in versions.items() if name not in but)
 

@@ -9,7 +9,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def own_task():
-    """The commands of one section, which a test follows from first to last."""
+    """Return the commands of one section, which a test follows from first to last."""
     section = re.search(r"^## Your own task\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
     return re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)[1].splitlines()
 
@@ -54,7 +54,7 @@ def test_every_file_that_documents_name_exists():
 
 
 def lines_of(file, names):
-    """Lines of the functions and classes of a file with these names; of the whole file without one."""
+    """Return lines of the functions and classes of a file with these names; of the whole file without one."""
     text = (ROOT / file).read_text()
     if not file.endswith(".py"):
         return len(text.splitlines())

@@ -32,7 +32,7 @@ UNSAFE = {"trust_remote_code": True, "weights_only": False, "shell": True}
 
 
 def dangers(source):
-    """What is wrong with some code, in words."""
+    """Return what is wrong with some code, in words."""
     return [word for node in ast.walk(ast.parse(source)) for word in _dangers_of(node)]
 
 

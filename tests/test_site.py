@@ -105,7 +105,7 @@ def test_images_are_small():
 
 
 def arguments():
-    """Names of the arguments, methods and attributes of all classes that a configuration can name."""
+    """Name of the arguments, methods and attributes of all classes that a configuration can name."""
     names = set()
     for module in (path for folder in ("lightning_rlhf", "callbacks") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(module.read_text())):

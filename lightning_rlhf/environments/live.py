@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lightning_rlhf.calls.references import arguments_of
 from lightning_rlhf.environments.host import Call, Fault, Spec
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn, as_reply
+from lightning_rlhf.expected_errors import RunError
 
 _LARGEST_TRACE = 20_000  # characters
 _Result = TypeVar("_Result")
@@ -109,7 +110,7 @@ def _call(environment: Any, name: str, offered: Mapping[str, Any]) -> Steps[Any]
     try:
         result = method(**arguments_of(method, offered))
     except StopIteration as error:  # which would end these steps
-        raise RuntimeError(f"StopIteration: {error}") from error
+        raise RunError("StopIteration") from error
     return (yield result) if inspect.isawaitable(result) else result
 
 

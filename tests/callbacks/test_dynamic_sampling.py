@@ -21,7 +21,7 @@ def prompts(count):
 
 
 def rolling(rewards, requested, size=2):
-    """Responses of growing length whose rewards are given per prompt."""
+    """Return responses of growing length whose rewards are given per prompt."""
 
     def roll(batch):
         requested.append(batch.indices)

@@ -46,7 +46,7 @@ def validate(table, directory, step, before=(), **options):
 
 
 def written(directory, steps, validations, every=1):
-    """A table of these training steps, with a validation behind some of them."""
+    """Return a table of these training steps, with a validation behind some of them."""
     table = MetricsCSV(every)
     if 0 in validations:
         validate(table, directory, 0, val_x=0.0)

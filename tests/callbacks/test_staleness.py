@@ -164,7 +164,7 @@ class Echoing(TransformersEngine):
 
 
 def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
-    """A run with this engine, and the messages of its error."""
+    """Return a run with this engine, and the messages of its error."""
     made = run(
         loop={
             "max_staleness": max_staleness,
@@ -264,7 +264,7 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
 
 
 def change_echoed(engine, **changes):
-    """Change fields of the completions of requests with ``echo``."""
+    """Return change fields of the completions of requests with ``echo``."""
     request = engine.request
 
     def changed(prompts, sampling, seeds):
@@ -378,7 +378,7 @@ class Interrupt(Callback):
 
 
 def sampled(run, directory, max_staleness, resume=None, interrupted_after=None):
-    """(versions, tokens) of each step of a run whose responses depend on the weights."""
+    """Return (versions, tokens) of each step of a run whose responses depend on the weights."""
     recorder = Recorder()
     made = run(
         loop={"max_staleness": max_staleness, "engine": TransformersEngine(), "validate_at_ends": False},

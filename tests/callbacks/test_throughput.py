@@ -98,7 +98,7 @@ SQUARES = sum((len(row.prompt) + len(row.tokens)) ** 2 for row in ROWS)
 
 
 def once(parameters):
-    """Operations to learn once from all rows."""
+    """Return operations to learn once from all rows."""
     return 6 * parameters * TOKENS + 12 * 2 * 32 * SQUARES
 
 

@@ -31,7 +31,7 @@ def alone(value):
 
 
 def judged(rewards, lengths=None, truncated=None):
-    """One batch of two prompts with one greedy and four sampled responses each."""
+    """Return one batch of two prompts with one greedy and four sampled responses each."""
     lengths, truncated = lengths or [1] * 10, truncated or [False] * 10
     rows = [
         Response([4], [5] * length, reward, truncated=cut)
@@ -41,7 +41,7 @@ def judged(rewards, lengths=None, truncated=None):
 
 
 def of_one(reward):
-    """What is logged of a reward with four samples."""
+    """Return what is logged of a reward with four samples."""
     kinds = ["greedy", "sampled", "sampled_std", "best@2", "best@4", "worst@2", "worst@4"]
     kinds += [f"{name}_{bound}" for name in ("greedy", "sampled") for bound in ("low", "high")]
     return {f"val/{reward}_{kind}" for kind in kinds}
@@ -231,7 +231,7 @@ def test_truncated_responses_count_with_their_reward(tokenizer):
 
 
 def spoken(words, rewards):
-    """One prompt with a greedy response and samples that say these letters."""
+    """Return one prompt with a greedy response and samples that say these letters."""
     rows = [Response([4], [4 + "abcdefg".index(word)], reward) for word, reward in zip(words, rewards, strict=True)]
     return PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows)
 
@@ -321,7 +321,7 @@ def test_a_column_that_describes_each_row_makes_no_sources(caplog):
 
 
 def validation_of(tokenizer, prompts, seed=7):
-    """A validation of some of six prompts: real-valued rewards, some of which do not apply, votes, sources, scores."""
+    """Return a validation of some of six prompts: real-valued rewards, some of which do not apply, votes, sources, scores."""
     validation = Validation(4, ["given"], "given", lambda output: output, ["x", "y"], scored=True)
     rewards, scores = normal(6, 5, seed=seed).round().tolist(), normal(6, 5, seed=seed + 1)
     rewards[2][3] = math.nan
@@ -474,7 +474,7 @@ def test_the_metric_can_be_chosen(run):
 
 
 def first_letters(completions):
-    """The answer of each completion, for YAML by its dotted path."""
+    """Return the answer of each completion, for YAML by its dotted path."""
     return [text[:1] or None for text in completions]
 
 

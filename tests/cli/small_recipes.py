@@ -22,7 +22,7 @@ LOOP = "lightning_rlhf.callbacks.RolloutLoop"
 
 
 def saved_tokenizer(directory):
-    """A tokenizer with a chat template; where it is saved it says in ``directory``."""
+    """Return a tokenizer with a chat template; where it is saved it says in ``directory``."""
     made = CharacterTokenizer("".join(sorted(set(CHARACTERS)))).load()
     made.chat_template = TEMPLATE
     made.save_pretrained(directory)
@@ -31,29 +31,29 @@ def saved_tokenizer(directory):
 
 
 def spread(completions):
-    """A reward of untrained text: all of it is wrong, and nothing could be learnt from that."""
+    """Return a reward of untrained text: all of it is wrong, and nothing could be learnt from that."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
 def as_written(path):
-    """The configuration as it stands in the file."""
+    """Return the configuration as it stands in the file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def published(model):
-    """Published architecture of a model, or of the one that a recipe trains it from."""
+    """Return published architecture of a model, or of the one that a recipe trains it from."""
     return PUBLISHED[TRAINED_HERE.get(model, model)][0]
 
 
 def models_of(config):
-    """Paths or hub ids of the models that a configuration names, by role."""
+    """Return paths or hub ids of the models that a configuration names, by role."""
     options = config["model"]["init_args"]
     result = {role: options[role] for role in ("actor", "reward_model") if role in options}
     return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in result.items()}
 
 
 def small(model, tokenizer, lora=None):
-    """Source of a copy of the model with two layers and tiny widths, of the same configuration class."""
+    """Return source of a copy of the model with two layers and tiny widths, of the same configuration class."""
     architecture = published(model)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     architecture = architecture | SMALL[architecture["model_type"]] | special | {"vocab_size": len(tokenizer)}
@@ -62,7 +62,7 @@ def small(model, tokenizer, lora=None):
 
 
 def rows_of(source):
-    """Rows in verl's layout, as its preparation of this data writes them."""
+    """Return rows in verl's layout, as its preparation of this data writes them."""
     if "/rm/" in source:
         return [{"prompt": f"say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
     tests = '{"inputs": ["1"], "outputs": ["2"]}'
@@ -80,7 +80,7 @@ def rows_of(source):
 
 
 def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
-    """The recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
+    """Return the recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
     config = copy.deepcopy(as_written(path))
     options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     for role, model in models_of(config).items():

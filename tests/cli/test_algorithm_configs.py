@@ -42,7 +42,7 @@ def tiny(path):
 
 
 def stands_in(part, whole):
-    """Whether everything that the part says is said by the whole."""
+    """Return whether everything that the part says is said by the whole."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(key in whole and stands_in(part[key], whole[key]) for key in part)
     if isinstance(part, list) and any(isinstance(item, dict) for item in part):

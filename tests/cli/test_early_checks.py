@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def changed(path, value):
-    """The right configuration with one value changed; a list is indexed by digits."""
+    """Return the right configuration with one value changed; a list is indexed by digits."""
     config = copy.deepcopy(RIGHT)
     *sections, last = path.split(".")
     inner = config

@@ -169,7 +169,7 @@ def test_what_lightning_raises_in_training_keeps_its_traceback(fit, config, monk
 
 
 def named(config, part):
-    """The configuration with a class of this file in it."""
+    """Return the configuration with a class of this file in it."""
     path = f"tests.cli.test_errors.{part}"
     if part == "Buggy":
         config["trainer"]["callbacks"].append({"class_path": path})

@@ -21,7 +21,7 @@ ROWS = [
 
 
 def settings_of(cell):
-    """The trainer's settings and the callbacks in a cell."""
+    """Return the trainer's settings and the callbacks in a cell."""
     trainer, callbacks = {}, []
     for part in re.findall(r"`([^`]*)`", cell):
         name, _, value = part.partition(": ")

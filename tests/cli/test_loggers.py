@@ -33,7 +33,7 @@ class FarFromReference(Callback):
 
 
 def documented(name):
-    """The logger of a section of the document."""
+    """Return the logger of a section of the document."""
     text = (ROOT / "docs/loggers.md").read_text().partition(f"\n## {name}\n")[2]
     return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["trainer"]["logger"]
 

@@ -18,7 +18,7 @@ MODEL, ENGINE, EXPORT = (yaml.safe_load(block) for block in re.findall(r"```yaml
 
 
 def small():
-    """The configuration with a small random actor and no engine process."""
+    """Return the configuration with a small random actor and no engine process."""
     config = tiny(PATH)
     actor = {"architecture": LLAMA, "lora": {"rank": 16, "alpha": 32}}
     config["model"]["init_args"]["actor"]["init_args"] = actor

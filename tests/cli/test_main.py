@@ -25,7 +25,7 @@ CALLS = []
 
 
 def faulty(completions):
-    """Raises in its second call."""
+    """Raise in its second call."""
     CALLS.append(len(completions))
     if len(CALLS) > 1:
         raise KeyError("the faulty one")
@@ -445,7 +445,7 @@ def test_a_directory_without_a_run_is_left_alone(tmp_path):
 
 
 def holds(read, inputs):
-    """Whether all that was given was read; defaults come on top."""
+    """Return whether all that was given was read; defaults come on top."""
     if not isinstance(inputs, dict):
         return read == inputs
     return all(holds(read[name], value) for name, value in inputs.items())
@@ -513,7 +513,7 @@ def test_what_we_raise_on_purpose_is_a_sentence_and_a_bug_of_ours_is_not(row, se
 
 
 def interrupted(completions):
-    """Somebody presses Ctrl-C in the second step; the first call is the dry one."""
+    """Return somebody presses Ctrl-C in the second step; the first call is the dry one."""
     CALLS.append(len(completions))
     if len(CALLS) == 3:
         raise KeyboardInterrupt

@@ -31,7 +31,7 @@ def project(tiny_export, tmp_path, monkeypatch, capsys):
 
 
 def small(path):
-    """The configuration of a project, for a model with 256 positions and one step."""
+    """Return the configuration of a project, for a model with 256 positions and one step."""
     config = yaml.safe_load(Path(path).read_text())
     config["data"]["init_args"] |= {"max_tokens": 2048, "batch_size": 4}
     config["trainer"] |= {"max_steps": 1, "accelerator": "cpu"}

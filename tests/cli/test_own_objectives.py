@@ -38,7 +38,7 @@ class Half(TokenMean):
 
 
 @pytest.fixture
-def subject(config, tmp_path, monkeypatch):
+def configured(config, tmp_path, monkeypatch):
     """A configuration whose estimator, loss and aggregation are the user's."""
     (tmp_path / "my_losses.py").write_text(OWN)
     shutil.copy(ROOT / "examples/03_new_algorithm.py", tmp_path / "my_algorithms.py")
@@ -52,8 +52,8 @@ def subject(config, tmp_path, monkeypatch):
     return config
 
 
-def test_a_run_with_objectives_of_ones_own(instance, fit, tmp_path):
-    result = fit(instance)
+def test_a_run_with_objectives_of_ones_own(configured, fit, tmp_path):
+    result = fit(configured)
     assert (result.code, result.err) == (0, "")
     header, row, *_ = (tmp_path / "runs/tiny/metrics.csv").read_text().splitlines()
     metrics = dict(zip(header.split(","), row.split(","), strict=True))
@@ -61,15 +61,15 @@ def test_a_run_with_objectives_of_ones_own(instance, fit, tmp_path):
     assert "kl/approx" in metrics
 
 
-def test_a_value_that_an_own_objective_refuses_is_a_sentence(instance, fit):
-    instance["model"]["init_args"]["policy_loss"]["init_args"]["strength"] = -1.0
-    result = fit(instance)
+def test_a_value_that_an_own_objective_refuses_is_a_sentence(configured, fit):
+    configured["model"]["init_args"]["policy_loss"]["init_args"]["strength"] = -1.0
+    result = fit(configured)
     assert result.code == 2
     assert "strength must be positive, got -1.0" in result.err
 
 
-def test_an_unknown_option_of_an_own_objective_is_told_with_what_was_meant(instance, fit):
-    instance["model"]["init_args"]["advantages"]["init_args"] = {"scael": 1.0}
-    result = fit(instance)
+def test_an_unknown_option_of_an_own_objective_is_told_with_what_was_meant(configured, fit):
+    configured["model"]["init_args"]["advantages"]["init_args"] = {"scael": 1.0}
+    result = fit(configured)
     assert result.code == 2
     assert "did you mean 'scale'?" in result.err

@@ -301,7 +301,7 @@ def test_a_message_without_a_known_shape_is_left_as_it_is():
 
 
 def refused(result):
-    """The one sentence."""
+    """Return the one sentence."""
     assert result.code == 2
     assert result.out == ""
     (line,) = result.err.splitlines()

@@ -35,7 +35,7 @@ class Letters:
 
 
 def module_of(kind, *rows, chat=False, val=None, **kwargs):
-    """A data module of these rows, set up."""
+    """Return a data module of these rows, set up."""
     val = None if val is None else Given(tuple(val))
     module = kind(Given(rows), Letters(chat), val=val, **{"batch_size": 1, "shuffle": False, **kwargs})
     module.setup("fit")
@@ -47,7 +47,7 @@ def first_batch(module):
 
 
 def said_of(kind, *rows, **kwargs):
-    """What is said of rows that cannot be used."""
+    """Return what is said of rows that cannot be used."""
     try:
         module_of(kind, *rows, **kwargs)
     except ValueError as error:

@@ -52,7 +52,7 @@ def output(*contents, roles=("user", "assistant")):
 
 
 def marked_parts(tokenizer, messages, **how):
-    """The text, and each part of it that is marked."""
+    """Return the text, and each part of it that is marked."""
     ids, marks = Chat(tokenizer, **how).tokenize_with_mask(messages, "conversation")
     parts, before = [], False
     for token, mark in zip(ids, marks, strict=True):

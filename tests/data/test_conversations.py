@@ -16,7 +16,7 @@ END = 2
 
 
 def marked_text(module, batch, row=0):
-    """The tokens with a loss, as text and without their end token."""
+    """Return the tokens with a loss, as text and without their end token."""
     ids = batch.input_ids[row][batch.loss_mask[row]].tolist()
     assert ids[-1] == END
     return module.tokenizer.decode(ids[:-1])

@@ -107,7 +107,7 @@ BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BR
 
 
 def mixed(broken, times):
-    """Each kind of broken row so many times, in turn, with good rows (None) among them."""
+    """Return each kind of broken row so many times, in turn, with good rows (None) among them."""
     rows = []
     for _ in range(times):
         for number, name in enumerate(broken):

@@ -15,7 +15,7 @@ TASKS = [
 
 
 def result(program, n):
-    """Runs one of our own programs; they are made of nothing but numbers here."""
+    """Run one of our own programs; they are made of nothing but numbers here."""
     names = {"sum": sum, "max": max, "range": range, "__builtins__": {}}
     return eval(program.removeprefix("f="), names)(n)
 

@@ -84,7 +84,7 @@ LENGTHS = [1, 9, 2, 8, 3, 7, 4, 6, 5, 1, 9]
 
 
 def of_rank(rank, ranks, size=4):
-    """A loader of one rank's share that says numbers and places."""
+    """Return a loader of one rank's share that says numbers and places."""
     rows = list(range(11))
     return ResumableLoader(
         rows,

@@ -128,15 +128,15 @@ def test_a_prompt_that_comes_again_in_an_epoch_has_a_number_of_its_own_for_its_s
 
 @dataclass
 class Given3:
-    """A sampler that says what a test told it, epoch by epoch."""
+    """A sampler with the orders of a test, one per epoch."""
 
-    text: list
+    orders: list
 
     def key(self, fields):
         return None
 
     def order(self, keys, lengths, seed, epoch):
-        return self.output[epoch]
+        return self.orders[epoch]
 
 
 @pytest.mark.parametrize(

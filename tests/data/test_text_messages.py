@@ -16,7 +16,7 @@ TALK = "\n\nHuman: why\n\nAssistant: so\n\nHuman: oh\n\nAssistant:"
 
 
 def same(kind, text, messages, **kwargs):
-    """Whether a row of text gives the batch of a row of messages."""
+    """Return whether a row of text gives the batch of a row of messages."""
     made, inputs = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
     assert str(made.examples["train"]) == str(inputs.examples["train"])
     return made

@@ -26,7 +26,7 @@ MAX_NORM, RATE, DECAY = 0.5, 0.7, 0.5
 
 
 def texts(rows: int, seed: int) -> SequenceBatch:
-    """Texts of 3 to 11 tokens."""
+    """Return texts of 3 to 11 tokens."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 12, (rows,), generator=draw)
     ids = torch.randint(0, VOCABULARY, (rows, int(lengths.max())), generator=draw)
@@ -36,7 +36,7 @@ def texts(rows: int, seed: int) -> SequenceBatch:
 
 
 def model(tied: bool = False, dtype: Any = "float32") -> TinyModel:
-    """A llama many of whose parameters have sizes that 2 does not divide."""
+    """Return a llama many of whose parameters have sizes that 2 does not divide."""
     return TinyModel({**TinyModel().architecture, "tie_word_embeddings": tied, "hidden_size": 31}, dtype=dtype)
 
 
@@ -54,7 +54,7 @@ class Watched(RLHFDeepSpeedStrategy):
 
 
 def weights(roles: Any, name: str) -> dict[str, Tensor]:
-    """All of a role, whole."""
+    """Return all of a role, whole."""
     return {key: tensor.clone() for key, tensor in roles.iter_full_params(name)}
 
 
@@ -81,7 +81,7 @@ class Plain:
             parameter.data = master.data.to(self.dtype)
 
     def update(self, batch: SequenceBatch) -> float:
-        """Norm before clipping."""
+        """Return norm before clipping."""
         loss(self.model, batch).backward()
         for master, parameter in self._pairs():
             master.grad, parameter.grad = parameter.grad.float(), None
@@ -93,21 +93,21 @@ class Plain:
         return float(norm)
 
     def furthest(self, others: dict[str, Tensor]) -> float:
-        """By how much any weight differs at most; names and order must be the same."""
+        """Return by how much any weight differs at most; names and order must be the same."""
         named = dict(self.model.lm.named_parameters())
         assert list(named) == list(others), (list(named), list(others))
         return max(float((tensor.detach().float() - others[name]).abs().max()) for name, tensor in named.items())
 
 
 def loss(plain: Any, batch: SequenceBatch) -> Tensor:
-    """Mean over the tokens of a whole batch."""
+    """Return mean over the tokens of a whole batch."""
     ids, mask = batch.input_ids, batch.loss_mask[:, 1:]
     index = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
     return -plain(ids, index, ids[:, 1:], mask).logprobs.sum() / mask.sum()
 
 
 def sft(source: Any, **options: Any) -> SFTModule:
-    """A module of these updates."""
+    """Return a module of these updates."""
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=DECAY)
     sgd = partial(torch.optim.SGD, lr=RATE)
     inputs = {"optimizer": sgd, "lr_scheduler": schedule, "micro_batch_tokens": 24, "max_grad_norm": MAX_NORM}
@@ -136,7 +136,7 @@ class Compare(Callback):
 
 
 def walk(module: Any) -> dict[str, int]:
-    """Elements that are whole before, at most during, and after a walk through all parameters; the largest layer."""
+    """Return elements that are whole before, at most during, and after a walk through all parameters; the largest layer."""
     parameters = list(module.actor.parameters())
 
     def whole() -> int:
@@ -151,7 +151,7 @@ def walk(module: Any) -> dict[str, int]:
 
 
 def held(module: Any) -> dict[str, int]:
-    """Elements of the actor and of what this rank keeps of it: weights to compute with, weights to optimize."""
+    """Return elements of the actor and of what this rank keeps of it: weights to compute with, weights to optimize."""
     parameters = list(module.actor.parameters())
     optimized = module.trainer.optimizers[0].param_groups[0]["params"]
     return {
@@ -167,18 +167,18 @@ def _elements(parameter: Any) -> int:
 
 
 def shares(batches: list[SequenceBatch], rank: int, ranks: int) -> DataLoader:
-    """Every so-manieth row of each batch."""
+    """Return every so-manieth row of each batch."""
     return DataLoader([batch[torch.arange(rank, len(batch), ranks)] for batch in batches], batch_size=None)
 
 
 def trainer_of(strategy: Any, **options: Any) -> Any:
-    """A Trainer over the processes that run."""
+    """Return a Trainer over the processes that run."""
     devices = int(os.environ["WORLD_SIZE"])
     return quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **options)
 
 
 def position() -> tuple[int, int]:
-    """Rank and number of ranks."""
+    """Return rank and number of ranks."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -186,7 +186,7 @@ def position() -> tuple[int, int]:
 
 
 def everything(requested: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Answers of all functions below to what they are asked; starting the processes is what takes long."""
+    """Answer of all functions below to what they are asked; starting the processes is what takes long."""
     return {
         "updates": updates(list(requested["updates"].values())),
         "breaks": breaks(requested["breaks"]),
@@ -198,7 +198,7 @@ def everything(requested: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def updates(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Three updates of each run, beside plain ones. ``precision``, ``dtype``, ``tied``; the rest is the strategy's."""
+    """Return three updates of each run, beside plain ones. ``precision``, ``dtype``, ``tied``; the rest is the strategy's."""
     result = []
     for run in runs:
         precision, dtype, tied = run.pop("precision", "32-true"), run.pop("dtype", "float32"), run.pop("tied", False)
@@ -233,7 +233,7 @@ class OneRankBreaks(SFTModule):
 
 
 def breaks(runs: list[tuple[int, str]]) -> list[dict[str, Any]]:
-    """A mini-batch whose gradient is no number because of one rank, for each stage and precision."""
+    """Return a mini-batch whose gradient is no number because of one rank, for each stage and precision."""
     result = []
     for stage, precision in runs:
         module = OneRankBreaks(model(), micro_batch_tokens=24)
@@ -244,7 +244,7 @@ def breaks(runs: list[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def validations(stages: list[int]) -> list[dict[str, float]]:
-    """The loss of held-out texts without a fit, after a fit under the same Trainer, and by torch alone."""
+    """Return the loss of held-out texts without a fit, after a fit under the same Trainer, and by torch alone."""
     result = []
     held_out = texts(8, 9)
     for stage in stages:
@@ -263,7 +263,7 @@ def validations(stages: list[int]) -> list[dict[str, float]]:
 
 
 def from_directory(folder: str, precision: str) -> dict[str, Any]:
-    """A language model and a scalar model of it, loaded by rank 0 alone."""
+    """Return a language model and a scalar model of it, loaded by rank 0 alone."""
     trainer = trainer_of(RLHFDeepSpeedStrategy(stage=3, config=SHARDED), max_steps=0, precision=precision)
     module, plain = sft(Pretrained(folder)), Plain(Pretrained(folder), bfloat16=precision != "32-true")
     trainer.fit(module, shares([texts(7, 0)], *position()))
@@ -296,7 +296,7 @@ class Reference(Callback):
 
 
 def references(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One step of PPO whose reference is where the actor begins; ``precision``, the rest is the strategy's."""
+    """Return one step of PPO whose reference is where the actor begins; ``precision``, the rest is the strategy's."""
     result = []
     rollout = rollout_of(responses(8, seed=1))
     rank, ranks = position()
@@ -311,7 +311,7 @@ def references(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def by_deepspeeds_adam(stages: list[int]) -> list[dict[str, Any]]:
-    """Two updates with an offloaded optimizer: by torch, and by DeepSpeed's own for CPUs."""
+    """Return two updates with an offloaded optimizer: by torch, and by DeepSpeed's own for CPUs."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     result = []
@@ -338,5 +338,5 @@ class KeepWeights(Callback):
 
 
 def weights_of(source: Any) -> dict[str, Tensor]:
-    """Of a model in one process."""
+    """Return of a model in one process."""
     return {name: tensor.detach() for name, tensor in source.causal().lm.named_parameters()}

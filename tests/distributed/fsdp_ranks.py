@@ -62,7 +62,7 @@ class Look(Callback):
 
 
 def sizes(role):
-    """By name, the shape of each parameter and the elements of it that lie on this rank."""
+    """Return by name, the shape of each parameter and the elements of it that lie on this rank."""
     return {
         name: [list(p.shape), (p.to_local() if isinstance(p, DTensor) else p).numel()]
         for name, p in role.named_parameters()
@@ -75,7 +75,7 @@ def train(runs):
 
 
 def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, precision="32-true", again=False):
-    """Three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights.
+    """Return three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights.
 
     With ``again``, a validation and another fit of the same module follow.
     """
@@ -172,7 +172,7 @@ def build(folder):
 
 
 def _same(strategy, folder):
-    """Which models are, tensor by tensor and bit by bit, what one process builds: weights, names and buffers."""
+    """Return which models are, tensor by tensor and bit by bit, what one process builds: weights, names and buffers."""
     tied = TinyModel(TINY_LLAMA | {"tie_word_embeddings": True})
     sources = {
         "fresh": TinyModel(),
@@ -201,7 +201,7 @@ def _same(strategy, folder):
 
 
 def _cast(strategy):
-    """Which matrices are cast before they are gathered, and whether the result is that of a cast afterwards."""
+    """Return which matrices are cast before they are gathered, and whether the result is that of a cast afterwards."""
     cast, whole = {}, DTensor.full_tensor
 
     def full_tensor(self, *arguments):
@@ -225,7 +225,7 @@ def _cast(strategy):
 
 
 def _refused(strategy):
-    """What is said where the tensors of rank 0 are not those of the others."""
+    """Return what is said where the tensors of rank 0 are not those of the others."""
 
     def make():
         tied = torch.get_default_device().type != "meta"
@@ -239,7 +239,7 @@ def _refused(strategy):
 
 
 def _memory(strategy):
-    """Bytes of host memory taken at most while a large model is built, and while its weights are brought together."""
+    """Return bytes of host memory taken at most while a large model is built, and while its weights are brought together."""
     with torch.device("meta"):
         model = LARGE.causal()
     built = _most_taken(lambda: setattr(strategy.module, "probe", strategy.build_role("actor", LARGE.causal)))

@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+    """Return a TCP port of the loopback interface that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Variables that torchrun gives a process of a single node."""
+    """Return variables that torchrun gives a process of a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

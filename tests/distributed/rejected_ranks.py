@@ -54,7 +54,7 @@ class Recorded(Callback):
 
 
 def batch(kind: str) -> Rollout:
-    """This rank's rows: ``accepted``; rejected on ``all`` ranks, or with ``one`` on rank 0; or ``none`` to learn from.
+    """Return this rank's rows: ``accepted``; rejected on ``all`` ranks, or with ``one`` on rank 0; or ``none`` to learn from.
 
     With ``few`` and ``one``, there is one row per rank, so that a mini-batch is one micro-batch of it.
     """

@@ -79,7 +79,7 @@ def _walk(
 
 
 def roles(path: str | Path) -> dict[str, Any]:
-    """All that a checkpoint's roles hold, whole: by role, tensors and the optimizer's settings."""
+    """Return all that a checkpoint's roles hold, whole: by role, tensors and the optimizer's settings."""
     result = {}
     for folder in sorted(entry for entry in manifest.verified(Path(path)).iterdir() if entry.is_dir()):
         role = StoredRole(folder)
@@ -90,14 +90,14 @@ def roles(path: str | Path) -> dict[str, Any]:
 
 
 def rest(path: str | Path) -> dict[str, Any]:
-    """What belongs to no role and must survive: the step, schedules, callbacks, the place in the data."""
+    """Return what belongs to no role and must survive: the step, schedules, callbacks, the place in the data."""
     state = torch.load(manifest.verified(Path(path)) / "state.pt", weights_only=True)
     loader = state["loops"]["fit_loop"]["state_dict"].get("combined_loader")
     return {key: state[key] for key in ("global_step", "lr_schedulers", "callbacks")} | {"place": loader}
 
 
 def bits_that_differ(one: str | Path, other: str | Path) -> str | None:
-    """Where two checkpoints first differ; None if nowhere."""
+    """Return where two checkpoints first differ; None if nowhere."""
     ours, theirs = roles(one), roles(other)
     if ours.keys() != theirs.keys():
         return f"roles {sorted(ours)} and {sorted(theirs)}"
@@ -115,7 +115,7 @@ def bits_that_differ(one: str | Path, other: str | Path) -> str | None:
 
 
 def largest_weight_difference(one: str | Path, other: str | Path) -> float:
-    """Between two checkpoints, absolute, over all weights."""
+    """Return between two checkpoints, absolute, over all weights."""
     ours, theirs = roles(one), roles(other)
     return max(
         float((tensor.double() - theirs[role][0][key].double()).abs().max())

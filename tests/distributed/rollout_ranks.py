@@ -35,7 +35,7 @@ def output(action):
 
 
 def rolled(engine, actor, rank, ranks=2):
-    """This rank's share, and whether the engine says what the trainer computes."""
+    """Return this rank's share, and whether the engine says what the trainer computes."""
     prompts, seeds = PROMPTS[rank::ranks], SEEDS[rank::ranks]
     completions = generate(engine, prompts, SAMPLING, seeds)
     likeliest = generate(engine, prompts[:2], SamplingParams(10, temperature=0), [0, 0])
@@ -48,7 +48,7 @@ def rolled(engine, actor, rank, ranks=2):
 
 
 def own_and_shared(folder):
-    """An engine for each rank, then one for both."""
+    """Return an engine for each rank, then one for both."""
     rank = joined()
     instance, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
     instance.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
@@ -76,7 +76,7 @@ def own_and_shared(folder):
 
 
 def tensor_parallel(folder):
-    """One engine of two workers for two ranks."""
+    """Return one engine of two workers for two ranks."""
     rank = joined()
     # Two heads for keys, or both workers would hold the same one.
     sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
@@ -101,7 +101,7 @@ def tensor_parallel(folder):
 
 
 def one_server(folder, url, pid):
-    """A server for both ranks: what goes well, then everything that does not."""
+    """Return a server for both ranks: what goes well, then everything that does not."""
     rank = joined()
     engine, setup = VLLMServerEngine(url, timeout=120), setup_of(source_of(), Path(folder, f"rank{rank}"))
     unlike = {

@@ -91,12 +91,12 @@ class SeededEngine(RolloutEngine):
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Reward: how much of a text is the letter a."""
+    """Return reward: how much of a text is the letter a."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
 def by_chance(completions: list[str]) -> list[float]:
-    """Reward: another one in every process, as judges that draw give."""
+    """Return reward: another one in every process, as judges that draw give."""
     draw = random.Random(os.getpid())
     return [draw.random() for _ in completions]
 
@@ -123,7 +123,7 @@ def _comparable(trainer: Trainer, wanted: Any) -> dict[str, float]:
 
 
 def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
-    """Module, data and callbacks of a run.
+    """Return module, data and callbacks of a run.
 
     Args:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto`` or ``online_dpo``.
@@ -209,7 +209,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
 
 
 def strategy_of(description: Any) -> Any:
-    """A registered name, or ``["module:Class", {arguments}]``."""
+    """Return a registered name, or ``["module:Class", {arguments}]``."""
     if isinstance(description, str):
         return description
     position, arguments = description
@@ -285,7 +285,7 @@ class Keep(Callback):
 
 
 def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
-    """Every weight of some roles, whole, under ``role.name``. All ranks."""
+    """Return every weight of some roles, whole, under ``role.name``. All ranks."""
     return {
         f"{role}.{name}": tensor.float().cpu().clone()
         for role in roles
@@ -294,7 +294,7 @@ def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
 
 
 def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
-    """By role, by how much any weight of two files differs at most."""
+    """Return by role, by how much any weight of two files differs at most."""
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
     result: dict[str, float] = {}

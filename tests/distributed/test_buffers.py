@@ -21,7 +21,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def differing(strategy, model, lora):
-    """Names of what differs from the model, after a step that learns nothing; one list of those that are sent."""
+    """Name of what differs from the model, after a step that learns nothing; one list of those that are sent."""
     wanted = dict(whole_tensors(Pretrained(model).causal().lm))
     result = []
 

@@ -20,7 +20,7 @@ SNIPPETS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/strategies.md").read_t
 
 
 def run(folder, strategy, devices):
-    """Trains two steps in a folder and returns what was printed, the weights, and the metrics."""
+    """Train two steps in a folder and return what was printed, the weights, and the metrics."""
     config = copy.deepcopy(PPO)
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     config["trainer"] |= {"strategy": strategy, "devices": devices}

@@ -41,7 +41,7 @@ FLOAT32 = [name for name in (*TWO, *FOUR) if not name.startswith("bf16")]
 
 
 def alone(run):
-    """The same run in a single process."""
+    """Return the same run in a single process."""
     return {key: value for key, value in run.items() if key != "options"}
 
 
@@ -130,7 +130,7 @@ def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_ste
 
 
 def rows_of(rank, rows, ranks):
-    """Of so many rows, those of a rank: as ``torch.chunk`` cuts them."""
+    """Return of so many rows, those of a rank: as ``torch.chunk`` cuts them."""
     most = -(-rows // ranks)
     return range(rows)[rank * most : (rank + 1) * most]
 

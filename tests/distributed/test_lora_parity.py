@@ -18,7 +18,7 @@ HEADS = 2  # that tensor parallelism can split
 
 
 def described(kind, name, folder, **options):
-    """A run; its weights are written merged, under the names that they have without adapters."""
+    """Return a run; its weights are written merged, under the names that they have without adapters."""
     module = {"lora": True, "heads": HEADS}
     return {
         "kind": kind,

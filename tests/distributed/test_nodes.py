@@ -68,14 +68,14 @@ def start(folder, command, name, **variables):
 
 
 def torchrun(folder, *options):
-    """Two nodes as torchrun.sh starts them."""
+    """Return two nodes as torchrun.sh starts them."""
     position = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2", "PROCESSES": "2"}
     command = [str(CLUSTER / "torchrun.sh"), "--config", "run.yaml", *options]
     return [start(folder, command, f"node{i}.log", **position, NODE_RANK=str(i)) for i in range(2)]
 
 
 def slurm(folder):
-    """The job as sbatch starts it, with a srun that starts the tasks here."""
+    """Return the job as sbatch starts it, with a srun that starts the tasks here."""
     write_command(folder, "srun", SRUN)
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "--config", "run.yaml"]
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "lightning-rlhf", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2"}
@@ -84,7 +84,7 @@ def slurm(folder):
 
 
 def jobset(folder):
-    """The pods as JobSet and Kubernetes start them; what depends on the cluster is set to this machine."""
+    """Return the pods as JobSet and Kubernetes start them; what depends on the cluster is set to this machine."""
     (job,) = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     here = {"CONFIG": "run.yaml", "PROCESSES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -104,7 +104,7 @@ def jobset(folder):
 
 
 def expanded(text, variables):
-    """What Kubernetes makes of ``$(NAME)``."""
+    """Return what Kubernetes makes of ``$(NAME)``."""
     return re.sub(r"\$\((\w+)\)", lambda result: variables[result[1]], text)
 
 

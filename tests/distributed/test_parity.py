@@ -46,7 +46,7 @@ WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or a
 
 
 def trained(strategy, ranks, folder):
-    """What each kind of run measured, and the file with its weights."""
+    """Return what each kind of run measured, and the file with its weights."""
     inputs = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
     runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **inputs} for kind in KINDS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
 
 
 def norm_difference(ours, theirs):
-    """Largest relative difference of any gradient norm of any step."""
+    """Return largest relative difference of any gradient norm of any step."""
     pairs = zip(ours["steps"], theirs["steps"], strict=True)
     return max(abs(a[name] / b[name] - 1) for a, b in pairs for name in b if name.startswith("grad_norm/"))
 
@@ -197,7 +197,7 @@ def test_the_weights_that_are_compared_have_moved(alone, tmp_path):
 
 
 def rows_of(text):
-    """The table's rows: strategy, processes, then what was measured."""
+    """Return the table's rows: strategy, processes, then what was measured."""
     return re.findall(r"^\| `(.+?)` \| (\d) \| (.+) \|$", text, re.MULTILINE)
 
 

@@ -32,7 +32,7 @@ RUNS = {
 
 
 def described(kind, strategy, folder, lora):
-    """A run with matrices that oneDNN multiplies."""
+    """Return a run with matrices that oneDNN multiplies."""
     return {
         "kind": kind,
         "strategy": strategy,

@@ -115,7 +115,7 @@ def test_every_pair_of_the_documented_table(tmp_path):
 
 
 def rows_of(text):
-    """The table's rows: kind, writer, reader, whether the bits are equal, the error one step further."""
+    """Return the table's rows: kind, writer, reader, whether the bits are equal, the error one step further."""
     return re.findall(r"^\| (.+?) \| `(.+?)` \| `(.+?)` \| (\w+) \| (\S+) \|$", text, re.MULTILINE)
 
 

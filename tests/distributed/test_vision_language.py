@@ -25,7 +25,7 @@ def write_checkpoint(name, directory):
 
 
 def described(kind, name, folder, **options):
-    """A run that writes its weights, a checkpoint after two of three steps, and an export."""
+    """Return a run that writes its weights, a checkpoint after two of three steps, and an export."""
     run = {
         "kind": kind,
         "strategy": STRATEGIES.get(name, name),

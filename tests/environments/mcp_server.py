@@ -21,7 +21,7 @@ def die() -> str:
 
 @server.tool()
 def secret() -> str:
-    """Not on the list."""
+    """Return not on the list."""
     return "secret"
 
 

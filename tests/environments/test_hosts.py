@@ -33,7 +33,7 @@ def host():
 
 
 def talk(host, key, *texts, row=None, seed=0):
-    """Plays turns one after the other and returns the replies."""
+    """Return plays turns one after the other and returns the replies."""
     turns, digests, replies = [], [], []
     for text in (None, *texts):
         if text is not None:
@@ -263,7 +263,7 @@ class ExhaustedLoop(Exhausted):
 @pytest.mark.parametrize("factory", [Exhausted, ExhaustedLoop])
 def test_a_stop_iteration_of_an_environment_is_its_failure(host, factory):
     fault = host(factory, None).call(Call("a", {}, 0, (Turn("x"),), (digest_of(Reply()),))).result(10)
-    assert (fault.kind, fault.message) == ("error", "raised RuntimeError: StopIteration: ")
+    assert (fault.kind, fault.message) == ("error", "raised RunError: StopIteration")
 
 
 STARTS_SOMETIMES = """

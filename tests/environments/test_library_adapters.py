@@ -113,7 +113,7 @@ class Shop:
         return f"You have {money} coins."
 
     def buy(self, item: str) -> str:
-        """Buy something.
+        """Return buy something.
 
         Args:
             item: the thing to buy

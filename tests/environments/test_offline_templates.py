@@ -40,7 +40,7 @@ FILES = [file for folder in folders() for file in sorted(folder.glob("*.jinja"))
 
 
 def tokenizer_with(template):
-    """A tokenizer of characters with the end token of the template."""
+    """Return a tokenizer of characters with the end token of the template."""
     tokenizer = CharacterTokenizer(string.printable).load()
     end = next((text for text in ENDS if text in template), "</s>")
     tokenizer.add_special_tokens({"eos_token": end})
@@ -49,7 +49,7 @@ def tokenizer_with(template):
 
 
 def bridge_of(file, role):
-    """The bridge for messages of a role; None if it is refused."""
+    """Return the bridge for messages of a role; None if it is refused."""
     tokenizer = tokenizer_with(file.read_text())
     bridge = TemplateBridge(tokenizer, tools=tools_of(role) or [])
     try:
@@ -76,7 +76,7 @@ def test_some_templates_are_accepted(role):
 
 
 def random_conversation(bridge, role, draw):
-    """Messages of a conversation that ends with an answer, the row of its tokens, and the mask of the answers."""
+    """Return messages of a conversation that ends with an answer, the row of its tokens, and the mask of the answers."""
     end = bridge.tokenizer.eos_token
     messages = [{"role": "user", "content": "question"}]
     row = bridge.ids(render(bridge, messages, role))

@@ -124,7 +124,7 @@ def server():
 
 
 def play(instance, *texts, seed=7):
-    """Replies of an environment to reset and some turns; it is closed then."""
+    """Return replies of an environment to reset and some turns; it is closed then."""
 
     async def run():
         try:
@@ -203,7 +203,7 @@ def test_secure_servers_have_secure_websockets():
 
 
 def conversation(host, key, *texts, seed=3):
-    """Replies of a host to one conversation."""
+    """Return replies of a host to one conversation."""
     replies, turns = [host.call(Call(key, {}, seed)).result(30)], ()
     for text in texts:
         turns += (Turn(text),)

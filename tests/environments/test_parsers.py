@@ -93,7 +93,7 @@ def test_calls_in_the_format_of_a_tokenizer():
 
 
 def find(text):
-    """Calls as lines `!name {...}`; some turns let it fail."""
+    """Call as lines `!name {...}`; some turns let it fail."""
     if "refuse" in text:
         raise ValueError("calls must not be refused")
     if "broken" in text:

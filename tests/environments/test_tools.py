@@ -15,7 +15,7 @@ from tests.environments import worlds
 
 
 def double(x: float) -> float:
-    """Double a number.
+    """Return double a number.
 
     Args:
         x: number

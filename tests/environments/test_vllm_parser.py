@@ -25,7 +25,7 @@ XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\
 
 
 def with_result(monkeypatch, *result, content="", error=None, name="hermes", **arguments):
-    """A parser whose process returns a result."""
+    """Return a parser whose process returns a result."""
     monkeypatch.setattr(VLLMToolCalls, "_run", lambda self, text, tokenizer: (content, list(result), error))
     return VLLMToolCalls(name, **arguments)
 

@@ -436,7 +436,7 @@ class Counter:
 
     @staticmethod
     def twice(x: int) -> int:
-        """Double a number.
+        """Return double a number.
 
         Args:
             x: number

@@ -96,7 +96,7 @@ def die_at(position, number, when):
 
 
 def count_calls(limit, report):
-    """Die at the ``limit``-th call of any Python function, or write down how many there were."""
+    """Return die at the ``limit``-th call of any Python function, or write down how many there were."""
     calls = 0
 
     def count(frame, event, argument):

@@ -48,7 +48,7 @@ _DECAY = {
 
 
 def digits(completions):
-    """Reward: the share of digits, and a little luck from every generator there is."""
+    """Return reward: the share of digits, and a little luck from every generator there is."""
 
     def luck():
         return (random.random() + numpy.random.rand() + torch.rand(()).item()) / 100
@@ -95,7 +95,7 @@ CONVERSATIONS = {
 
 
 def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, environment=None, **trainer):
-    """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
+    """Return 12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
     module = "transformers" if engine == "TransformersEngine" else "vllm.engine"
     ahead = {"max_staleness": max_staleness} if max_staleness else {}
     ahead |= {"environment": environment} if environment else {}
@@ -146,7 +146,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, 
 
 
 def supervised(kind):
-    """Two epochs of 5 steps of SFT or of a reward model, a validation after each."""
+    """Return two epochs of 5 steps of SFT or of a reward model, a validation after each."""
     sft = kind == "sft"
     rows, module, role = (
         ("Demonstrations", "SFTModule", "actor") if sft else ("Preferences", "RewardModule", "reward_model")
@@ -185,7 +185,7 @@ class Forge:
         )  # fmt: skip
 
     def attempt(self, directory, config, *, resume=None, position=None, calls=None, arguments=(), command="fit"):
-        """One process; how it ended: 0, an exit code, or KILLED."""
+        """Return one process; how it ended: 0, an exit code, or KILLED."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
         line = [command, "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
@@ -214,12 +214,12 @@ class Forge:
 
 
 def output(directory):
-    """What all processes of a run printed."""
+    """Return what all processes of a run printed."""
     return (directory / "output.log").read_text()
 
 
 def rows(directory):
-    """metrics.csv without times and speeds: a list of (column, value) pairs per row, in order."""
+    """Return metrics.csv without times and speeds: a list of (column, value) pairs per row, in order."""
     with (directory / "run" / "metrics.csv").open(newline="") as file:
         return [[(k, v) for k, v in row.items() if not varies(k)] for row in csv.DictReader(file)]
 
@@ -229,7 +229,7 @@ def varies(name):
 
 
 def checkpoint(directory, name="last"):
-    """A checkpoint without times and speeds: what is in no role, and of each role tensors and settings."""
+    """Return a checkpoint without times and speeds: what is in no role, and of each role tensors and settings."""
     version = manifest.verified(directory / "run" / "checkpoints" / f"{name}.ckpt")
     state = torch.load(version / "state.pt", weights_only=True)
     metrics = state["lightning_rlhf"]["metrics"]
@@ -243,7 +243,7 @@ def checkpoint(directory, name="last"):
 
 
 def difference(ours, theirs, at=""):
-    """Where two nested values first differ by a bit, or None."""
+    """Return where two nested values first differ by a bit, or None."""
     if type(ours) is not type(theirs):
         return f"{at}: {type(ours).__name__} and {type(theirs).__name__}"
     if isinstance(ours, torch.Tensor):

@@ -48,7 +48,7 @@ def garbled(folder):
 
 
 def with_right_sums(name, content):
-    """Whoever can write the files can write a manifest that fits them."""
+    """Return whoever can write the files can write a manifest that fits them."""
 
     def damage(folder):
         file, path = version_of(folder) / name, folder / "manifest.json"

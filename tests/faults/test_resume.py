@@ -61,7 +61,7 @@ def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_pa
 
 
 def killed_at_random_points(forge, reference, directory, config, kills, seed):
-    """Runs killed at calls drawn at random, resumed and compared, until there were so many kills."""
+    """Run killed at calls drawn at random, resumed and compared, until there were so many kills."""
     calls, draw, run = int((reference / "calls").read_text()), random.Random(seed), 0
     while kills > 0:
         run += 1

@@ -60,7 +60,7 @@ WARNED = {
 
 
 def digits(completions):
-    """Another function of the same name."""
+    """Return another function of the same name."""
     return [1.0] * len(completions)
 
 

@@ -196,7 +196,7 @@ def test_majority_at_k_of_a_case_worked_by_hand():
 
 
 def vote(draw, rewards, answers):
-    """What the most frequent answer of a draw is worth: the mean over those who gave it and over ties."""
+    """Return what the most frequent answer of a draw is worth: the mean over those who gave it and over ties."""
     counts = Counter(answers[i] for i in draw if answers[i] is not None)
     winners = [a for a in counts if counts[a] == max(counts.values())] or [None]
     return statistics.fmean(statistics.fmean(rewards[i] for i in draw if answers[i] == a) for a in winners)
@@ -249,7 +249,7 @@ def test_nothing_of_this_touches_the_global_random_numbers():
 
 
 def power_by_loop(advantages, logprobs, squares, mask, weights):
-    """Mean over responses, token by token."""
+    """Return mean over responses, token by token."""
     result = []
     for rows in zip(*(tensor.tolist() for tensor in (advantages, logprobs, squares, mask, weights)), strict=True):
         tokens = [token for token in zip(*rows, strict=True) if token[3]]

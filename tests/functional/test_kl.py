@@ -61,7 +61,7 @@ def test_a_clamp_bounds_values_on_both_sides_and_takes_the_gradient_where_it_bin
 
 
 def _by_loop(estimator, logprobs, reference):
-    """Schulman 2020: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r, with r = reference / policy."""
+    """Return schulman 2020: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r, with r = reference / policy."""
     estimates = []
     for p, q in zip(logprobs, reference, strict=True):
         r = math.exp(q - p)
@@ -107,7 +107,7 @@ def test_estimates_are_verls(estimator):
 
 
 def _policies(seed, scale=1.0):
-    """Logits with gradient of a policy over 6 tokens, and log-probabilities of a reference."""
+    """Return logits with gradient of a policy over 6 tokens, and log-probabilities of a reference."""
     return (scale * normal(6, seed=seed)).requires_grad_(), (scale * normal(6, seed=seed + 1)).log_softmax(-1)
 
 

@@ -22,7 +22,7 @@ HIDDEN, VOCABULARY = 4, 7
 
 
 def _head(tokens, seed, bias=True, dtype=torch.float32):
-    """Hidden states, weight and bias of a head, all with gradient, and targets."""
+    """Return hidden states, weight and bias of a head, all with gradient, and targets."""
     hidden = normal(tokens, HIDDEN, seed=seed, dtype=dtype).requires_grad_()
     weight = normal(VOCABULARY, HIDDEN, seed=seed + 1, dtype=dtype).requires_grad_()
     offset = normal(VOCABULARY, seed=seed + 2, dtype=dtype).requires_grad_() if bias else None

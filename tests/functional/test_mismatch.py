@@ -48,7 +48,7 @@ VERLS = {
 
 
 def logprobs_of(mask, seed):
-    """Log-probabilities of trained and rollout policy, at most 0."""
+    """Return log-probabilities of trained and rollout policy, at most 0."""
     rollout = -normal(*mask.shape, seed=seed).abs()
     return -(rollout + normal(*mask.shape, seed=seed + 1) / 2).abs(), rollout
 
@@ -94,7 +94,7 @@ def test_metrics_of_a_case_worked_by_hand():
 
 
 def by_loops(train, rollout, mask):
-    """The docstring's formulas over plain numbers."""
+    """Return the docstring's formulas over plain numbers."""
     responses = [
         [(p, q) for p, q, counts in zip(*row, strict=True) if counts]
         for row in zip(train.tolist(), rollout.tolist(), mask.tolist(), strict=True)

@@ -18,7 +18,7 @@ ALL = torch.ones(5, dtype=torch.bool)
 
 @st.composite
 def segments(draw):
-    """Values, their segments, and which of them count; the others are NaN or infinite."""
+    """Return values, their segments, and which of them count; the others are NaN or infinite."""
     rows = draw(st.integers(1, 9))
     segment = torch.tensor(draw(st.lists(st.sampled_from([-4, 0, 5]), min_size=rows, max_size=rows)))
     member = torch.tensor(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))

@@ -43,7 +43,7 @@ FURTHER = {
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float) -> Tensor:
@@ -70,7 +70,7 @@ def make_inputs() -> dict[str, Tensor]:
 
 
 def record_aggregation(inputs: dict[str, Tensor], mode: str) -> dict[str, Any]:
-    """Loss and gradient, with one response emptied besides."""
+    """Return loss and gradient, with one response emptied besides."""
     records = {}
     for name in ("full", "one_empty"):
         mask = inputs["mask"].clone()
@@ -83,7 +83,7 @@ def record_aggregation(inputs: dict[str, Tensor], mode: str) -> dict[str, Any]:
 
 
 def record_kl(inputs: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """verl's estimates, k3 clamped to [-10, 10], and the gradient of their sum."""
+    """Return verl's estimates, k3 clamped to [-10, 10], and the gradient of their sum."""
     logprobs = inputs["logprobs"].clone().requires_grad_()
     estimate = core_algos.kl_penalty(logprobs, inputs["ref_logprobs"], kind)
     (gradient,) = torch.autograd.grad(estimate.sum(), logprobs)
@@ -91,7 +91,7 @@ def record_kl(inputs: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 
 def record_importance(inputs: dict[str, Tensor], corrected: bool) -> dict[str, Any]:
-    """TRL's loss where only the KL term is left: advantage 0, beta 1, mean over tokens."""
+    """Return TRL's loss where only the KL term is left: advantage 0, beta 1, mean over tokens."""
     logprobs = inputs["logprobs"].clone().requires_grad_()
 
     def alone(value: Tensor, **kwargs: str) -> Tensor:
@@ -130,7 +130,7 @@ def record_importance(inputs: dict[str, Tensor], corrected: bool) -> dict[str, A
 
 
 def record_correction(inputs: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """Weights, what is kept, and metrics."""
+    """Weight, what is kept, and metrics."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     weights, saved, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         inputs["old_logprobs"],
@@ -147,7 +147,7 @@ def record_correction(inputs: dict[str, Tensor], config: dict[str, Any]) -> dict
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """verl's configurations by the name of their constructor."""
+    """Return verl's configurations by the name of their constructor."""
     names = [name for name in dir(RolloutCorrectionConfig) if re.match("decoupled_|bypass_(ppo|pg)|disabled", name)]
     configs = {name: asdict(getattr(RolloutCorrectionConfig, name)()) for name in names}
     return {name: {key: c[key] for key in c if not key.startswith("_")} for name, c in configs.items()}

@@ -18,7 +18,7 @@ SEED = 20261121
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float, *shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def make_inputs() -> dict[str, Tensor]:
 
 
 def per_token(aggregate: Callable[[Tensor], Tensor]) -> Tensor:
-    """The loss of each token, from a function that only returns the mean over a mask."""
+    """Return the loss of each token, from a function that only returns the mean over a mask."""
     losses = torch.empty(SHAPE, dtype=torch.float64)
     for cell in range(losses.numel()):
         mask = torch.zeros(losses.numel(), dtype=torch.float64)
@@ -58,7 +58,7 @@ def per_token(aggregate: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def record_policy_loss(inputs: dict[str, Tensor], **arguments: float) -> dict[str, Any]:
-    """Token losses, the gradient of their masked mean and the clip fractions."""
+    """Return token losses, the gradient of their masked mean and the clip fractions."""
     logprobs = inputs["logprobs"].clone().requires_grad_()
 
     def compute(mask: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ def record_policy_loss(inputs: dict[str, Tensor], **arguments: float) -> dict[st
 
 
 def record_value_loss(inputs: dict[str, Tensor], clip_range: float) -> dict[str, Any]:
-    """Token losses, the gradient of their masked mean and the clip fraction."""
+    """Return token losses, the gradient of their masked mean and the clip fraction."""
     values = inputs["values"].clone().requires_grad_()
 
     def compute(mask: Tensor) -> tuple[Tensor, ...]:
@@ -95,7 +95,7 @@ def record_value_loss(inputs: dict[str, Tensor], clip_range: float) -> dict[str,
 
 
 def record_gae(inputs: dict[str, Tensor], gamma: float, lam: float) -> dict[str, Any]:
-    """Whitened advantages, and returns."""
+    """Return whitened advantages, and returns."""
     advantages, returns = core_algos.compute_gae_advantage_return(
         inputs["rewards"], inputs["old_values"], inputs["mask"], gamma, lam
     )
@@ -103,7 +103,7 @@ def record_gae(inputs: dict[str, Tensor], gamma: float, lam: float) -> dict[str,
 
 
 def record_adaptive_kl() -> list[dict[str, float]]:
-    """Coefficients after one update each: far below, just below, at, just above and far above the target."""
+    """Return coefficients after one update each: far below, just below, at, just above and far above the target."""
     records = []
     for kl in (0.0, 5.5, 6.0, 6.7, 40.0):
         controller = core_algos.AdaptiveKLController(init_kl_coef=0.05, target_kl=6.0, horizon=1000)

@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("policy_losses.json")
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float, *shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def make_inputs() -> dict[str, Tensor]:
 
 
 def gradient_of(compute: Callable[[Tensor], Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss of the whole batch, and its gradient."""
+    """Return the loss of the whole batch, and its gradient."""
     logprobs = inputs["logprobs"].clone().requires_grad_()
     loss = compute(logprobs)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -56,7 +56,7 @@ def gradient_of(compute: Callable[[Tensor], Tensor], inputs: dict[str, Tensor]) 
 
 
 def record_verl(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Each of verl's losses; ``advantages`` says which of the inputs were given."""
+    """Return each of verl's losses; ``advantages`` says which of the inputs were given."""
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -119,7 +119,7 @@ def record_verl(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Each of TRL's losses, from a trainer that was never built: the method with only what it reads."""
+    """Return each of TRL's losses, from a trainer that was never built: the method with only what it reads."""
     from trl.experimental.gmpo import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
 

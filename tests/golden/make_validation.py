@@ -30,12 +30,12 @@ generator = torch.Generator().manual_seed(SEED)
 
 
 def normal(scale: float, *shape: int) -> Tensor:
-    """Random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).round(decimals=3)
 
 
 def record_moments() -> list[dict[str, Any]]:
-    """Probability-weighted moments b_0 to b_3 from scipy's L-moments; k b_(k-1) is the best of k."""
+    """Return probability-weighted moments b_0 to b_3 from scipy's L-moments; k b_(k-1) is the best of k."""
     records = []
     for rewards in REWARDS:
         l1, l2, l3, l4 = scipy.stats.lmoment(rewards, order=[1, 2, 3, 4], standardize=False)
@@ -47,7 +47,7 @@ def record_moments() -> list[dict[str, Any]]:
 
 
 def record_majorities() -> list[dict[str, Any]]:
-    """verl's majority of every draw of k in every order: ties, which it gives to the first drawn, become fair."""
+    """Return verl's majority of every draw of k in every order: ties, which it gives to the first drawn, become fair."""
     records = []
     for answers, rewards in VOTES:
         samples = [{"pred": answer, "val": reward} for answer, reward in zip(answers, rewards, strict=True)]
@@ -60,7 +60,7 @@ def record_majorities() -> list[dict[str, Any]]:
 
 
 def record_means() -> list[dict[str, Any]]:
-    """verl's mean and standard deviation of the rewards of each prompt."""
+    """Return verl's mean and standard deviation of the rewards of each prompt."""
     records = []
     for rewards in REWARDS:
         size = len(rewards)
@@ -70,7 +70,7 @@ def record_means() -> list[dict[str, Any]]:
 
 
 def record_batch() -> dict[str, Any]:
-    """verl's metrics of a batch whose prompts and responses are padded, with weights and without."""
+    """Return verl's metrics of a batch whose prompts and responses are padded, with weights and without."""
     lengths, prompts = torch.tensor([5, 3, 1, 4, 5, 2]), torch.tensor([2, 2, 3, 3, 1, 1])
     mask = (torch.arange(5) < lengths.unsqueeze(1)).double()
     prompt_mask = (torch.arange(3) >= 3 - prompts.unsqueeze(1)).double()  # verl pads prompts on the left

@@ -18,7 +18,7 @@ from tests.rollout.engines import largest_gap, parameters_of, prompts_of, setup_
 
 
 def own_and_shared(folder):
-    """An engine on each GPU, then one on both."""
+    """Return an engine on each GPU, then one on both."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank)

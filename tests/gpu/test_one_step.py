@@ -114,7 +114,7 @@ def test_the_engine_leaves_the_trainer_its_memory(tmp_path):
 
 
 def losses(engine, tmp_path, steps=3):
-    """The loss of each step of a run whose engine is given."""
+    """Return the loss of each step of a run whose engine is given."""
     module = PPOModule(
         FromConfig(ON_GPU | {"vocab_size": 11}, seed=0),
         actor_optimizer=partial(torch.optim.AdamW, lr=1e-3),

@@ -79,7 +79,7 @@ def test_two_ranks_have_engines_of_their_own_and_one_on_both_gpus(tmp_path):
 
 
 def served(tmp_path, backend, devices):
-    """The document's command for this backend; the process and its url."""
+    """Return the document's command for this backend; the process and its url."""
     document = (ROOT / "docs/rollouts.md").read_text()
     command = next(block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if backend in block)
     port, folder = free_port(), tmp_path / "model"

@@ -167,7 +167,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _view(tensor, index):
-    """What slices, numbers and None of an index select, and the tensors of the index by dimension, if any."""
+    """Return what slices, numbers and None of an index select, and the tensors of the index by dimension, if any."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
         position = next(i for i, item in enumerate(items) if item is Ellipsis)

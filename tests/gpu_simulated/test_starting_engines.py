@@ -190,7 +190,7 @@ class Sleeping(Sharing):
 
 
 def limits(monkeypatch, kind, tmp_path):
-    """The calls of an engine in a run of two steps with a validation, and the memory that it leaves the trainer."""
+    """Return the calls of an engine in a run of two steps with a validation, and the memory that it leaves the trainer."""
     run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
     engine = kind(run.engine.texts, run.engine.tokenizer)
     run.loop._engine_choice = engine
@@ -303,7 +303,7 @@ def test_an_engine_that_stays_asleep_is_an_error(core):
 
 
 def signature(path, name):
-    """Parameters of a function of vLLM, read from its source without importing it."""
+    """Return parameters of a function of vLLM, read from its source without importing it."""
     import ast
 
     tree = ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / path).read_text())

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.m
 
 
 def validations(directory, task, metric):
-    """The (sampled, greedy) values of the first and the last validation."""
+    """Return the (sampled, greedy) values of the first and the last validation."""
     with open(directory / f"runs/environments/{task}/metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row[f"val/{metric}_sampled"]]
     return [tuple(float(row[f"val/{metric}_{kind}"]) for kind in ("sampled", "greedy")) for row in (rows[0], rows[-1])]

@@ -137,7 +137,7 @@ def test_a_chat_model_learns_word_problems(tmp_path, monkeypatch):
 
 
 def result(call):
-    """Result of a call, computed here; None for one that cannot be run."""
+    """Return result of a call, computed here; None for one that cannot be run."""
     try:
         call = json.loads(call)
         a, b = call["arguments"]["a"], call["arguments"]["b"]

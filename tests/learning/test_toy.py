@@ -34,7 +34,7 @@ class Rewards(PPOModule):
 
 
 def run(directory, seed):
-    """Mean reward of every step, and the actor's weights afterwards."""
+    """Return mean reward of every step, and the actor's weights afterwards."""
     seed_everything(seed, verbose=False)
     adam = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.0)
     module = Rewards(

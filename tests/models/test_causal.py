@@ -30,7 +30,7 @@ def model_of(family, dtype="float32"):
 
 
 def question(seed=0):
-    """Ragged texts, padded with tokens, of which about half of the tokens are asked for."""
+    """Return ragged texts, padded with tokens, of which about half of the tokens are asked for."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (4, 9), generator=draw)
     position = torch.arange(8).expand(4, 8)
@@ -40,7 +40,7 @@ def question(seed=0):
 
 
 def answer_of_transformers(lm, ids, mask, temperature):
-    """Log-probabilities and entropies from the model's own logits, one text at a time and without padding."""
+    """Return log-probabilities and entropies from the model's own logits, one text at a time and without padding."""
     logprobs, entropies = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
     for i, length in enumerate(LENGTHS):
         every = (lm(ids[i : i + 1, :length]).logits[0].double() / temperature).log_softmax(-1)

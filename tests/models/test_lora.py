@@ -41,7 +41,7 @@ def source(architecture=TINY_LLAMA, lora=None, **options):
 
 
 def trained(model):
-    """The model after some training: no adapter is zero."""
+    """Return the model after some training: no adapter is zero."""
     draw = torch.Generator().manual_seed(5)
     for name, parameter in model.lm.named_parameters():
         if is_adapter(name):

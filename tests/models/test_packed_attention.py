@@ -38,7 +38,7 @@ def source(name, attention=None, **options):
 
 
 def texts():
-    """Token ids of prompts with responses, the places that predict the responses, the responses and their mask."""
+    """Return token ids of prompts with responses, the places that predict the responses, the responses and their mask."""
     draw = torch.Generator().manual_seed(0)
     prompts = {group: torch.randint(VOCABULARY, (9,), generator=draw) for group in set(GROUPS)}
     ids = torch.zeros(len(GROUPS), WIDTH, dtype=torch.long)
@@ -60,7 +60,7 @@ def packings():
 
 
 def outputs(model, packing):
-    """Log-probs of the responses, and the gradient of a weighted sum of them for each parameter."""
+    """Return log-probs of the responses, and the gradient of a weighted sum of them for each parameter."""
     logprobs = model(*texts(), packing=packing).logprobs
     weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

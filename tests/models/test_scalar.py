@@ -15,7 +15,7 @@ LENGTHS = torch.tensor([7, 3, 5])
 
 
 def texts():
-    """Right-padded with the padding token, which stands nowhere else."""
+    """Return right-padded with the padding token, which stands nowhere else."""
     ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(0))
     return ids.masked_fill(torch.arange(7) >= LENGTHS.unsqueeze(1), 0)
 

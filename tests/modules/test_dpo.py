@@ -19,7 +19,7 @@ CHOSEN, REJECTED = [5, 2, 9, 4], [3, 8, 2, 4]
 
 
 def side(lengths, seed):
-    """Texts whose prompt is the first token; one of nine marks is left out, as between two turns."""
+    """Return texts whose prompt is the first token; one of nine marks is left out, as between two turns."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
     position, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
@@ -31,7 +31,7 @@ def pairs(chosen=CHOSEN, rejected=REJECTED, seed=0):
 
 
 def logprobs(texts, lm):
-    """(B,) of the marked tokens, one text at a time and without padding."""
+    """Return (B,) of the marked tokens, one text at a time and without padding."""
     result = []
     for ids, length, marked in zip(texts.input_ids, texts.lengths, texts.loss_mask, strict=True):
         scores = lm(ids[None, :length]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:length, None]).squeeze(1)
@@ -44,7 +44,7 @@ def models(dtype="float32"):
 
 
 def log_ratios(batch, dtype="float32"):
-    """Of chosen and rejected, and the actor's log-probabilities of both."""
+    """Return of chosen and rejected, and the actor's log-probabilities of both."""
     actor, ref = models(dtype)
     instance = [logprobs(texts, actor) for texts in (batch.chosen, batch.rejected)]
     return (
@@ -62,7 +62,7 @@ def dpo(kind=DPOModule, dtype="float32", lr=0.0, **options):
 
 
 def steps_of(module, batches):
-    """The loss of every step."""
+    """Return the loss of every step."""
     seen = []
 
     class Watch(type(module)):

@@ -28,7 +28,7 @@ def batch_of(lengths=LENGTHS, starts=STARTS, labels=LABELS, seed=1):
 
 
 def mismatched_by_hand(batch, starts=STARTS):
-    """Each prompt with the answer of the next text."""
+    """Return each prompt with the answer of the next text."""
     rows, marks, widest = [], [], int(batch.texts.lengths.max())
     for i, start in enumerate(starts):
         j = (i + 1) % len(starts)
@@ -53,7 +53,7 @@ def kto(dtype="float32", lr=0.0, **options):
 
 
 def expected_of(batch, dtype="float32"):
-    """Losses, log-ratios, KL and the actor, by one text at a time."""
+    """Return losses, log-ratios, KL and the actor, by one text at a time."""
     actor, ref = models(dtype)
     ratios = logprobs(batch.texts, actor) - logprobs(batch.texts, ref).detach()
     other = mismatched_by_hand(batch)

@@ -54,7 +54,7 @@ def tokens(count, seed):
 
 
 def plain_logprobs(lm, ids):
-    """(L - 1,) log-probs of the tokens of a text by transformers alone."""
+    """Return (L - 1,) log-probs of the tokens of a text by transformers alone."""
     logits = lm(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1)
 

@@ -49,7 +49,7 @@ NAMES = [type(estimator).__name__ for estimator in ESTIMATORS]
 
 
 def rollouts():
-    """Six responses to two prompts, and the two greedy ones."""
+    """Return six responses to two prompts, and the two greedy ones."""
     rollout = rollout_of(responses(6, seed=3, observations=True), dtype=torch.float64)
     rollout.group[:] = torch.tensor([0, 0, 0, 1, 1, 1])
     rollout.rewards["style"] = torch.tensor([0.0, 1, 1, 1, 0, 0], dtype=torch.float64)
@@ -81,7 +81,7 @@ SMALL = {**TINY_LLAMA, "num_hidden_layers": 1}
 
 
 def moves(estimator, pairs, micro_batch_tokens):
-    """How each pair of loss and aggregation moves the actor's weights."""
+    """Return how each pair of loss and aggregation moves the actor's weights."""
     kind = PPOModule if estimator.needs_critic else RLHFModule
     sgd = partial(torch.optim.SGD, lr=0.05)
     options = {"critic_optimizer": partial(torch.optim.SGD, lr=0.0)} if estimator.needs_critic else {}

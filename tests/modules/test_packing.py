@@ -55,7 +55,7 @@ def sft(source, lr=0.1, **options):
 
 
 def gradients(module, batch, packed):
-    """Log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
+    """Return log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
     module.layout.packed = packed
     (logprobs, _, _), mask = text_scores(module, "actor", batch)
     weights = torch.linspace(-1, 2, mask.numel()).view_as(mask)
@@ -102,7 +102,7 @@ def test_positions_that_do_not_start_again_are_seen(attention, monkeypatch, capl
 
 
 def updates(dtype, packing, micro_batch_tokens, attention):
-    """Loss and gradient norm of three updates, and the weights after them."""
+    """Return loss and gradient norm of three updates, and the weights after them."""
     steps = []
 
     class Watch(SFTModule):

@@ -23,7 +23,7 @@ ROWS = responses(8, seed=5)
 
 
 def ppo(dtype="float64", **options):
-    """A module whose models are there already: actor and critic of different weights, plain gradient descent."""
+    """Return a module whose models are there already: actor and critic of different weights, plain gradient descent."""
     defaults = {"critic": TinyModel(seed=1, dtype=dtype), "actor_optimizer": SGD, "critic_optimizer": SGD}
     module = PPOModule(TinyModel(dtype=dtype), **(defaults | {"minibatch_size": 4} | options))
     module.configure_model()

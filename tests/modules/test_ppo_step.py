@@ -45,7 +45,7 @@ class Recorded(PPOModule):
 
 
 def trained(s, rows=ROWS, **options):
-    """A module after one step on the rows."""
+    """Return a module after one step on the rows."""
     module = Recorded(
         SOURCES["actor"],
         ref=SOURCES["ref"],
@@ -75,14 +75,14 @@ def trained(s, rows=ROWS, **options):
 
 
 def policy(lm, row, temperature):
-    """Log-probability of each token of a response, and entropy of the distribution it was drawn from."""
+    """Return log-probability of each token of a response, and entropy of the distribution it was drawn from."""
     ids = torch.tensor(row.prompt + row.tokens)
     every = (lm(ids[None]).logits[0] / temperature).log_softmax(-1)[len(row.prompt) - 1 : -1]
     return every[range(len(row.tokens)), row.tokens], -(every.exp() * every).sum(-1)
 
 
 def scalars(lm, row):
-    """The scalar model's number at each token of prompt and response."""
+    """Return the scalar model's number at each token of prompt and response."""
     ids = torch.tensor(row.prompt + row.tokens)
     return lm.score(lm.model(ids[None]).last_hidden_state)[0, :, 0]
 
@@ -93,7 +93,7 @@ def kl(lp, ref, kind):
 
 
 def gae(rewards, values, s):
-    """Advantages of the policy's own tokens; eq. 16 of Schulman et al. 2016 as the sum that it is."""
+    """Return advantages of the policy's own tokens; eq. 16 of Schulman et al. 2016 as the sum that it is."""
     deltas = [
         reward + s.gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t]
         for t, reward in enumerate(rewards)
@@ -105,7 +105,7 @@ def gae(rewards, values, s):
 
 @torch.no_grad()
 def what_to_learn(models, rows, s):
-    """For each row: old and reference log-probabilities, values, advantages and returns of the policy's tokens."""
+    """Return for each row: old and reference log-probabilities, values, advantages and returns of the policy's tokens."""
     learnt = []
     for row in rows:
         instance = torch.tensor(row.mask)
@@ -152,7 +152,7 @@ def critic_token_losses(lm, row, learnt, s):
 
 
 def reference(s, order, rows=ROWS):
-    """Models after one step in plain gradient descent."""
+    """Return models after one step in plain gradient descent."""
     models = {name: source.causal().lm for name, source in SOURCES.items() if name in ("actor", "ref")}
     models |= {name: source.scalar().lm for name, source in SOURCES.items() if name in ("critic", "rm")}
     learnt = what_to_learn(models, rows, s)
@@ -173,7 +173,7 @@ def reference(s, order, rows=ROWS):
 
 
 def distance(one, other):
-    """Largest difference of two models' weights."""
+    """Return largest difference of two models' weights."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 

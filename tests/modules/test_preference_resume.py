@@ -23,7 +23,7 @@ KINDS = {
 
 
 def run(kind, directory, steps, ckpt=None):
-    """The loss of each step, and the weights at the end; an epoch has five steps."""
+    """Return the loss of each step, and the weights at the end; an epoch has five steps."""
     module_kind, data_kind, rows, lora = KINDS[kind]
     losses = []
 

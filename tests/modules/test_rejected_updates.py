@@ -36,7 +36,7 @@ class Recorded(Callback):
 
 
 def batches(*rejected_rows):
-    """Rollouts; in each, these rows are rejected: the engine's probability of their tokens is almost 0."""
+    """Return rollouts; in each, these rows are rejected: the engine's probability of their tokens is almost 0."""
     made = []
     for rows in rejected_rows:
         rollout = rollout_of(ROWS)
@@ -57,7 +57,7 @@ def equal(one, other, role=""):
 
 
 def without_responses(rollout):
-    """The rollout with no response to learn from, whose updates are left out before any forward pass."""
+    """Return the rollout with no response to learn from, whose updates are left out before any forward pass."""
     return replace(rollout, included=torch.zeros_like(rollout.included))
 
 

@@ -27,7 +27,7 @@ def pairs(chosen, rejected, seed=0, margin=False):
 
 
 def scores(texts, dtype="float32"):
-    """The untrained model's score of each text, one at a time and without padding."""
+    """Return the untrained model's score of each text, one at a time and without padding."""
     lm = TinyModel(dtype=dtype).scalar().lm
     hidden = [
         lm.model(ids[None, :length]).last_hidden_state

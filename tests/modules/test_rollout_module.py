@@ -28,7 +28,7 @@ ROWS = responses(6, seed=8, observations=True)
 
 
 def stepped(kind=RLHFModule, rollout=None, **options):
-    """A module after a step in which no weight moved."""
+    """Return a module after a step in which no weight moved."""
     options = {"actor_optimizer": SGD, "minibatch_size": 3, "micro_batch_tokens": 15} | options
     module = kind(TinyModel(dtype="float64"), **options)
     module.metrics = fit(module, [rollout or rollout_of(ROWS, dtype=torch.float64)]).callback_metrics

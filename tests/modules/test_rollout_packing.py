@@ -17,7 +17,7 @@ GROUP = 4
 
 
 def grouped(prompts=3, seed=5):
-    """A rollout with four responses to each prompt."""
+    """Return a rollout with four responses to each prompt."""
     rows = responses(prompts * GROUP, seed=seed)
     shared = [Response(rows[i - i % GROUP].prompt, row.tokens, row.reward) for i, row in enumerate(rows)]
     rollout = rollout_of(shared)
@@ -33,7 +33,7 @@ def module_of(kind, **options):
 
 
 def step(kind, rollout, **options):
-    """Metrics and weights after one step."""
+    """Return metrics and weights after one step."""
     module = module_of(kind, **options)
     metrics = fit(module, [rollout]).callback_metrics
     names = [name for name in metrics if not name.startswith(("time/", "perf/"))]
@@ -57,7 +57,7 @@ def test_a_step_is_that_on_padded_rows_for_any_token_budget(kind, budget):
 
 
 def tokens_of(rollout, **options):
-    """Number of tokens in each forward pass of the actor."""
+    """Return number of tokens in each forward pass of the actor."""
     module = module_of(GRPOModule, minibatch_size=12, micro_batch_tokens=1000, **options)
     module.configure_model()
     sizes = []
@@ -122,7 +122,7 @@ def test_prompt_numbers_name_the_first_row_with_the_same_prompt():
 
 
 def branched(joined=True):
-    """Rows of two texts each, and every third of one; or the texts themselves."""
+    """Return rows of two texts each, and every third of one; or the texts themselves."""
     rows, starts, texts = [], [], []
     parts = responses(24, seed=7)
     for first, second in zip(parts[::2], parts[1::2], strict=True):
@@ -148,7 +148,7 @@ def branched(joined=True):
 
 
 def sampled_scores(module, rollout):
-    """Log-probabilities and values of the sampled tokens in order, and the gradient of a sum of the first."""
+    """Return log-probabilities and values of the sampled tokens in order, and the gradient of a sum of the first."""
     logprobs = module.actor_scores("actor", rollout).logprobs[rollout.response_mask]
     values = module.critic_values(rollout)[0][rollout.response_mask]
     wanted = [p for p in module.actor.parameters() if p.requires_grad]

@@ -118,7 +118,7 @@ def test_a_run_gives_its_length_to_the_schedule():
 
 
 def grouped():
-    """Two prompts with two responses each."""
+    """Return two prompts with two responses each."""
     return replace(rollout_of(responses(4, 1)), group=torch.tensor([0, 0, 1, 1]))
 
 

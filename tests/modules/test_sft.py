@@ -26,7 +26,7 @@ def texts(lengths, seed):
 
 
 def marked_losses(batch):
-    """torch's cross-entropy of every marked token under the untrained model."""
+    """Return torch's cross-entropy of every marked token under the untrained model."""
     lm = TinyModel().causal().lm
     logits = lm(batch.input_ids).logits[:, :-1]
     return cross_entropy(

@@ -20,7 +20,7 @@ LENGTHS = (2, 9, 5, 5, 1, 7, 3)
 
 
 def texts(lengths=LENGTHS, width=10, seed=0):
-    """Random texts with about half of their tokens marked; padding holds tokens too."""
+    """Return random texts with about half of their tokens marked; padding holds tokens too."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), width), generator=draw)
     lengths = torch.tensor(lengths)
@@ -30,26 +30,26 @@ def texts(lengths=LENGTHS, width=10, seed=0):
 
 
 def module_with(dtype="float64", **options):
-    """A module whose weights are there already: ranks in threads cannot draw theirs from one random state."""
+    """Return a module whose weights are there already: ranks in threads cannot draw theirs from one random state."""
     module = SFTModule(TinyModel(dtype=dtype), optimizer=SGD, **({"max_grad_norm": None} | options))
     module.configure_model()
     return module
 
 
 def step_of(module, batch, strategy="auto"):
-    """What one step took off each weight."""
+    """Return what one step took off each weight."""
     before = deepcopy(module.actor.state_dict())
     fit(module, [batch], strategy=strategy)
     return {name: before[name] - after for name, after in module.actor.state_dict().items()}
 
 
 def gradient(batch, **options):
-    """What one step of a fresh module takes off each weight."""
+    """Return what one step of a fresh module takes off each weight."""
     return step_of(module_with(**options), batch)
 
 
 def whole_batch_gradient(batch):
-    """Gradient of the mean negative log-likelihood over all marked tokens, text by text without any padding."""
+    """Return gradient of the mean negative log-likelihood over all marked tokens, text by text without any padding."""
     lm = TinyModel(dtype="float64").causal().lm
     total = 0
     for ids, length, marked in zip(batch.input_ids, batch.lengths, batch.loss_mask, strict=True):

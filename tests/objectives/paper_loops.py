@@ -33,7 +33,7 @@ def ppo(new, old, a, selected_tokens):
 
 
 def over_tokens(of_token):
-    """The mean over all tokens."""
+    """Return the mean over all tokens."""
 
     def of_batch(responses):
         losses = [of_token(*token) for response in responses for token in zip(*response, strict=True)]
@@ -43,7 +43,7 @@ def over_tokens(of_token):
 
 
 def over_responses(of_response):
-    """The mean over responses that have a token."""
+    """Return the mean over responses that have a token."""
 
     def of_batch(responses):
         return sum(of_response(*response) for response in responses) / max(len(responses), 1)
@@ -52,5 +52,5 @@ def over_responses(of_response):
 
 
 def of_mean_token(of_token):
-    """A response's loss: the mean of its tokens'."""
+    """Return a response's loss: the mean of its tokens'."""
     return lambda *response: sum(of_token(*token) for token in zip(*response, strict=True)) / len(response[0])

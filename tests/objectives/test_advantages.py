@@ -31,7 +31,7 @@ def _inputs(rewards, values, mask, final_values=None):
 
 
 def _compacted(row, mask):
-    """What of a row lies inside the mask."""
+    """Return what of a row lies inside the mask."""
     return [value for value, counts in zip(row.tolist(), mask.tolist(), strict=True) if counts]
 
 

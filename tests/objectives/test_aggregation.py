@@ -42,7 +42,7 @@ def test_losses_of_a_case_worked_by_hand(aggregation, expected):
 
 
 def by_loops(aggregation, losses, mask):
-    """From the papers: DAPO's eq. 12, Dr. GRPO's section 3.2, DeepSeekMath's eq. 3; empty responses left out."""
+    """Return from the papers: DAPO's eq. 12, Dr. GRPO's section 3.2, DeepSeekMath's eq. 3; empty responses left out."""
     responses = [
         [loss for loss, counts in zip(row, marks, strict=True) if counts]
         for row, marks in zip(losses.tolist(), mask.tolist(), strict=True)

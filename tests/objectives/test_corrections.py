@@ -57,7 +57,7 @@ corrections = st.builds(
 
 
 def logprobs_of(mask, seed):
-    """Log-probabilities of actor and engine, about half a nat apart."""
+    """Return log-probabilities of actor and engine, about half a nat apart."""
     rollout = -normal(*mask.shape, seed=seed).abs()
     return rollout + normal(*mask.shape, seed=seed + 1) / 2, rollout
 
@@ -204,7 +204,7 @@ def test_metrics_of_a_case_worked_by_hand():
 
 
 def by_loops(correction, old, rollout, mask):
-    """Weights, kept tokens and metrics of the docstrings' formulas, over plain numbers."""
+    """Weight, kept tokens and metrics of the docstrings' formulas, over plain numbers."""
     weights = torch.zeros_like(old)
     saved = mask.clone()
     for row in range(len(mask)):
@@ -287,7 +287,7 @@ def test_shares_are_those_of_the_tokens_and_responses_concerned(correction, mask
 
 
 def from_verl(config):
-    """Our correction of one of verl's configurations."""
+    """Return our correction of one of verl's configurations."""
     given_bound = str(config.get("rollout_is_threshold", 2.0)).split("_")
     lower, upper = (None if len(given_bound) == 1 else float(given_bound[0])), float(given_bound[-1])
     names = [name for name in (config.get("rollout_rs") or "").split(",") if name]

@@ -51,7 +51,7 @@ def batch(mask, seed):
 
 
 def covariances(logprobs, advantages, mask):
-    """Cov of each token by Cui et al. 2025, section 4.2: {(row, column): (log pi - mean) (A - mean)}."""
+    """Return cov of each token by Cui et al. 2025, section 4.2: {(row, column): (log pi - mean) (A - mean)}."""
     cells = [tuple(cell) for cell in mask.nonzero().tolist()]
     mean_logprob = math.fsum(logprobs[cell].item() for cell in cells) / max(len(cells), 1)
     mean_advantage = math.fsum(advantages[cell].item() for cell in cells) / max(len(cells), 1)

@@ -26,7 +26,7 @@ REWARDS, DEVIATION = [0.0, 1.0, 2.0, 5.0], (14 / 3) ** 0.5
 
 
 def _of_rows(estimator, inputs):
-    """The advantage of each response, after a look that all of its tokens have it and no other position."""
+    """Return the advantage of each response, after a look that all of its tokens have it and no other position."""
     advantages, returns = estimator(inputs)
     first = inputs.mask.long().argmax(dim=1, keepdim=True)
     one = advantages.gather(1, first)
@@ -36,7 +36,7 @@ def _of_rows(estimator, inputs):
 
 
 def _groups(inputs):
-    """Rows with a policy token, by group, with their rewards as floats."""
+    """Return rows with a policy token, by group, with their rewards as floats."""
     groups = {}
     for row in range(len(inputs.mask)):
         if inputs.mask[row].any():
@@ -48,7 +48,7 @@ def _groups(inputs):
 
 
 def _expect(inputs, of_group):
-    """Advantages of a rule that is given the rewards of one group and the lengths of its responses."""
+    """Return advantages of a rule that is given the rewards of one group and the lengths of its responses."""
     groups, reward = _groups(inputs)
     expected = [0.0] * len(inputs.mask)
     for rows in groups:

@@ -62,7 +62,7 @@ def make_batch(mask, seed, whole):
 
 
 def value_and_gradient(case, batch, pieces=None):
-    """The aggregated loss of a batch, worked out in pieces of rows, and its gradient."""
+    """Return the aggregated loss of a batch, worked out in pieces of rows, and its gradient."""
     leaf = batch.logprobs.clone().requires_grad_()
     batch = batch._replace(logprobs=leaf)
     total = torch.zeros(())

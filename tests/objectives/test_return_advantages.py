@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def _energies(energy, mask=MASK, rewards=REWARDS, group=GROUP, **more):
-    """A batch whose tokens have the given squared gradient norms: p = 1/2, so e = sum of squares."""
+    """Return a batch whose tokens have the given squared gradient norms: p = 1/2, so e = sum of squares."""
     half = torch.full_like(rewards, math.log(0.5))
     return AdvantageInputs(rewards, mask, group, logprobs=half, sum_pi_squared=float64(energy), **more)
 
@@ -84,7 +84,7 @@ def test_energy_of_a_distribution_worked_by_hand():
 
 
 def _token_baseline(inputs, compact, zero_tail):
-    """Loops over groups, positions and responses, from the paper's B_t."""
+    """Return loops over groups, positions and responses, from the paper's B_t."""
     rows = range(len(inputs.mask))
     steps = [[t for t in range(inputs.mask.shape[1]) if inputs.mask[row, t]] for row in rows]
     energy, returns = {}, {}

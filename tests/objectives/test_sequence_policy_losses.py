@@ -54,7 +54,7 @@ CASES = {
 
 
 def call(objective, log_ratios, advantages, mask, aggregation):
-    """Token losses, gradient of the aggregated loss, and diagnostics, where all old log-probabilities are -1."""
+    """Return token losses, gradient of the aggregated loss, and diagnostics, where all old log-probabilities are -1."""
     logprobs = (float64(log_ratios) - 1).requires_grad_()
     mask = torch.tensor(mask).bool()
     advantages = float64(advantages).unsqueeze(1).expand(mask.shape)

@@ -65,7 +65,7 @@ CASES = {
 
 
 def call(objective, logprobs, old_logprobs, advantages):
-    """Loss, gradient of its sum, and diagnostics of some tokens."""
+    """Return loss, gradient of its sum, and diagnostics of some tokens."""
     leaf = float64(logprobs).requires_grad_()
     loss, diagnostics = objective(leaf, float64(old_logprobs), float64(advantages), torch.ones_like(leaf).bool())
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)

@@ -4,12 +4,12 @@ import time
 
 
 def table(**columns):
-    """Columns of a table of metrics; ``a__b`` is the metric ``a/b``."""
+    """Return columns of a table of metrics; ``a__b`` is the metric ``a/b``."""
     return {name.replace("__", "/"): values for name, values in columns.items()}
 
 
 def run(name="a", **changes):
-    """Data of a run that has ended, with these parts instead."""
+    """Return data of a run that has ended, with these parts instead."""
     return {
         "name": name,
         "path": f"runs/{name}",
@@ -40,12 +40,12 @@ def response(**changes):
 
 
 def with_responses(*rows, **changes):
-    """Data of a page of one run with these responses."""
+    """Return data of a page of one run with these responses."""
     return page(run(samples=[{"step": 1, "rows": list(rows)}], **changes))
 
 
 def project(*runs, definitions=None):
-    """Data of the table of runs."""
+    """Return data of the table of runs."""
     whole = [
         {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600,
          "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **run}

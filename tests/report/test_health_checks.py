@@ -8,7 +8,7 @@ from lightning_rlhf.report.health import CHECKS, HealthMonitor
 
 
 def steps(count, **metrics):
-    """Rows of metrics: numbers are constant, functions get the number of the step from 0."""
+    """Return rows of metrics: numbers are constant, functions get the number of the step from 0."""
     names = {name.replace("__", "/"): value for name, value in metrics.items()}
     return [{name: value(i) if callable(value) else value for name, value in names.items()} for i in range(count)]
 
@@ -35,7 +35,7 @@ FLAT = {"reward__mean": 0.3, "reward__std": 0.4}
 
 
 def validations(values, reward):
-    """Thirty steps, with a validation after every fifth."""
+    """Return thirty steps, with a validation after every fifth."""
     rows = []
     for i in range(30):
         rows.append({"step": i + 1, "reward/mean": reward(i)})

@@ -74,7 +74,7 @@ SPANS = "[...document.querySelectorAll('.sample')].map((card) => [...card.queryS
 
 
 def choose(name, value, event="change"):
-    """Script that sets a control."""
+    """Return script that sets a control."""
     instance = f"document.getElementById('{name}')"
     return f"{instance}.value = '{value}', {instance}.dispatchEvent(new Event('{event}')), 0"
 

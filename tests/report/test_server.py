@@ -41,7 +41,7 @@ def start():
 
 
 def get(made, path, method="GET", **headers):
-    """Status, headers and body of an answer to a path behind the key."""
+    """Return status, headers and body of an answer to a path behind the key."""
     connection = HTTPConnection("127.0.0.1", made.server_address[1], timeout=20)
     connection.request(method, f"/{made.key}/{path}", headers={k.replace("_", "-"): v for k, v in headers.items()})
     reply = connection.getresponse()

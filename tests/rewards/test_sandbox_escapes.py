@@ -88,7 +88,7 @@ class World:
         }
 
     def visited(self):
-        """Whether anything arrived."""
+        """Return whether anything arrived."""
         for listener in (self.tcp, self.unix, self.abstract):
             try:
                 listener.accept()[0].close()

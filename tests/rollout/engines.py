@@ -38,7 +38,7 @@ def setup_of(source, directory):
 
 
 def pushed(engine, source, version=0):
-    """The source's model, whose weights the engine now has."""
+    """Return the source's model, whose weights the engine now has."""
     actor = source.causal().eval()
     engine.update_weights(parameters_of(actor), version)
     return actor
@@ -56,7 +56,7 @@ def prompts_of(count, longest=40, seed=0):
 
 @torch.no_grad()
 def largest_gap(actor, prompts, completions, temperature=1.0):
-    """How far engine and trainer are apart on any sampled token, in nats."""
+    """Return how far engine and trainer are apart on any sampled token, in nats."""
     rows = [Response(prompt, answer.token_ids) for prompt, answer in zip(prompts, completions, strict=True)]
     rollout = rollout_of(rows)
     input_ids, index = join(rollout)
@@ -67,7 +67,7 @@ def largest_gap(actor, prompts, completions, temperature=1.0):
 
 @torch.no_grad()
 def greedy(actor, prompt, count):
-    """What the trainer's model thinks likeliest, one token after the other, without a cache."""
+    """Return what the trainer's model thinks likeliest, one token after the other, without a cache."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(actor.lm(torch.tensor([ids])).logits[0, -1].argmax()))

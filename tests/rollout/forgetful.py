@@ -23,7 +23,7 @@ class Forgetful(WeightReceiver):
 
 
 def fault(model):
-    """An attribute of an object and what to put there."""
+    """Return an attribute of an object and what to put there."""
     how, _, name = Path(os.environ["FORGETFUL"]).read_text().partition(" ")
     if how in ("skip", "half"):
         load = model.load_weights

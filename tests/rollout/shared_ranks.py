@@ -96,7 +96,7 @@ def output(action):
 
 
 def submitted(engine, rank):
-    """Tokens and version of two generations, with a push after the first; the second sampling differs between ranks."""
+    """Return tokens and version of two generations, with a push after the first; the second sampling differs between ranks."""
     first = submit(engine, [[7 + rank]], SAMPLING, [1])
     engine.update_weights(Parameters(), 8)
     second = submit(engine, [[5]], SAMPLING, [2])
@@ -129,7 +129,7 @@ def share():
 
 
 def fail():
-    """What each rank is told if the first one's engine fails, and if the ranks do not fit."""
+    """Return what each rank is told if the first one's engine fails, and if the ranks do not fit."""
     rank = joined()
     engine, stand_in = started(rank)
     message, parameters = {}, Parameters(float("nan"))
@@ -165,7 +165,7 @@ def lose():
 
 
 def converse():
-    """Conversations of different length and number on two ranks, and of the same requests on both."""
+    """Return conversations of different length and number on two ranks, and of the same requests on both."""
     rank = joined()
     engine, stand_in = started(rank)
     engine.update_weights(Parameters(), 7)

@@ -23,14 +23,14 @@ def engine(tmp_path):
 
 
 def draws(logits, sampling, count):
-    """Tokens and log-probabilities of one draw per seed from the same logits."""
+    """Return tokens and log-probabilities of one draw per seed from the same logits."""
     sampler = SeededSampler(sampling, range(count))
     chosen = sampler(torch.zeros(count, 1, dtype=torch.long), logits.expand(count, -1)).argmax(dim=1)
     return chosen, sampler.logprobs[0]
 
 
 def distance(chosen, probabilities):
-    """Pearson's chi-square statistic."""
+    """Return pearson's chi-square statistic."""
     expected = probabilities * len(chosen)
     result = torch.bincount(chosen, minlength=len(probabilities))
     assert not result[probabilities == 0].any()

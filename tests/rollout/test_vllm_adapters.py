@@ -51,7 +51,7 @@ def start(tmp_path_factory):
 
 
 def adapted(source, seed):
-    """An actor whose adapters do something."""
+    """Return an actor whose adapters do something."""
     actor = replace(source, lora=LORA).causal().eval()
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in actor.lm.named_parameters():
@@ -69,7 +69,7 @@ def base_of(actor):
 
 
 def exported(actor, directory):
-    """The same with merged weights, as transformers loads it."""
+    """Return the same with merged weights, as transformers loads it."""
     actor.save_pretrained(directory)
     return CausalLM(AutoModelForCausalLM.from_pretrained(directory)).eval()
 

@@ -89,7 +89,7 @@ def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engine
 
 
 def largest_gap_of_sampled(actor, requested, completions):
-    """The gap between engine and trainer on sampled tokens, each turn as a response to all tokens before it."""
+    """Return the gap between engine and trainer on sampled tokens, each turn as a response to all tokens before it."""
     prompts, parts = [], []
     for request, completion in zip(requested, completions, strict=True):
         first = 0

@@ -45,7 +45,7 @@ def batches(count):
 
 
 def adamw(role):
-    """Two groups that differ."""
+    """Return two groups that differ."""
     first, second = groups(role)
     return torch.optim.AdamW([{"params": first, "lr": 1e-2}, {"params": second, "lr": 3e-2, "weight_decay": 0.1}])
 
@@ -59,7 +59,7 @@ def momentum(role):
 
 
 def alone(optimizer):
-    """The optimizer of torch that keeps the same state."""
+    """Return the optimizer of torch that keeps the same state."""
     return "adamw" if optimizer == "cpu_adam" else optimizer
 
 
@@ -69,7 +69,7 @@ def groups(role):
 
 
 def cpu_adam(role):
-    """DeepSpeed's own; alone, in torch, AdamW keeps the same state."""
+    """Return DeepSpeed's own; alone, in torch, AdamW keeps the same state."""
     first, second = groups(role)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -87,7 +87,7 @@ def save(state, path):
 
 
 def stored(path):
-    """All tensors, whole, and the settings of a checkpoint."""
+    """Return all tensors, whole, and the settings of a checkpoint."""
     role = StoredRole(manifest.verified(Path(path)) / "actor")
     tensors = {key: torch.zeros(shape, dtype=role.dtypes[key]) for key, shape in role.shapes.items()}
     role.read(tensors)
@@ -95,7 +95,7 @@ def stored(path):
 
 
 def difference(ours, theirs):
-    """The first tensor in which two checkpoints differ by a bit; None if there is none."""
+    """Return the first tensor in which two checkpoints differ by a bit; None if there is none."""
     (tensors, settings), (others, other_settings) = ours, theirs
     if odd := sorted(tensors.keys() ^ others.keys()):
         return f"only one has {odd[0]}"
@@ -130,7 +130,7 @@ def back_alone(optimizer, path):
 
 
 def largest_error(path, reference):
-    """Of weights and moments, absolute."""
+    """Return of weights and moments, absolute."""
     (ours, _), (theirs, _) = stored(path), stored(reference)
     return max((ours[key].double() - theirs[key].double()).abs().max().item() for key in ours)
 
@@ -139,7 +139,7 @@ def largest_error(path, reference):
 
 
 def native_ranks(folder):
-    """DDP and FSDP2 (with tensor parallelism on four): read, write again, step once more, write."""
+    """Return DDP and FSDP2 (with tensor parallelism on four): read, write again, step once more, write."""
     dist.init_process_group("gloo")
     world, answers = dist.get_world_size(), {}
     for way in ("ddp", "fsdp", *(("tp and fsdp",) if world == 4 else ())):
@@ -196,7 +196,7 @@ ZERO = {
 
 
 def zero_ranks(folder, names):
-    """Each way of ZeRO: read, write again, compute, step once more, write, read weights only."""
+    """Return each way of ZeRO: read, write again, compute, step once more, write, read weights only."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -246,7 +246,7 @@ def _engine(deepspeed, optimizer, options, bf16):
 
 
 def _weights_only(deepspeed, folder, zero_load, zero_state):
-    """A role under stage 3 without an optimizer, as for validation."""
+    """Return a role under stage 3 without an optimizer, as for validation."""
     role = OddRole(seed=1)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     deepspeed.zero.Init(module=role, config_dict_or_path=config)
@@ -261,7 +261,7 @@ def _weights_only(deepspeed, folder, zero_load, zero_state):
 
 
 def disagreeing_ranks(folder):
-    """What each rank raises when only one of them finds something wrong."""
+    """Return what each rank raises when only one of them finds something wrong."""
     from lightning_rlhf.strategies import ranks
 
     dist.init_process_group("gloo")

@@ -42,7 +42,7 @@ ARCHITECTURES = {
 
 
 def source(kind, dtype="float32", **fields):
-    """Where a small model of that kind comes from."""
+    """Return where a small model of that kind comes from."""
     return FromConfig({"model_type": kind, **_SIZES, **ARCHITECTURES[kind], **fields}, seed=0, dtype=dtype)
 
 
@@ -75,14 +75,14 @@ class Sent(TorchDispatchMode):
 
 
 def texts(rows=2, length=32):
-    """Input of a language model that scores every token but the first."""
+    """Return input of a language model that scores every token but the first."""
     ids = torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
     index = torch.arange(length - 1).expand(rows, -1)
     return ids, index, ids[:, 1:], torch.ones(rows, length - 1, dtype=torch.bool)
 
 
 def sharded(role, count, split=1, mixed=False, **options):
-    """The role as ``rlhf_fsdp`` shards it over so many ranks."""
+    """Return the role as ``rlhf_fsdp`` shards it over so many ranks."""
     strategy = RLHFFSDPStrategy(tensor_parallel_size=split, **options)
     names = ("data_parallel", "tensor_parallel")
     strategy._device_mesh = init_device_mesh("cpu", (count // split, split), mesh_dim_names=names)
@@ -94,7 +94,7 @@ def sharded(role, count, split=1, mixed=False, **options):
 
 
 def saved_by(model, compute):
-    """Bytes that autograd keeps of a computation, beside the model's own tensors."""
+    """Return bytes that autograd keeps of a computation, beside the model's own tensors."""
     instance = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     tensors = []
     sizes = {}

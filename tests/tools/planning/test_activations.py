@@ -28,7 +28,7 @@ def numbers(mode):
 
 
 def saved(kind, mode, layers, checkpointing=False):
-    """Bytes that autograd keeps of a backbone's forward pass, beside its parameters."""
+    """Return bytes that autograd keeps of a backbone's forward pass, beside its parameters."""
     model = source(kind, MODES[mode][0], num_hidden_layers=layers).causal().train()
     if checkpointing:
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -27,7 +27,7 @@ NAMES = (
 
 
 def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
-    """Bytes of parameters, optimizer state, and gradients that are always and sometimes there."""
+    """Return bytes of parameters, optimizer state, and gradients that are always and sometimes there."""
     shard = Shard(role, strategy(name, **options), ranks, mixed)
     resting = shard.resting()
     return resting[terms.PARAMETERS], resting[terms.OPTIMIZER], *shard.gradients(micro_batches)

@@ -31,7 +31,7 @@ def work_of(kind, budget):
 
 
 def module_of(kind, budget, layers=2):
-    """A module with its models, and rows of which one text of each pair is shorter."""
+    """Return a module with its models, and rows of which one text of each pair is shorter."""
     module = MODULES[kind](source("llama", num_hidden_layers=layers), micro_batch_tokens=budget)
     for role in ("reward_model",) if kind == "reward" else ("actor", "ref"):
         setattr(module, role, module.build_role(role).train().requires_grad_(role != "ref"))

@@ -60,7 +60,7 @@ def test_what_is_not_refused_is_within_every_limit(route, data):
 
 
 def output(body):
-    """Texts of messages."""
+    """Return texts of messages."""
     contents = [message["content"] for message in body.get("messages", [])]
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
     return [part["text"] for some in parts for part in some]

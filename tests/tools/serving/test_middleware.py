@@ -104,7 +104,7 @@ def post(url, body=COMPLETION, route="/v1/completions", headers=BEARER, **option
 
 
 def raw(url, request, seconds=5.0):
-    """The status that some bytes get, 0 if the connection is closed without one."""
+    """Return the status that some bytes get, 0 if the connection is closed without one."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
         connection.sendall(request)

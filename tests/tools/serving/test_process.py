@@ -48,7 +48,7 @@ time.sleep(600)
 
 
 def started(who, seconds, secrets=()):
-    """A process with the stub above in place of vLLM; its log is beside the file ``who``."""
+    """Return a process with the stub above in place of vLLM; its log is beside the file ``who``."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return ServerProcess(
             MODEL, listening, key="the key", limits=Limits(), log=who.with_name("log"), secrets=secrets,

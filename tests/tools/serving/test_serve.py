@@ -48,7 +48,7 @@ def started(directory, model, *arguments):
 
 
 def printed(process, directory, what, seconds=600):
-    """What it printed, once it printed that."""
+    """Return what it printed, once it printed that."""
     end = time.monotonic() + seconds
     while what not in (text := (directory / "out").read_text()):
         assert process.poll() is None, text
@@ -88,7 +88,7 @@ def alive():
 
 
 def shell(text, environment=None):
-    """What commands print, as JSON."""
+    """Return what commands print, as JSON."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     command = ["sh", "-c", text]

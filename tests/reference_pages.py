@@ -36,6 +36,11 @@ def signature(instance, path):
     """Return a call with types and defaults, one argument per line where it is long."""
     if instance.is_attribute:
         return f"{path}: {instance.annotation}" if instance.annotation else path
+    changed = [
+        text for decorator in getattr(instance, "decorators", ()) if "with_defaults" in (text := str(decorator.value))
+    ]
+    if changed:
+        return f"@{changed[0]}\nclass {path}({', '.join(map(str, instance.bases))})"
     call = instance.all_members.get("__init__") if instance.is_class else instance
     if call is None:
         return path

@@ -282,7 +282,8 @@ def _estimator(module: UsedClass) -> Any:
     known = module.known.get("advantages")
     if estimator is not None or known is None or "advantages" in module.arguments:
         return None if estimator is None else estimator.kind
-    return known.module.evaluate(known.default.func) if isinstance(known.default, ast.Call) else None
+    module_of_default = known.default_module or known.module
+    return module_of_default.evaluate(known.default.func) if isinstance(known.default, ast.Call) else None
 
 
 def _size(used: UsedClass, name: str) -> int | None:

@@ -13,7 +13,7 @@ import importlib.util
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,6 +191,20 @@ class SourceClass:
 
         A constructor with ``**kwargs`` has those of the base class, too, except the ones that it passes itself.
         """
+        result = self._constructor_parameters()
+        for kind in reversed(self.order):
+            for name, value in () if kind is None else kind._changed_defaults():
+                if name in result and kind is not None:
+                    result[name] = replace(result[name], default=value, default_module=kind.module)
+        return result
+
+    def _changed_defaults(self) -> Iterator[tuple[str, ast.expr]]:
+        """Iterate over the defaults that a decorator ``with_defaults`` changes."""
+        for decorator in self.node.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("with_defaults"):
+                yield from ((str(keyword.arg), keyword.value) for keyword in decorator.keywords)
+
+    def _constructor_parameters(self) -> dict[str, Parameter]:
         result: dict[str, Parameter] = {}
         passed: set[str] = set()
         count = 0  # of arguments that are passed by position
@@ -241,11 +255,13 @@ class Parameter:
         expression: its annotation; None without one.
         module: module in which the annotation is evaluated.
         default: its default; None without one.
+        default_module: module in which the default is evaluated; None is ``module``.
     """
 
     expression: ast.expr | None
     module: SourceModule
     default: ast.expr | None
+    default_module: SourceModule | None = None
 
     @property
     def is_required(self) -> bool:

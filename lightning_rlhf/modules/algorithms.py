@@ -2,337 +2,184 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.objectives.aggregation import Aggregation, SequenceMeanTokenMean, SequenceMeanTokenSum
-from lightning_rlhf.objectives.base import AdvantageEstimator, AnyPolicyLoss
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
 from lightning_rlhf.objectives.group_advantages import GPG, GRPO, OPO, RLOO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss, SAPOLoss
-from lightning_rlhf.objectives.preference_losses import DirectLoss, IPOLoss
+from lightning_rlhf.objectives.preference_losses import IPOLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss
 
+_Module = TypeVar("_Module", bound=type)
 
+
+def with_defaults(**defaults: Any) -> Callable[[_Module], _Module]:
+    """Return a class decorator that changes defaults of the constructor's arguments.
+
+    Args:
+        **defaults: new defaults by name.
+
+    Raises:
+        TypeError: the constructor has no argument of that name.
+    """
+
+    def decorate(module: _Module) -> _Module:
+        init = module.__init__  # type: ignore[misc]
+        signature = inspect.signature(init)
+        if unknown := [name for name in defaults if name not in signature.parameters]:
+            raise TypeError(f"{module.__name__} has no argument {unknown[0]!r}")
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            passed = signature.bind(self, *args, **kwargs).arguments
+            init(self, *args, **{name: value for name, value in defaults.items() if name not in passed}, **kwargs)
+
+        types = typing.get_type_hints(init)
+        parameters = [
+            parameter.replace(annotation=types.get(name, Any), default=_as_config(defaults[name], types[name]))
+            if name in defaults
+            else parameter
+            for name, parameter in signature.parameters.items()
+        ]
+        __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        module.__init__ = __init__  # type: ignore[misc]
+        return module
+
+    return decorate
+
+
+def _as_config(value: Any, annotation: Any) -> Any:
+    """Return a default as configurations write it; LightningCLI reads other defaults in a constructor's source."""
+    if not dataclasses.is_dataclass(value) or type(value) is annotation:
+        return value
+    changed = {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+    path = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"class_path": path, "init_args": changed} if changed else {"class_path": path}
+
+
+@with_defaults(advantages=GRPO(), kl_loss=KLTerm(0.04, "k3"), aggregation=SequenceMeanTokenMean())
 class GRPOModule(RLHFModule):
     """GRPO: the other responses to a prompt are the baseline, there is no critic.
 
     Rewards are standardised within each group, the clipped surrogate is averaged over each response, and the KL to the
     reference is part of the loss. See "DeepSeekMath", Shao et al. 2024, section 4.1.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        kl_loss: KL to the reference added to the loss.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        kl_loss: KLTerm = KLTerm(0.04, "k3"),
-        aggregation: Aggregation = SequenceMeanTokenMean(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, kl_loss=kl_loss, aggregation=aggregation, **kwargs)
 
-
+@with_defaults(advantages=GRPO(normalize_std=False), aggregation=SequenceMeanTokenSum())
 class DrGRPOModule(RLHFModule):
     """GRPO without its two biases: no division by the group's deviation, none by the response's length.
 
     Set the scale of ``aggregation`` to the longest response.
     See "Understanding R1-Zero-Like Training: A Critical Perspective", Liu et al. 2025, section 3.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(normalize_std=False),
-        aggregation: Aggregation = SequenceMeanTokenSum(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, aggregation=aggregation, **kwargs)
 
-
+@with_defaults(advantages=GRPO(), policy_loss=ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28))
 class DAPOModule(RLHFModule):
     """GRPO with a wider upper clip, a mean over tokens, and no KL.
 
     The rest of the method is outside of the module: ``dynamic_sampling`` of RolloutLoop, and the reward
     :class:`~lightning_rlhf.rewards.shaping.OverlongPenalty`.
     See "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", Yu et al. 2025, section 3.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        policy_loss: AnyPolicyLoss = ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
 
-
+@with_defaults(advantages=GRPO(), policy_loss=GSPOLoss(), aggregation=SequenceMeanTokenMean())
 class GSPOModule(RLHFModule):
     """GRPO with one importance ratio per response, clipped as a whole.
 
     See "Group Sequence Policy Optimization", Zheng et al. 2025, section 4.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        policy_loss: AnyPolicyLoss = GSPOLoss(),
-        aggregation: Aggregation = SequenceMeanTokenMean(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, aggregation=aggregation, **kwargs)
 
-
+@with_defaults(advantages=GRPO(), policy_loss=GMPOLoss(), aggregation=SequenceMeanTokenMean())
 class GMPOModule(RLHFModule):
     """GRPO with the geometric mean of the token ratios, which is less sensitive to outliers.
 
     See "Geometric-Mean Policy Optimization", Zhao et al. 2025.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        policy_loss: AnyPolicyLoss = GMPOLoss(),
-        aggregation: Aggregation = SequenceMeanTokenMean(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, aggregation=aggregation, **kwargs)
 
-
+@with_defaults(advantages=GRPO(), policy_loss=CISPOLoss())
 class CISPOModule(RLHFModule):
     """GRPO whose importance weight is clipped and treated as a constant, so that every token keeps its gradient.
 
     See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025, section 3.1.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        policy_loss: AnyPolicyLoss = CISPOLoss(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
 
-
+@with_defaults(advantages=GRPO(), policy_loss=SAPOLoss(), aggregation=SequenceMeanTokenMean())
 class SAPOModule(RLHFModule):
     """GRPO with a soft gate instead of the clip.
 
     See "Soft Adaptive Policy Optimization", Gao et al. 2025.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GRPO(),
-        policy_loss: AnyPolicyLoss = SAPOLoss(),
-        aggregation: Aggregation = SequenceMeanTokenMean(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, aggregation=aggregation, **kwargs)
 
-
+@with_defaults(advantages=GPG(), policy_loss=ReinforceLoss())
 class GPGModule(RLHFModule):
     """Plain policy gradient over groups, scaled up for the groups without a difference in reward.
 
     See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = GPG(),
-        policy_loss: AnyPolicyLoss = ReinforceLoss(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
 
-
+@with_defaults(advantages=OPO(), policy_loss=ReinforceLoss())
 class OPOModule(RLHFModule):
     """On-policy REINFORCE with the baseline of least variance, the mean reward weighted by length.
 
     Keep it exactly on-policy: one update per rollout. See "On-Policy RL with Optimal Reward Baseline", Hao et al. 2025.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = OPO(),
-        policy_loss: AnyPolicyLoss = ReinforceLoss(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, policy_loss=policy_loss, **kwargs)
 
-
+@with_defaults(
+    advantages=RLOO(), policy_loss=ReinforceLoss(), kl_reward=KLTerm(0.05), aggregation=SequenceMeanTokenSum()
+)
 class RLOOModule(RLHFModule):
     """REINFORCE whose baseline is the mean reward of the other responses to the prompt.
 
     See "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
     Ahmadian et al. 2024, section 3.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        kl_reward: KL to the reference subtracted from each token's reward.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = RLOO(),
-        policy_loss: AnyPolicyLoss = ReinforceLoss(),
-        kl_reward: KLTerm = KLTerm(0.05),
-        aggregation: Aggregation = SequenceMeanTokenSum(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            actor,
-            advantages=advantages,
-            policy_loss=policy_loss,
-            kl_reward=kl_reward,
-            aggregation=aggregation,
-            **kwargs,
-        )
 
-
+@with_defaults(
+    advantages=ReMax(), policy_loss=ReinforceLoss(), kl_reward=KLTerm(0.05), aggregation=SequenceMeanTokenSum()
+)
 class ReMaxModule(RLHFModule):
     """REINFORCE whose baseline is the reward of the greedy response to the same prompt.
 
     RolloutLoop generates and scores the greedy responses. See "ReMax: A Simple, Effective, and Efficient Reinforcement
     Learning Method for Aligning Large Language Models", Li et al. 2024, section 4.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        policy_loss: loss per token from log-probabilities and advantages.
-        kl_reward: KL to the reference subtracted from each token's reward.
-        aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = ReMax(),
-        policy_loss: AnyPolicyLoss = ReinforceLoss(),
-        kl_reward: KLTerm = KLTerm(0.05),
-        aggregation: Aggregation = SequenceMeanTokenSum(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            actor,
-            advantages=advantages,
-            policy_loss=policy_loss,
-            kl_reward=kl_reward,
-            aggregation=aggregation,
-            **kwargs,
-        )
 
-
+@with_defaults(advantages=ReinforcePlusPlus(), kl_reward=KLTerm(0.01))
 class ReinforcePlusPlusModule(RLHFModule):
     """PPO's clipped loss on rewards-to-go that are whitened over the whole batch; no critic, no groups.
 
     See "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", Hu 2025, section 3.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        advantages: estimator of advantages from rewards.
-        kl_reward: KL to the reference subtracted from each token's reward.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        advantages: AdvantageEstimator = ReinforcePlusPlus(),
-        kl_reward: KLTerm = KLTerm(0.01),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, advantages=advantages, kl_reward=kl_reward, **kwargs)
 
-
+@with_defaults(loss=IPOLoss())
 class IPOModule(DPOModule):
     """Identity preference optimization: a pair's log-ratios are moved a fixed distance apart, and no further.
 
     DPO increases the distance without bound where all annotators agree.
     See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar et al. 2023.
-
-    Args:
-        actor: policy to train: directory, hub id or ``FromConfig``.
-        loss: loss of a pair from its log-ratios.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.dpo.DPOModule`.
     """
-
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        loss: DirectLoss = IPOLoss(),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor, loss=loss, **kwargs)

@@ -106,7 +106,11 @@ class Console(Callback):
     def description(self, trainer: Trainer, module: RoleModule) -> list[str]:
         """Return lines about models, data, batch arithmetic, engine and device."""
         data = trainer.datamodule
-        sizes = [f"{name} {_count(n)}" for name, n in module.parameter_counts().items()]
+        trained = module.parameter_counts(trained=True)
+        sizes = [
+            f"{name} {_count(n)}" + (f" ({_count(trained[name])} trained)" if 0 < trained[name] < n else "")
+            for name, n in module.parameter_counts().items()
+        ]
         threads = f"{module.device.type}, {counted(torch.get_num_threads(), 'thread')}"
         device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]

@@ -253,10 +253,18 @@ class RoleModule(LightningModule):
         return self
 
     @torch.no_grad()
-    def parameter_counts(self) -> dict[str, int]:
-        """Count the parameters of each role, all shards together."""
+    def parameter_counts(self, trained: bool = False) -> dict[str, int]:
+        """Count the parameters of each role, all shards together.
+
+        Args:
+            trained: whether to count only parameters with a gradient, such as those of adapters.
+        """
         return {
-            name: sum(getattr(p, "ds_numel", p.numel()) for p in getattr(self, name).parameters())
+            name: sum(
+                getattr(p, "ds_numel", p.numel())
+                for p in getattr(self, name).parameters()
+                if p.requires_grad or not trained
+            )
             for name in (*self.trained_roles, *self.frozen_roles)
         }
 

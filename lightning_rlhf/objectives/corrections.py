@@ -39,7 +39,8 @@ class RolloutCorrection:
     denominator, which was fixed before, and in the entropy bonus and the KL loss. An update in which all tokens are
     rejected is left out, unless bonus or KL loss have a gradient.
 
-    Presets of verl are classmethods of the same names. In YAML, ``class_path`` may name the class or a classmethod.
+    Presets of verl are classmethods of the same names, such as ``RolloutCorrection.bypass_ppo_clip()`` and
+    ``RolloutCorrection.decoupled_token_is(upper=2.0)``. In YAML, ``class_path`` may name the class or a classmethod.
 
     Args:
         level: level of the ratio that is the weight; None gives every token weight 1.

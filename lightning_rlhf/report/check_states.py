@@ -66,14 +66,14 @@ def check_states(
         skipped: names of checks that do not apply to the run.
         bounds: lowest accuracies of a reward model before PPO uses it, by metric.
     """
-    failed = {finding.check: finding.step for finding in findings}
+    failed = {finding.check: finding for finding in findings}
     parts: dict[bool, list[Row]] = {True: [], False: []}
     for _, row in rows:
         parts[any(is_validation(name) for name in row)].append(row)
     states = []
     for name in CHECKS:
         if name in failed:
-            state, note = "failed", f"step {failed[name]}"
+            state, note = _of_finding(failed[name], rows)
         elif name in skipped:
             state, note = "not applicable", _REASONS.get(name, "")
         elif name == "constant reward":
@@ -112,6 +112,18 @@ def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:
         return "too early", f"{longest} of {need.steps} {unit}"
     last = next(row[names[0]] for row in reversed(rows) if names[0] in row)
     return "passed", f"{names[0]} {last:.4g}"
+
+
+def _of_finding(finding: Finding, rows: Sequence[tuple[int, Row]]) -> tuple[str, str]:
+    """Return the state of a check that failed: ``recovered`` if the last value of its metric is within the bound."""
+    values = [row[finding.metric] for _, row in rows if finding.metric in row]
+    if finding.value == finding.bound:
+        within = bool(values) and values[-1] != finding.bound
+    else:
+        within = bool(values) and (values[-1] < finding.bound) == (finding.value > finding.bound)
+    if not within or finding.check == "gradient spike":  # spikes are short
+        return "failed", f"step {finding.step}"
+    return "recovered", f"failed at step {finding.step}; {finding.metric} is {values[-1]:.4g} now"
 
 
 def _of_rewards(parts: Mapping[bool, Sequence[Row]], rewards: Sequence[str]) -> tuple[str, str]:

@@ -208,6 +208,17 @@ def test_a_check_has_failed_passed_or_had_no_data(name):
     assert states_of(fails, ["a"], [name])[name][0] == "not applicable"
 
 
+def test_a_check_whose_metric_is_within_its_bound_again_has_recovered():
+    fails, step, *_ = CASES["constant reward"]
+    later = [*fails, *steps(2, reward__a=0.5, reward__a_std=0.25)]
+    state, note = states_of(later, ["a"])["constant reward"]
+    assert (state, note) == ("recovered", f"failed at step {step}; reward/a_std is 0.25 now")
+    fails, step, *_ = CASES["truncation"]
+    state, note = states_of([*fails, *steps(1, rollout__truncated_fraction=0.0)], ["a"])["truncation"]
+    assert (state, note) == ("recovered", f"failed at step {step}; rollout/truncated_fraction is 0 now")
+    assert states_of([*fails, *steps(1, rollout__truncated_fraction=0.9)], ["a"])["truncation"][0] == "failed"
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if _NEEDS.get(name) is None or _NEEDS[name].steps > 2])
 def test_a_check_that_needs_more_steps_is_too_early(name):
     passes = CASES[name][-1]

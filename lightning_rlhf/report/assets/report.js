@@ -65,11 +65,12 @@
     const checks = run.checks ?? [];
     if (!checks.length) return [];
     const count = (state) => checks.filter((check) => check.state === state).length, parts = [];
-    const [failed, without, early, other] = ["failed", "no data", "too early", "not applicable"].map(count);
+    const [failed, recovered, without, early, other] = ["failed", "recovered", "no data", "too early", "not applicable"].map(count);
     if (without) parts.push(`${without} had no data`);
     if (early) parts.push(`${early} ${early === 1 ? "needs" : "need"} more steps`);
     if (other) parts.push(`${other} ${other === 1 ? "does" : "do"} not apply to this run`);
-    const ran = `${counted(failed + count("passed"), "check")} ran${failed ? `, ${failed} of them failed` : ""}`;
+    if (recovered) parts.unshift(`${recovered} recovered`);
+    const ran = `${counted(failed + recovered + count("passed"), "check")} ran${failed ? `, ${failed} of them failed` : ""}`;
     const rows = checks.map((check) => element("tr", {}, ...["name", "state", "note"].map((name) =>
       element("td", { text: String(check[name] ?? ""), class: check[name] === "failed" ? "failed" : "" }))));
     return [element("details", { class: "checks" }, element("summary", { text: [ran, ...parts].join(", ") }),

@@ -131,7 +131,9 @@ class RunCheckpoint(ModelCheckpoint):
         """Restore the best so far, with paths in the current run directory, which may have been moved."""
 
         def moved(path: str) -> str:
-            return str(Path(str(self.dirpath)) / Path(path).name) if path else path
+            if path:
+                return str(Path(str(self.dirpath)) / Path(path).name)
+            return path
 
         paths = {
             name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")
@@ -207,7 +209,9 @@ class RunCheckpoint(ModelCheckpoint):
     def saved_step(self) -> int | None:
         """Step of the newest finished checkpoint of this run; None without one."""
         newest = self._saved_step if self.path.is_file() else manifest.step_of(self.path)
-        return newest if newest in self._own_steps else None
+        if newest in self._own_steps:
+            return newest
+        return None
 
     @property
     def between_steps(self) -> bool:

@@ -54,7 +54,9 @@ class StepProgressBar(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         epochs = self.trainer.max_epochs or 1
-        return "Steps" if epochs <= 1 else f"Epoch {current_epoch + 1} of {epochs}, steps"
+        if epochs <= 1:
+            return "Steps"
+        return f"Epoch {current_epoch + 1} of {epochs}, steps"
 
 
 class Console(Callback):
@@ -243,7 +245,9 @@ def _steps_of(trainer: Trainer) -> float:
     """Return the number of steps of a run; infinity for a run that only a time limit ends."""
     if trainer.max_steps > 0:
         return trainer.max_steps
-    return math.inf if trainer.max_epochs == -1 else trainer.num_training_batches * (trainer.max_epochs or 1)
+    if trainer.max_epochs == -1:
+        return math.inf
+    return trainer.num_training_batches * (trainer.max_epochs or 1)
 
 
 def _rollout_loop(trainer: Trainer) -> RolloutLoop | None:
@@ -278,7 +282,9 @@ def comparison(directory: Path) -> list[str]:
     first, last, pairs = compared
     width = max((len(name) for name, _, _ in pairs), default=0)
     lines = [f"  {name:<{width}}  {before} -> {after}" for name, before, after in pairs]
-    return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines] if lines else []
+    if lines:
+        return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
+    return []
 
 
 def learning_rates(module: RoleModule) -> list[str]:
@@ -319,7 +325,9 @@ def reward_model_accuracy(module: RLHFModule) -> list[str]:
     exported = json.loads(path.read_text())
     labels = {"val/pair_accuracy": "held-out pairs", "val/policy_order": "samples of the policy"}
     figures = [f"{exported[name]:.3f} of {label}" for name, label in labels.items() if name in exported]
-    return [f"reward model: orders correctly {', '.join(figures)}"] if figures else []
+    if figures:
+        return [f"reward model: orders correctly {', '.join(figures)}"]
+    return []
 
 
 def _count(number: int) -> str:

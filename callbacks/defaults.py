@@ -44,7 +44,9 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     def position(callback: Callback) -> int:
         positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
-        return positions[0] if positions else order.index(Callback)
+        if positions:
+            return positions[0]
+        return order.index(Callback)
 
     return sorted([*callbacks, *missing], key=position)
 

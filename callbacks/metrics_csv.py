@@ -48,7 +48,9 @@ class MetricsCSV(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of metrics whose last values are those of a validation."""
-        return {"of_validation": sorted(self._of_validation)} if self._of_validation else {}
+        if self._of_validation:
+            return {"of_validation": sorted(self._of_validation)}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the names of metrics whose last values are those of a validation."""

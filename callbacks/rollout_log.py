@@ -207,4 +207,6 @@ def _marked(row: dict[str, Any]) -> str:
 
 def _short(text: str, limit: int = 300) -> str:
     text = text.strip().encode(errors="backslashreplace").decode()  # data may contain invalid Unicode
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

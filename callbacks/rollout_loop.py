@@ -255,17 +255,23 @@ class RolloutLoop(Callback):
     @property
     def engine(self) -> RolloutEngine | None:
         """Engine of the run; None before :meth:`setup`."""
-        return None if self._engine is None else self._engine.engine
+        if self._engine is None:
+            return None
+        return self._engine.engine
 
     @property
     def chosen_engine(self) -> RolloutEngine | None:
         """Engine of the configuration; None if :meth:`setup` chooses it."""
-        return None if self._engine_choice == "auto" else self._engine_choice
+        if self._engine_choice == "auto":
+            return None
+        return self._engine_choice
 
     @property
     def engine_description(self) -> str:
         """Description of the engine; empty before it is ready."""
-        return "" if self._engine is None else self._engine.description
+        if self._engine is None:
+            return ""
+        return self._engine.description
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
@@ -274,9 +280,13 @@ class RolloutLoop(Callback):
     @property
     def validation(self) -> Validation | None:
         """The last validation; None before it."""
-        return None if self._validation is None else self._validation.validation
+        if self._validation is None:
+            return None
+        return self._validation.validation
 
     @property
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
-        return [] if self.validation is None else self.validation.samples
+        if self.validation is None:
+            return []
+        return self.validation.samples

@@ -52,7 +52,9 @@ class RolloutParts:
     @property
     def ahead(self) -> Ahead | None:
         """Requests for later steps; None if responses are requested in the step that trains on them."""
-        return self.rollouts if isinstance(self.rollouts, Ahead) else None
+        if isinstance(self.rollouts, Ahead):
+            return self.rollouts
+        return None
 
 
 def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule, engine: RunEngine) -> ResponseSampler:

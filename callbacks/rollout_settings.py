@@ -45,11 +45,15 @@ class RolloutSettings:
     def reward_weights(self) -> dict[str, float]:
         """Weight of each reward by its name."""
         weights = {reward.label: reward.weight for reward in self.rewards}
-        return weights if self.environment is None else {**weights, ENVIRONMENT: self.environment.weight}
+        if self.environment is None:
+            return weights
+        return {**weights, ENVIRONMENT: self.environment.weight}
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
-        return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
+        if self.dynamic_sampling is None:
+            return data.batch_size
+        return self.dynamic_sampling.prompts_per_step
 
     def check(self, trainer: Trainer, module: RLHFModule, executor: RewardExecutor) -> None:
         """Validate the settings against module and data; warn about doubtful ones.

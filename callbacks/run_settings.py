@@ -107,7 +107,10 @@ def _source(source: ModelSource) -> str:
 
 def _text(value: Any) -> str:
     text = repr(value)
-    return f"a {type(value).__name__}" if " at 0x" in text else text  # the address is different in each process
+    # the address is different in each process
+    if " at 0x" in text:
+        return f"a {type(value).__name__}"
+    return text
 
 
 def _digest(value: Any) -> str:

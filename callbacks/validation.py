@@ -51,7 +51,9 @@ class _Quantity:
     @property
     def mean_name(self) -> str:
         """Begin of the names of the two means behind ``prefix``: the mean of correctness is a share."""
-        return "share_correct_" if self.is_correctness else ""
+        if self.is_correctness:
+            return "share_correct_"
+        return ""
 
     @property
     def table(self) -> Tensor:
@@ -84,7 +86,9 @@ class _Quantity:
             return {}
         sizes = draw_sizes(len(row))
         of_values = passes([value == 1 for value in row], sizes) if self.is_correctness else extremes(row, sizes[1:])
-        return of_values if answers is None else of_values | majorities(answers, row, sizes[1:])
+        if answers is None:
+            return of_values
+        return of_values | majorities(answers, row, sizes[1:])
 
 
 class Validation:
@@ -309,7 +313,9 @@ def sources_in(data: PromptDataModule) -> list[str]:
     if len(sources) > _MAX_SOURCES:
         log.info("the validation data has %d sources, too many for separate metrics", len(sources))
         return []
-    return sorted(str(name) for name in sources) if len(sources) > 1 else []
+    if len(sources) > 1:
+        return sorted(str(name) for name in sources)
+    return []
 
 
 def source_of(columns: Mapping[str, Any]) -> str | None:

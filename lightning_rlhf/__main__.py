@@ -94,7 +94,9 @@ def overview() -> str:
 def _suggestion(name: str) -> str:
     parts = [command for command in COMMANDS if name in command.split("-")]
     near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
-    return f"did you mean {near[0]!r}?" if near else "lightning-rlhf --help lists all"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "lightning-rlhf --help lists all"
 
 
 if __name__ == "__main__":

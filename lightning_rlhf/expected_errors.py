@@ -61,7 +61,9 @@ class Interrupted(KeyboardInterrupt):
 
 def signal_name(number: int) -> str:
     """Return the name of a signal for messages: ``Ctrl-C`` for SIGINT, otherwise, for example, ``SIGTERM``."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    return signal.Signals(number).name
 
 
 def counted(number: float, noun: str) -> str:

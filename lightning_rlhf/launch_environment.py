@@ -94,11 +94,15 @@ def _with_gpu_in_float32(value: str) -> Callable[[Machine], str | None]:
 
 def _threads(machine: Machine) -> str | None:
     shared = machine.processes is not None and machine.processes > 1
-    return str(max(1, machine.cores // machine.processes)) if shared and machine.processes else None
+    if shared and machine.processes:
+        return str(max(1, machine.cores // machine.processes))
+    return None
 
 
 def _processes(machine: Machine) -> str | None:
-    return None if machine.has_gpu or machine.processes is None else str(machine.processes)
+    if machine.has_gpu or machine.processes is None:
+        return None
+    return str(machine.processes)
 
 
 VARIABLES = (
@@ -277,7 +281,9 @@ def origin(variable: Variable, environ: Mapping[str, str], machine: Machine) -> 
     if variable.name in environ:
         return environ[variable.name], "us" if variable.name in _set_by_us(environ) else "you"
     value = variable.value(machine) if variable.process == "engine" else None
-    return (value, "us") if value is not None else ("", "not applicable")
+    if value is not None:
+        return (value, "us")
+    return ("", "not applicable")
 
 
 def _set_by_us(environ: Mapping[str, str]) -> list[str]:
@@ -285,4 +291,6 @@ def _set_by_us(environ: Mapping[str, str]) -> list[str]:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

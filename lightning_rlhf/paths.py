@@ -33,7 +33,9 @@ def describe_missing_path(text: str) -> str:
     if not Path(text).expanduser().is_absolute():
         message += ", because relative paths start at the working directory"
     similar = _similar_path(path, text)
-    return f"{message}; did you mean {similar!r}?" if similar else message
+    if similar:
+        return f"{message}; did you mean {similar!r}?"
+    return message
 
 
 def hub_error_message(text: str, error: Exception) -> str:
@@ -71,7 +73,9 @@ def read_error_message(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, StrictDataclassError):  # its first line names only the validator
         return lines[-1].strip().removeprefix("ValueError: ")
-    return lines[0] if type(error) in (OSError, ValueError) and lines[0] else f"{type(error).__name__}: {lines[0]}"
+    if type(error) in (OSError, ValueError) and lines[0]:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def expect_hub(text: str, revision: str | None = None) -> None:
@@ -119,5 +123,7 @@ def _similar_path(path: Path, text: str) -> str | None:
         return None
     for name in difflib.get_close_matches(missing, names, n=3):
         if (similar := existing.joinpath(name, *below)).exists():
-            return str(similar) if Path(text).expanduser().is_absolute() else os.path.relpath(similar)
+            if Path(text).expanduser().is_absolute():
+                return str(similar)
+            return os.path.relpath(similar)
     return None

@@ -360,7 +360,9 @@ class StepRollout:
 
     def with_rewards(self) -> Rollout:
         """Wait for the rewards that are still computed, and return the rollout with them. All ranks."""
-        return self.rollout if self.rewards is None else self.rewards.add_to(self.rollout)
+        if self.rewards is None:
+            return self.rollout
+        return self.rewards.add_to(self.rollout)
 
 
 @dataclass(frozen=True)

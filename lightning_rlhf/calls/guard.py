@@ -41,7 +41,9 @@ def mark_trainer() -> None:
 
 def describe_exit(code: int) -> str:
     """Describe the exit code of a worker process."""
-    return f"killed by signal {-code}" if code < 0 else f"exit code {0 if code == _EXIT_CODE_FOR_0 else code}"
+    if code < 0:
+        return f"killed by signal {-code}"
+    return f"exit code {0 if code == _EXIT_CODE_FOR_0 else code}"
 
 
 # -- the following runs in a worker process ------------------------------------------------------------------

@@ -186,7 +186,9 @@ def _missing_function(reference: str) -> str:
     source, colon, name = reference.rpartition(":")
     if not colon or not source.endswith(".py"):
         function = find_class(f"{source}.{name}" if colon else reference)
-        return function.message if isinstance(function, Absent) and "was not found" in function.message else ""
+        if isinstance(function, Absent) and "was not found" in function.message:
+            return function.message
+        return ""
     path = Path(source).expanduser()
     path = next((candidate for folder in (".", *sys.path) if (candidate := Path(folder, path)).is_file()), path)
     if not path.is_file():

@@ -67,7 +67,9 @@ class _Run:
     def trainer(self) -> dict[str, Any]:
         """Arguments of the Trainer."""
         trainer = self.config.get("trainer")
-        return trainer if isinstance(trainer, dict) else {}
+        if isinstance(trainer, dict):
+            return trainer
+        return {}
 
     @property
     def loops(self) -> list[UsedClass]:
@@ -281,9 +283,13 @@ def _estimator(module: UsedClass) -> Any:
     estimator = next(classes_in(module.arguments.get("advantages"), "model.advantages", None), None)
     known = module.known.get("advantages")
     if estimator is not None or known is None or "advantages" in module.arguments:
-        return None if estimator is None else estimator.kind
+        if estimator is None:
+            return None
+        return estimator.kind
     module_of_default = known.default_module or known.module
-    return module_of_default.evaluate(known.default.func) if isinstance(known.default, ast.Call) else None
+    if isinstance(known.default, ast.Call):
+        return module_of_default.evaluate(known.default.func)
+    return None
 
 
 def _size(used: UsedClass, name: str) -> int | None:
@@ -291,7 +297,9 @@ def _size(used: UsedClass, name: str) -> int | None:
     default = used.known[name].default if name in used.known else None
     value = used.arguments.get(name, default.value if isinstance(default, ast.Constant) else None)
     value = _read(value) if isinstance(value, str) else value  # of the command line
-    return value if isinstance(value, int) and value > 0 else None
+    if isinstance(value, int) and value > 0:
+        return value
+    return None
 
 
 def _read(text: str) -> Any:

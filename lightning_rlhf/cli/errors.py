@@ -41,7 +41,9 @@ def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
         except ExpectedError as error:
             if str(error):
                 print(f"lightning-rlhf: {error}", file=sys.stderr)
-            return error.code if isinstance(error, CLIError) else 2
+            if isinstance(error, CLIError):
+                return error.code
+            return 2
 
     return run
 
@@ -72,7 +74,9 @@ def interrupt_of(error: BaseException) -> Interrupted | None:
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, Interrupted):
         return cause
-    return Interrupted(signal.SIGINT) if isinstance(cause, KeyboardInterrupt) else None
+    if isinstance(cause, KeyboardInterrupt):
+        return Interrupted(signal.SIGINT)
+    return None
 
 
 def disk_error(error: BaseException, directory: Path) -> str | None:

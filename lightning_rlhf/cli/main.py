@@ -143,7 +143,9 @@ class RLHFCLI(LightningCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the command on the command line, or all for a help page: building the parser of each takes time."""
         commands = LightningCLI.subcommands()
-        return {self._command: commands[self._command]} if self._command in commands else commands
+        if self._command in commands:
+            return {self._command: commands[self._command]}
+        return commands
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         """Let Lightning's own table of a validation be printed on request only: Console prints the same metrics."""

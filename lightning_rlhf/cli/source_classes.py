@@ -102,7 +102,9 @@ class SourceModule:
             module = find_module(self._absolute(statement))
             if module is self:  # "from . import name": a submodule
                 return find_module(f"{self.name}.{original}")
-            return None if module is None else module.member(original)
+            if module is None:
+                return None
+            return module.member(original)
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name | ast.Attribute):
             return self.evaluate(statement.value)
         return statement
@@ -111,8 +113,12 @@ class SourceModule:
         """Return the value of a name or a dotted name in this module; None if it is unknown."""
         if isinstance(expression, ast.Attribute):
             owner = self.evaluate(expression.value)
-            return owner.member(expression.attr) if isinstance(owner, SourceModule) else None
-        return self.member(expression.id) if isinstance(expression, ast.Name) and expression.id in self.names else None
+            if isinstance(owner, SourceModule):
+                return owner.member(expression.attr)
+            return None
+        if isinstance(expression, ast.Name) and expression.id in self.names:
+            return self.member(expression.id)
+        return None
 
     def _absolute(self, statement: ast.ImportFrom) -> str:
         """Return the full name of the module that a statement imports from."""
@@ -170,7 +176,9 @@ class SourceClass:
                 )
                 value = getattr(statement, "value", None)
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                    return value.value if isinstance(value, ast.Constant) else None
+                    if isinstance(value, ast.Constant):
+                        return value.value
+                    return None
         return None
 
     @property
@@ -233,7 +241,9 @@ class SourceClass:
         """Return the parameters of the constructor of this class alone; None if it inherits the constructor."""
         if any("dataclass" in ast.unparse(decorator) for decorator in self.node.decorator_list):
             return self._fields()
-        return None if self._constructor is None else _parameters_of(self._constructor, self.module)
+        if self._constructor is None:
+            return None
+        return _parameters_of(self._constructor, self.module)
 
     def _fields(self) -> dict[str, Parameter]:
         """Return the parameters of the constructor of a dataclass."""
@@ -274,7 +284,9 @@ class Parameter:
 
         A class is an empty class with the attribute ``source``, its :class:`SourceClass`.
         """
-        return None if self.expression is None else _annotation(self.expression, self.module)
+        if self.expression is None:
+            return None
+        return _annotation(self.expression, self.module)
 
 
 def find_class(path: str) -> Any:
@@ -285,7 +297,9 @@ def find_class(path: str) -> Any:
         return Absent(f"no module named {first!r}")
     for name in others:
         if not isinstance(member, SourceModule):
-            return member if isinstance(member, Absent) else None
+            if isinstance(member, Absent):
+                return member
+            return None
         member = member.member(name)
     return member
 
@@ -297,7 +311,9 @@ def find_module(name: str) -> SourceModule | None:
     if not parent:
         spec = _spec(name)
         is_file = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
-        return SourceModule(name, Path(str(spec.origin))) if is_file and spec is not None else None
+        if is_file and spec is not None:
+            return SourceModule(name, Path(str(spec.origin)))
+        return None
     package = find_module(parent)
     if package is None or not package.is_package:
         return None
@@ -332,7 +348,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a message with the nearest of the known names; empty if none is near."""
     by_case = {match.lower(): match for match in known}
     near = [by_case[name.lower()]] if name.lower() in by_case else difflib.get_close_matches(name, by_case.values(), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return ""
 
 
 def _spec(name: str) -> Any:
@@ -393,7 +411,9 @@ def _annotation(expression: ast.expr, module: SourceModule) -> Any:
     if isinstance(expression, ast.Constant):
         if isinstance(expression.value, str):
             return _annotation(ast.parse(expression.value, mode="eval").body, module)
-        return types.NoneType if expression.value is None else Any
+        if expression.value is None:
+            return types.NoneType
+        return Any
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.BitOr):
         return _annotation(expression.left, module) | _annotation(expression.right, module)
     if isinstance(expression, ast.Subscript):
@@ -410,7 +430,9 @@ def _annotation(expression: ast.expr, module: SourceModule) -> Any:
         owner = next(
             (source for source in _origins(module, name) if origin in [part for part, _ in source.names.values()]), None
         )
-        return Any if owner is None else _annotation(origin.value, owner)
+        if owner is None:
+            return Any
+        return _annotation(origin.value, owner)
     return _COLLECTIONS.get(name, Any)
 
 
@@ -420,13 +442,17 @@ def _subscripted(expression: ast.Subscript, module: SourceModule) -> Any:
     parts = expression.slice.elts if isinstance(expression.slice, ast.Tuple) else [expression.slice]
     if name == "Literal":
         choices = tuple(part.value for part in parts if isinstance(part, ast.Constant))
-        return Literal[choices] if len(choices) == len(parts) else Any
+        if len(choices) == len(parts):
+            return Literal[choices]
+        return Any
     if name in ("Optional", "Union"):
         options = [_annotation(part, module) for part in parts]
         return functools.reduce(operator.or_, [*options, *([None] if name == "Optional" else [])])
     kind = {**_BUILT_IN, **_COLLECTIONS}.get(name)
     if kind is None or kind is Callable:
-        return Any if kind is None else Callable
+        if kind is None:
+            return Any
+        return Callable
     return types.GenericAlias(kind, tuple(_annotation(part, module) for part in parts))  # type: ignore[arg-type]
 
 

@@ -37,7 +37,9 @@ class UsedClass:
     @property
     def known(self) -> dict[str, Parameter]:
         """Parameters of the class; empty if they are unknown."""
-        return {} if self.kind is None else self.kind.parameters
+        if self.kind is None:
+            return {}
+        return self.kind.parameters
 
     @property
     def is_trainer(self) -> bool:
@@ -47,7 +49,9 @@ class UsedClass:
     @property
     def label(self) -> str:
         """Key and class, for messages."""
-        return self.key if self.kind is None or self.is_trainer else f"{self.key} ({self.kind.name})"
+        if self.kind is None or self.is_trainer:
+            return self.key
+        return f"{self.key} ({self.kind.name})"
 
 
 def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
@@ -92,7 +96,9 @@ def _is_callback(key: str, entry: Any) -> bool:
 
 def named_class(path: str) -> Any:
     """Return the class with a full or short name; None if it is unknown, Absent if it does not exist."""
-    return find_class(path) if "." in path and ".py:" not in path else class_named(path)
+    if "." in path and ".py:" not in path:
+        return find_class(path)
+    return class_named(path)
 
 
 def trainer_class() -> SourceClass:
@@ -110,7 +116,9 @@ def _only_class(annotation: Any) -> SourceClass | None:
         return getattr(annotation, "source", None)
     kinds = [_only_class(part) for part in typing.get_args(annotation)]
     ours = [kind for kind in kinds if kind is not None]
-    return ours[0] if len(ours) == 1 else None
+    if len(ours) == 1:
+        return ours[0]
+    return None
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -142,4 +150,6 @@ def _merged_entry(first: Any, second: Any) -> Any:
     """Return the second entry of a list, with the values of the first that it does not set."""
     if isinstance(first, dict) and "class_path" in first and isinstance(second, str):
         second = {"class_path": second}
-    return merge(first, second) if isinstance(first, dict) and isinstance(second, dict) else second
+    if isinstance(first, dict) and isinstance(second, dict):
+        return merge(first, second)
+    return second

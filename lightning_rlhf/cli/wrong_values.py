@@ -44,7 +44,9 @@ def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
     shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
     message = f"{name} must be {_described(options)}, got {shown}"
     choices = [choice for option in options if _is_class(option) for choice in _subclasses(option)]
-    return f"{message}; available: {', '.join(choices)}" if choices else message
+    if choices:
+        return f"{message}; available: {', '.join(choices)}"
+    return message
 
 
 def _options(annotation: Any) -> list[Any]:

@@ -127,7 +127,9 @@ class Chat:
         except BadRow:
             return None
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return next(iter(ends)) if len(ends) == 1 and ends <= special else None
+        if len(ends) == 1 and ends <= special:
+            return next(iter(ends))
+        return None
 
     def tokenize_with_mask(
         self, messages: Sequence[Message], label: str, first: int = 0
@@ -205,7 +207,9 @@ class Chat:
         alone = self.render([message], label)
         with_prompt = self.render([message], label, generation=True)
         header = with_prompt.removeprefix(alone)
-        return alone[: alone.index(header) + len(header)] if header in alone else with_prompt
+        if header in alone:
+            return alone[: alone.index(header) + len(header)]
+        return with_prompt
 
     def _end_after_answer(self, ids: list[int], mask: list[bool], label: str) -> tuple[list[int], list[bool]]:
         """Remove the tokens after the last answer, and append an end token if it is missing."""

@@ -65,11 +65,15 @@ class Fields:
 
     def __getitem__(self, field: str) -> Any:
         value = lookup(self.row, self.names.get(field, field), self.mapping)
-        return value if self.transform is None else self.transform(field, value)
+        if self.transform is None:
+            return value
+        return self.transform(field, value)
 
     def get(self, field: str) -> Any:
         """Return the value of a field, or None if the row does not have it."""
-        return self[field] if field in self.names else None
+        if field in self.names:
+            return self[field]
+        return None
 
     def text(self, field: str) -> str:
         """Return the text of a field.
@@ -221,7 +225,9 @@ def _hint(column: str, row: Row, mapping: Mapping[str, str]) -> str:
     likely = next((known[name] for name in (column, *_COMMON_NAMES.get(column, ())) if name in known), None)
     if likely is None:
         near = difflib.get_close_matches(column, map(str, row), n=1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        if near:
+            return f"; did you mean {near[0]!r}?"
+        return ""
     entries = ", ".join(f"{field}: {source}" for field, source in {**mapping, column: likely}.items())
     return f"; to use {likely!r}, set data.init_args.columns: {{{entries}}}"
 
@@ -264,7 +270,9 @@ def _find_value(row: Row, column: str) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+    if value is None:
+        return "null"
+    return type(value).__name__
 
 
 def _ambiguity_message(candidates: FieldCandidates, pairs: Sequence[tuple[str, str]]) -> str:

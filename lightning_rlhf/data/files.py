@@ -115,7 +115,9 @@ def _extension(path: str) -> str:
 
 def _without_query(path: str) -> str:
     """Remove the query of a web address; elsewhere a question mark is part of a pattern."""
-    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+    if path.startswith(("http://", "https://")):
+        return path.partition("?")[0]
+    return path
 
 
 def _open(path: str, mode: str = "rt") -> Any:
@@ -186,7 +188,9 @@ def _json(path: str) -> LocatedRows:
 def _skip_separators(text: str, position: int) -> int:
     """Return the position after whitespace and commas."""
     match = _SEPARATORS.match(text, position)
-    return position if match is None else match.end()
+    if match is None:
+        return position
+    return match.end()
 
 
 def _csv(path: str) -> LocatedRows:

@@ -70,7 +70,9 @@ class Task:
     def _result(self, n: int) -> int:
         numbers = range(self.start, n + 1 if self.inclusive else n)
         values = [(i + self.added) * self.factor if self.add_first else i * self.factor + self.added for i in numbers]
-        return sum(values) if self.fold == "sum" else max(values)
+        if self.fold == "sum":
+            return sum(values)
+        return max(values)
 
 
 @dataclass(frozen=True)

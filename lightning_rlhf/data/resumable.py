@@ -42,7 +42,9 @@ class EpochOrder:
 
     def rows(self, epoch: int) -> Sequence[int]:
         """Return the row numbers of an epoch in order."""
-        return shuffle(self.size, self.seed, epoch) if self.shuffle else range(self.size)
+        if self.shuffle:
+            return shuffle(self.size, self.seed, epoch)
+        return range(self.size)
 
 
 class SamplerOrder(EpochOrder):

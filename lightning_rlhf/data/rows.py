@@ -196,7 +196,9 @@ def _describe_source(source: str) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
         names = sorted(entry.name for entry in path.iterdir())[:5]
-        return f"{path.absolute()} has {', '.join(names)}" if names else f"{path.absolute()} is empty"
+        if names:
+            return f"{path.absolute()} has {', '.join(names)}"
+        return f"{path.absolute()} is empty"
     if path.is_file():
         return f"{path.absolute()} exists, but has none of these extensions"
     return describe_missing_path(source)

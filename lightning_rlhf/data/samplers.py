@@ -53,7 +53,9 @@ class Curriculum:
 
     def key(self, fields: Fields) -> Any:
         """Return the number in the column."""
-        return None if self.column is None else fields.number(self.column)
+        if self.column is None:
+            return None
+        return fields.number(self.column)
 
     def order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, epoch: int) -> Sequence[int]:
         """Return the rows in ascending order of difficulty; rows of equal difficulty are shuffled."""

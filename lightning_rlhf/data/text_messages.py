@@ -75,4 +75,6 @@ class TextMessages:
             )
         pairs = zip(parts[::2], parts[1::2], strict=True)
         messages = [{"role": roles[marker], "content": content.strip()} for marker, content in pairs]
-        return messages if messages[-1]["content"] or len(messages) == 1 else messages[:-1]
+        if messages[-1]["content"] or len(messages) == 1:
+            return messages
+        return messages[:-1]

@@ -95,7 +95,9 @@ class Bridge(ABC):
             return self._text_without_markers(value)
         if isinstance(value, Mapping):
             return {self.without_markers(key): self.without_markers(part) for key, part in value.items()}
-        return [self.without_markers(part) for part in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self.without_markers(part) for part in value]
+        return value
 
     def _text_without_markers(self, text: str) -> str:
         """Insert a space into every special token in a text; leave out those of one character."""
@@ -175,7 +177,9 @@ class TemplateBridge(Bridge):
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         ends = [i for i in range(max(1, shared)) if list(turn[-1:]) == ids[i : i + 1]]
         is_end = ends and (ends[0] == 0 or turn[-1] in self._special_ids)  # not a line break behind the end token
-        return ids[ends[0] + 1 :] if is_end else ids
+        if is_end:
+            return ids[ends[0] + 1 :]
+        return ids
 
     @cached_property
     def _end_of_answer(self) -> list[int]:
@@ -254,6 +258,6 @@ class TemplateBridge(Bridge):
         except BadRow:
             return ""
         is_for_parts = _SENTINEL in text and str(parts) not in text
-        return (
-            " (it expects lists of texts and images as contents, but contents here are texts)" if is_for_parts else ""
-        )
+        if is_for_parts:
+            return " (it expects lists of texts and images as contents, but contents here are texts)"
+        return ""

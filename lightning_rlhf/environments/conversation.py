@@ -75,7 +75,9 @@ class Conversation:
     def turn_budget(self) -> int:
         """Largest number of tokens of the next turn."""
         left = self.limits.max_response_tokens - len(self.token_ids)
-        return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
+        if self.limits.max_turn_tokens is None:
+            return left
+        return min(left, self.limits.max_turn_tokens)
 
     @property
     def has_all_turns(self) -> bool:

@@ -38,7 +38,9 @@ def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
     """
     if is_async(spec):
         return LoopHost(spec, timeout_s, concurrency)
-    return ThreadHost(spec, concurrency) if timeout_s is None else ProcessHost(spec, timeout_s, concurrency)
+    if timeout_s is None:
+        return ThreadHost(spec, concurrency)
+    return ProcessHost(spec, timeout_s, concurrency)
 
 
 def is_async(spec: Spec) -> bool:

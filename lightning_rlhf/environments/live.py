@@ -111,7 +111,9 @@ def _call(environment: Any, name: str, offered: Mapping[str, Any]) -> Steps[Any]
         result = method(**arguments_of(method, offered))
     except StopIteration as error:  # which would end these steps
         raise RunError("StopIteration") from error
-    return (yield result) if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return (yield result)
+    return result
 
 
 def run_steps(steps: Steps[_Result]) -> _Result:

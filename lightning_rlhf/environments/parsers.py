@@ -131,7 +131,9 @@ class MarkedToolCalls(ToolCallParser):
 
     def example(self, call: ToolCall) -> str | None:
         """See :meth:`ToolCallParser.example`."""
-        return f"{self.start}{call.arguments.get(self.argument, '')}{self.end}" if call.name == self.tool else None
+        if call.name == self.tool:
+            return f"{self.start}{call.arguments.get(self.argument, '')}{self.end}"
+        return None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Validate that the environment has the tool, and the tool the argument."""
@@ -196,7 +198,9 @@ class FunctionToolCalls(ToolCallParser):
 
     @cached_property
     def _loaded(self) -> Callable[..., Any]:
-        return load_function(self.function) if isinstance(self.function, str) else self.function
+        if isinstance(self.function, str):
+            return load_function(self.function)
+        return self.function
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""

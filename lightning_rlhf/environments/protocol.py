@@ -225,4 +225,6 @@ def _unicode(text: str) -> str:
 
 def _shown(value: Any) -> str:
     shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:80] + "..."
+    if len(shown) <= 80:
+        return shown
+    return shown[:80] + "..."

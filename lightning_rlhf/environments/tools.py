@@ -99,7 +99,9 @@ class Tools(Environment):
             result = function(**call.arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
 
 
 class StatefulTools(Environment):

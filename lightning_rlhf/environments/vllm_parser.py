@@ -75,7 +75,9 @@ class VLLMToolCalls(ToolCallParser):
             return ParsedTurn(text, malformed=str(error))
         if self._markers and malformed is None and len(calls) < text.count(self._markers[0][0]):
             malformed = f"{len(calls)} of {text.count(self._markers[0][0])} calls could be read"
-        return ParsedTurn(text, malformed=malformed) if malformed else ParsedTurn(content, tuple(calls))
+        if malformed:
+            return ParsedTurn(text, malformed=malformed)
+        return ParsedTurn(content, tuple(calls))
 
     def _unbalanced(self, text: str) -> str | None:
         """Describe a marker without its counterpart; None if every marker has one."""

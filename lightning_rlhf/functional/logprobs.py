@@ -34,12 +34,16 @@ class TokenScores(NamedTuple):
 
 def chunk_bytes_on(device_type: str) -> int:
     """Return the memory of the float32 logits that the head computes at a time on a type of device, bytes."""
-    return _CPU_CHUNK_BYTES if device_type == "cpu" else _GPU_CHUNK_BYTES
+    if device_type == "cpu":
+        return _CPU_CHUNK_BYTES
+    return _GPU_CHUNK_BYTES
 
 
 def keep_bytes_on(device_type: str) -> int:
     """Return the memory of the probabilities that the head keeps for its backward pass on a type of device, bytes."""
-    return _CPU_KEEP_BYTES if device_type == "cpu" else _GPU_KEEP_BYTES
+    if device_type == "cpu":
+        return _CPU_KEEP_BYTES
+    return _GPU_KEEP_BYTES
 
 
 def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> TokenScores:
@@ -88,7 +92,9 @@ def head_logits(
         torch.addmm(bias, hidden, weight.T, out=out)
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)
-    return out if scale == 1.0 else out.mul_(scale)
+    if scale == 1.0:
+        return out
+    return out.mul_(scale)
 
 
 def chunked_token_scores(

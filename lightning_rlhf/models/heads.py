@@ -77,7 +77,9 @@ def head_of(lm: Any) -> Head:
 
 def _number(config: object, name: str | None, default: float) -> float:
     value = None if name is None else getattr(config, name, None)
-    return default if value is None else float(value)
+    if value is None:
+        return default
+    return float(value)
 
 
 class ShortTextLogprobs(NamedTuple):

@@ -243,7 +243,9 @@ ModelSource = Pretrained | FromConfig
 
 def as_source(source: str | ModelSource) -> ModelSource:
     """Convert a string to ``Pretrained(path=...)``; return a source unchanged."""
-    return Pretrained(source) if isinstance(source, str) else source
+    if isinstance(source, str):
+        return Pretrained(source)
+    return source
 
 
 def save_architecture(source: ModelSource, directory: str | Path) -> None:

@@ -302,7 +302,9 @@ def _varlen_arguments() -> frozenset[str]:
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU; that of AMD's GPUs counts as none."""
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if torch.version.hip:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: float, window: int | None) -> Tensor:

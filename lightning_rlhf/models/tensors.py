@@ -39,7 +39,9 @@ def layers(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Ite
     def block(item: tuple[str, nn.Parameter]) -> str:
         name = item[0]
         inside = min((prefix for prefix in lists if name.startswith(prefix)), key=len, default=None)
-        return name if inside is None else inside + name.removeprefix(inside).split(".")[0]
+        if inside is None:
+            return name
+        return inside + name.removeprefix(inside).split(".")[0]
 
     named = (item for item in model.named_parameters() if wanted is None or wanted(item[0]))
     for _, parameters in groupby(named, block):

@@ -67,7 +67,9 @@ def _as_config(value: Any, annotation: Any) -> Any:
         if getattr(value, field.name) != field.default
     }
     path = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"class_path": path, "init_args": changed} if changed else {"class_path": path}
+    if changed:
+        return {"class_path": path, "init_args": changed}
+    return {"class_path": path}
 
 
 @with_defaults(advantages=GRPO(), kl_loss=KLTerm(0.04, "k3"), aggregation=SequenceMeanTokenMean())

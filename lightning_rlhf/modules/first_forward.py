@@ -74,7 +74,9 @@ class FirstForward(OldScores):
         if len(rows.position.unique()) < len(rows):  # ranks that number their rows from 0
             return None
         first = shuffled(rows, seed, module.keep_groups)[: module.minibatch_size].to(rows.position.device)
-        return cls(module, rows.position[first]) if rows.included[first].any() else None
+        if rows.included[first].any():
+            return cls(module, rows.position[first])
+        return None
 
     def evaluate(self, rollout: Rollout) -> TokenScores:
         """Return the scores of the rows that are not in the first mini-batch, and placeholders for it. All ranks.

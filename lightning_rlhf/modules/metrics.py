@@ -85,7 +85,9 @@ class MeanAccumulator:
         if name not in self._totals:
             return None
         total, count = ranks.sum(self._totals[name]).tolist()
-        return total / count if count else math.nan
+        if count:
+            return total / count
+        return math.nan
 
     def _add_total(self, name: str, total: Tensor) -> None:
         self._totals[name] = self._totals[name] + total if name in self._totals else total

@@ -116,7 +116,9 @@ class PPOModule(RLHFModule):
 
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the critic, or another role's model."""
-        return self.sources[name].scalar() if name == "critic" else super().build_role(name)
+        if name == "critic":
+            return self.sources[name].scalar()
+        return super().build_role(name)
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """Return the optimizer and scheduler factories of a role."""

@@ -523,7 +523,9 @@ class RLHFModule(RoleModule):
 
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the reward model, the language models of actor and reference."""
-        return self.sources[name].scalar() if name == "reward_model" else self.sources[name].causal()
+        if name == "reward_model":
+            return self.sources[name].scalar()
+        return self.sources[name].causal()
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """Return the optimizer and scheduler factories of the actor."""
@@ -532,7 +534,9 @@ class RLHFModule(RoleModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
         rollout = self.pop_rollout().rollout
-        return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}
+        if "reward_model" in self.sources:
+            return {"scores": self.scores(rollout)}
+        return {}
 
 
 def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:

@@ -139,7 +139,9 @@ class TextLayout:
         """
         device, breaks = self.module.device, breaks_of(batch)
         if not self.packed:
-            return pad_parts(batch.total_lengths.tolist(), breaks, width, device) if breaks else None
+            if breaks:
+                return pad_parts(batch.total_lengths.tolist(), breaks, width, device)
+            return None
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is None:
             return pack_texts(batch.total_lengths.tolist(), width, device, breaks)

@@ -126,7 +126,9 @@ class RolloutCorrection:
         """Log of the ratio: (B, T) if each token has one, else (B, 1)."""
         if self.level == "sequence":
             return log_ratio.sum(dim=1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND)
-        return response_mean(log_ratio, mask).unsqueeze(1) if self.level == "geometric" else log_ratio
+        if self.level == "geometric":
+            return response_mean(log_ratio, mask).unsqueeze(1)
+        return log_ratio
 
     def _weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         if self.level is None:

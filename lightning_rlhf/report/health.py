@@ -413,7 +413,9 @@ CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
 
 def _failed_from_the_start(history: RunHistory, finding: Finding) -> bool:
     """Return whether a metric exceeded its bound in the first step, before anything could have caused that."""
-    return history.first[0].get(finding.metric, 0.0) > finding.bound if history.first else False
+    if history.first:
+        return history.first[0].get(finding.metric, 0.0) > finding.bound
+    return False
 
 
 # Checks that often fail as a consequence of others.
@@ -429,7 +431,9 @@ def _standard_error(row: Row) -> float:
     """Return the standard error of the mean reward of a step; 0 if the number of its responses is unknown."""
     tokens, mean = (row.get(name, math.nan) for name in ("rollout/response_tokens", "rollout/response_tokens_mean"))
     error = row.get("reward/std", math.nan) / math.sqrt(tokens / mean) if tokens > 0 and mean > 0 else math.nan
-    return 0.0 if math.isnan(error) else error
+    if math.isnan(error):
+        return 0.0
+    return error
 
 
 def _has(history: RunHistory, metric: str) -> bool:

@@ -277,4 +277,6 @@ def _rewards(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 def _as(kind: type[_Kind], value: Any) -> _Kind:
     """Return a value of a type; an empty one instead of a value of another type."""
-    return value if isinstance(value, kind) else kind()
+    if isinstance(value, kind):
+        return value
+    return kind()

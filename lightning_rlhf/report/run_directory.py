@@ -45,7 +45,9 @@ def precedes(row: Mapping[str, str], step: int) -> bool:
     """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
     names = [name for name, value in row.items() if value and name != "step"]
     is_training = bool(names) and not any(is_validation(name) for name in names)
-    return int(row["step"]) <= step if is_training or step == 0 else int(row["step"]) < step
+    if is_training or step == 0:
+        return int(row["step"]) <= step
+    return int(row["step"]) < step
 
 
 def end_state(directory: Path) -> dict[str, str]:
@@ -232,7 +234,9 @@ def read_responses(files: Sequence[Path], tokens: bool = True) -> list[dict[str,
 def _without_tokens(line: bytes) -> dict[str, Any] | None:
     """Return the response of a line without its last value, that of tokens; None if that is not the last value."""
     start, values, rest = line.partition(_TOKENS)
-    return _response(start + b"}") if values and rest.rstrip().endswith(b"]}}") else None
+    if values and rest.rstrip().endswith(b"]}}"):
+        return _response(start + b"}")
+    return None
 
 
 def _response(line: bytes) -> dict[str, Any] | None:
@@ -241,7 +245,9 @@ def _response(line: bytes) -> dict[str, Any] | None:
         row = parsed(line.decode("utf-8", "replace"))
     except ValueError:
         return None
-    return row if isinstance(row, dict) else None
+    if isinstance(row, dict):
+        return row
+    return None
 
 
 def _logged_rewards(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:

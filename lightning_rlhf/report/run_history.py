@@ -40,17 +40,23 @@ class RunHistory:
     def last(self, metric: str, count: int) -> list[float]:
         """Return the values of a metric in the last ``count`` steps; empty if it has fewer values or NaN."""
         rows = list(self.recent)[-count:]
-        return values_of(rows, metric) if len(rows) == count else []
+        if len(rows) == count:
+            return values_of(rows, metric)
+        return []
 
     def mean(self, metric: str, count: int) -> float:
         """Return the mean of a metric over the last ``count`` steps; NaN if it has fewer values or NaN."""
         values = self.last(metric, count)
-        return fmean(values) if values else math.nan
+        if values:
+            return fmean(values)
+        return math.nan
 
     def start(self, metric: str) -> float:
         """Return the mean of a metric over the first steps; NaN before their end."""
         values = values_of(self.first, metric)
-        return fmean(values) if len(values) == FIRST_STEPS else math.nan
+        if len(values) == FIRST_STEPS:
+            return fmean(values)
+        return math.nan
 
     def has_risen(self, reward: float) -> bool:
         """Return whether a mean reward exceeds that of the first steps by half its standard deviation there.
@@ -65,4 +71,6 @@ class RunHistory:
 def values_of(rows: Sequence[Row], metric: str) -> list[float]:
     """Return the values of a metric; an empty list if one is missing or NaN."""
     values = [row.get(metric, math.nan) for row in rows]
-    return [] if any(math.isnan(value) for value in values) else values
+    if any(math.isnan(value) for value in values):
+        return []
+    return values

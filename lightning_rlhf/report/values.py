@@ -14,10 +14,14 @@ _DEEPEST = 50  # levels of nested lists and mappings in a file; more than this i
 def finite(value: Any) -> Any:
     """Replace NaN and infinite numbers by None, also in nested lists and mappings, whose names become texts."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, dict):
         return {str(name): finite(part) for name, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
 
 
 def as_json(value: Any) -> str:
@@ -55,9 +59,13 @@ def number(value: Any) -> float | None:
         converted = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:  # an integer beyond the range of floats
         return None
-    return converted if math.isfinite(converted) else None
+    if math.isfinite(converted):
+        return converted
+    return None
 
 
 def rounded(value: float | None) -> float | None:
     """Return a number with six digits; None for None."""
-    return None if value is None else float(f"{value:.6g}")
+    if value is None:
+        return None
+    return float(f"{value:.6g}")

@@ -227,7 +227,9 @@ class RewardExecutor:
         if function.runs_in_worker:
             return self._workers.result(function, call)
         error = call.exception()
-        return call.result() if error is None else RewardFailure.from_error(error)
+        if error is None:
+            return call.result()
+        return RewardFailure.from_error(error)
 
     def close(self) -> None:
         """Stop threads, worker processes and event loop."""
@@ -263,7 +265,9 @@ async def _evaluate_within_limit(
     if not done:
         call.cancel()
         return _timeout_failure(function)
-    return RewardFailure("cancelled itself") if call.cancelled() else call.result()
+    if call.cancelled():
+        return RewardFailure("cancelled itself")
+    return call.result()
 
 
 def _timeout_failure(function: RewardFunction) -> RewardFailure:
@@ -271,7 +275,9 @@ def _timeout_failure(function: RewardFunction) -> RewardFailure:
 
 
 def _rows_per_call(function: RewardFunction, count: int) -> int:
-    return 1 if function.scores_singly else count
+    if function.scores_singly:
+        return 1
+    return count
 
 
 def _raise_if_fatal(

@@ -123,7 +123,9 @@ class RewardFunction:
 
     @cached_property
     def _loaded(self) -> Callable[..., Any]:
-        return load_function(self.function) if isinstance(self.function, str) else self.function
+        if isinstance(self.function, str):
+            return load_function(self.function)
+        return self.function
 
     @cached_property
     def target(self) -> Callable[..., Any]:
@@ -135,12 +137,16 @@ class RewardFunction:
                 (signature.bind if is_class else signature.bind_partial)(**self.arguments)
             except TypeError as error:
                 raise UsageError(f"its arguments do not match its signature: {error}") from error
-        return self._loaded(**self.arguments) if is_class else self._loaded
+        if is_class:
+            return self._loaded(**self.arguments)
+        return self._loaded
 
     @cached_property
     def call_arguments(self) -> dict[str, Any]:
         """Configured keyword arguments of every call; empty for a class, whose constructor received them."""
-        return {} if isinstance(self._loaded, type) else self.arguments
+        if isinstance(self._loaded, type):
+            return {}
+        return self.arguments
 
     @cached_property
     def parameters(self) -> list[inspect.Parameter]:
@@ -176,7 +182,9 @@ class RewardFunction:
     @property
     def thread_safe(self) -> bool:
         """Whether several threads may call the function at the same time."""
-        return bool(getattr(self.target, "per_sample", False)) if self.per_sample is None else self.per_sample
+        if self.per_sample is None:
+            return bool(getattr(self.target, "per_sample", False))
+        return self.per_sample
 
     @property
     def scores_singly(self) -> bool:

@@ -177,8 +177,12 @@ def _json_score(text: str) -> float | None:
     except ValueError:  # not JSON, or thousands of digits
         return None
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    return float(score) if is_number else _number(score)
+    if is_number:
+        return float(score)
+    return _number(score)
 
 
 def _number(text: Any) -> float | None:
-    return float(text) if isinstance(text, str) and re.fullmatch(r"-?\d+(\.\d+)?", text.strip()) else None
+    if isinstance(text, str) and re.fullmatch(r"-?\d+(\.\d+)?", text.strip()):
+        return float(text)
+    return None

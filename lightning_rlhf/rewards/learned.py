@@ -98,7 +98,9 @@ class LearnedReward:
             except (TemplateError, RecursionError, *READ_ERRORS) as error:  # a template is a program
                 raise UsageError(f"the chat template of {self.path} rejects a conversation: {error}") from error
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids if self.max_tokens is None else ids[-self.max_tokens :]
+        if self.max_tokens is None:
+            return ids
+        return ids[-self.max_tokens :]
 
     def _load(self) -> None:
         if self._model is not None:
@@ -130,4 +132,6 @@ class LearnedReward:
     def _device_name(self) -> str:
         if self.device != "auto":
             return self.device
-        return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return f"cuda:{torch.cuda.current_device()}"
+        return "cpu"

@@ -142,7 +142,9 @@ class MathReward:
             return rf"\boxed{{{answer[: self.max_chars]}}}"
         text = text[-self.max_chars :]
         marked = _MARKED.findall(text)
-        return _marked(marked[-1]) if marked else text
+        if marked:
+            return _marked(marked[-1])
+        return text
 
 
 def gold_text(gold: Any) -> str:
@@ -158,7 +160,9 @@ def gold_text(gold: Any) -> str:
     if marked:
         return _marked(marked[-1])
     is_formula = r"\boxed{" in text or (text.startswith(("$", r"\(", r"\[")) and text.endswith(("$", r"\)", r"\]")))
-    return text if is_formula else rf"\boxed{{{text.removeprefix('$')}}}"
+    if is_formula:
+        return text
+    return rf"\boxed{{{text.removeprefix('$')}}}"
 
 
 def _marked(text: str) -> str:

@@ -64,12 +64,16 @@ def _expected_number(answer: str) -> str:
 
 def _marked(text: str) -> str | None:
     numbers = _MARKED.findall(text)
-    return numbers[-1] if numbers else None
+    if numbers:
+        return numbers[-1]
+    return None
 
 
 def _last_number(text: str) -> str | None:
     numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    if numbers:
+        return numbers[-1]
+    return None
 
 
 def _is_equal(number: str | None, expected: str) -> bool:

@@ -23,7 +23,9 @@ def tagged(text: str, tag: str) -> str | None:
     """Return the content of the last ``<tag>...</tag>``, or None, in linear time."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]
+    if end < 0 or start < 0:
+        return None
+    return text[start + len(tag) + 2 : end]
 
 
 def boxed(text: str) -> str | None:
@@ -72,10 +74,14 @@ class AnswerReward:
     def _best(self, text: str, truth: Any) -> float:
         answer = text if self.tag is None else tagged(text, self.tag)
         correct = [self._normalized(text) for text in _correct_answers(truth)]
-        return 0.0 if answer is None else max(self.score(self._normalized(answer), text) for text in correct)
+        if answer is None:
+            return 0.0
+        return max(self.score(self._normalized(answer), text) for text in correct)
 
     def _normalized(self, text: str) -> str:
-        return normalized(text) if self.normalize else text.strip()
+        if self.normalize:
+            return normalized(text)
+        return text.strip()
 
 
 class ExactMatch(AnswerReward):
@@ -189,7 +195,9 @@ class Length:
         return [self._reward(max(self.least - len(ids), len(ids) - self.most, 0)) for ids in completion_ids]
 
     def _reward(self, distance: int) -> float:
-        return float(distance == 0) if self.slope == 0 else max(1.0 - distance / self.slope, 0.0)
+        if self.slope == 0:
+            return float(distance == 0)
+        return max(1.0 - distance / self.slope, 0.0)
 
 
 def _thinks_then_answers(text: str) -> bool:

@@ -100,7 +100,9 @@ def _evaluate(
     """
     begin_call()
     result = _load(function, arguments).evaluate(columns, indices)
-    return result.with_text_traceback() if isinstance(result, RewardFailure) else result
+    if isinstance(result, RewardFailure):
+        return result.with_text_traceback()
+    return result
 
 
 def _load(function: Callable[..., Any] | str, arguments: dict[str, Any]) -> RewardFunction:

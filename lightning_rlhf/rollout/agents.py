@@ -157,7 +157,9 @@ class AgentLoop(ConversationLoop):
         """Return the largest number of tokens of the next turn."""
         limit = self._agents[running.index].max_tokens
         budget = running.conversation.turn_budget
-        return budget if limit is None else max(1, min(budget, limit))
+        if limit is None:
+            return budget
+        return max(1, min(budget, limit))
 
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
@@ -263,7 +265,9 @@ def tools_of(body: Body) -> list[Body]:
 def limit_of(body: Body) -> int | None:
     """Return the limit of tokens in a request; None without one."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        return limit
+    return None
 
 
 def _normalised(message: Message) -> Message:

@@ -416,9 +416,13 @@ def _add_metrics(running: RunningConversation, reply: Reply) -> None:
 
 def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:
     if isinstance(messages, str):
-        return [{"role": role, "content": messages}] if messages else []
+        if messages:
+            return [{"role": role, "content": messages}]
+        return []
     return list(messages)
 
 
 def _indented(trace: str) -> str:
-    return f"\n{trace}" if trace else ""
+    if trace:
+        return f"\n{trace}"
+    return ""

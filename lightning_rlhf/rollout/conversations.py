@@ -156,7 +156,9 @@ class EnvironmentSampler(ResponseSampler):
         requests = self.conversations.requests(prompts, sampling.purpose, sampling.samples, parameters)
         handle = partial(self.conversations, check=check)
         begin = partial(serve, self.engine, requests, handle, check.before(on_finished))
-        return begin() if in_background else Generation(lambda: begin().completions())
+        if in_background:
+            return begin()
+        return Generation(lambda: begin().completions())
 
     def close(self) -> None:
         """End the environments."""

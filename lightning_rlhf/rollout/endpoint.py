@@ -178,7 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Bytes of the body; None if they are unknown or too many."""
         text = self.headers.get("Content-Length", "")
         is_valid = text.isascii() and text.isdigit() and len(text) < 20 and "Transfer-Encoding" not in self.headers
-        return int(text) if is_valid and int(text) <= _LARGEST_BODY else None
+        if is_valid and int(text) <= _LARGEST_BODY:
+            return int(text)
+        return None
 
     def _discard_body(self) -> None:
         """Read over the body of a rejected request, so that the next request of the connection begins behind it."""

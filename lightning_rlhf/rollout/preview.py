@@ -70,7 +70,9 @@ def _value(schema: dict[str, Any]) -> Any:
         return schema["enum"][0]
     values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
     kind = schema.get("type")
-    return values.get(kind, "1") if isinstance(kind, str) else "1"
+    if isinstance(kind, str):
+        return values.get(kind, "1")
+    return "1"
 
 
 def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequence[str]) -> Completion:

@@ -20,7 +20,9 @@ _ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, Va
 
 def world_size() -> int:
     """Return the number of processes of this run."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 class RankGroup:

@@ -38,7 +38,9 @@ def optimizer_extensions(make: Callable[..., Any]) -> list[str]:
         make: optimizer class, or a ``functools.partial`` of it. Other factories are not inspected.
     """
     parts = (make, getattr(make, "func", None), *getattr(make, "args", ()))
-    return ["cpu_adam"] if any(getattr(part, "__name__", "") == "DeepSpeedCPUAdam" for part in parts) else []
+    if any(getattr(part, "__name__", "") == "DeepSpeedCPUAdam" for part in parts):
+        return ["cpu_adam"]
+    return []
 
 
 def await_builds(names: Iterable[str], is_first: bool) -> None:

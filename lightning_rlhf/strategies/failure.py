@@ -271,4 +271,6 @@ def _write_line(line: str) -> None:
 
 def _exit_code(error: BaseException, started: bool) -> int:
     """Return the exit code: 2 for an expected error before the first training step, else 1."""
-    return 2 if not started and (isinstance(error, ExpectedError) or is_lightning_error(error)) else 1
+    if not started and (isinstance(error, ExpectedError) or is_lightning_error(error)):
+        return 2
+    return 1

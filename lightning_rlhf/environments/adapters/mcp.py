@@ -184,13 +184,17 @@ def _text_of(part: Any) -> str:
     if isinstance(text, str):
         return text
     kind = str(getattr(part, "type", "unknown"))[:100]
-    return "" if kind == "text" else f"(a result of type {kind} was left out: only texts can be read)"
+    if kind == "text":
+        return ""
+    return f"(a result of type {kind} was left out: only texts can be read)"
 
 
 def _causes(error: BaseException) -> str:
     """Describe the errors in a group of errors."""
     inner = getattr(error, "exceptions", ())  # of ExceptionGroup, of Python 3.11 or of a package
-    return "; ".join(map(_causes, inner))[:2000] if inner else f"{type(error).__name__}: {error}"[:1000]
+    if inner:
+        return "; ".join(map(_causes, inner))[:2000]
+    return f"{type(error).__name__}: {error}"[:1000]
 
 
 @contextlib.asynccontextmanager

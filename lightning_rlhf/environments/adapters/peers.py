@@ -39,7 +39,9 @@ class TRLEnvironment(Environment):
     def reset(self, row: Mapping[str, Any]) -> str | None:
         """Start an episode with the columns of the row."""
         message = self._environment.reset(**arguments_of(self._environment.reset, row))
-        return None if message is None else str(message)
+        if message is None:
+            return None
+        return str(message)
 
     def step(self, turn: Turn) -> Reply:
         """Run the calls of a turn."""
@@ -49,7 +51,9 @@ class TRLEnvironment(Environment):
 
     def _current_reward(self) -> float:
         get_reward = getattr(self._environment, "get_reward", None)
-        return 0.0 if get_reward is None else float(get_reward())
+        if get_reward is None:
+            return 0.0
+        return float(get_reward())
 
 
 class SkyRLEnvironment(Environment):

@@ -63,7 +63,9 @@ class TextTest:
         result = sandbox.run(source, self.stdin, limits)
         if failure := _failure(result):
             return failure
-        return "passed" if same_text(result.stdout, self.expected) else "wrong"
+        if same_text(result.stdout, self.expected):
+            return "passed"
+        return "wrong"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class CallTest:
         if answer is None:
             return "malformed"
         correct = any(same_value(answer["result"], expected) for expected in (self.expected, *self.also))
-        return "passed" if correct else "wrong"
+        if correct:
+            return "passed"
+        return "wrong"
 
 
 ProgramTest = TextTest | CallTest
@@ -104,7 +108,9 @@ def _failure(result: ProgramResult) -> Verdict | None:
         return "timeout"
     if result.truncated:
         return "too much output"
-    return "error" if result.exit_code != 0 else None
+    if result.exit_code != 0:
+        return "error"
+    return None
 
 
 # -- comparing -----------------------------------------------------------------------------------------------
@@ -156,7 +162,9 @@ def _parse_answer(stdout: str, nonce: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # not JSON, several documents, too many digits or brackets
         return None
     well_formed = isinstance(answer, dict) and answer.keys() == {"nonce", "result"} and answer["nonce"] == nonce
-    return answer if well_formed else None
+    if well_formed:
+        return answer
+    return None
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -213,7 +221,9 @@ def _read_paired(value: Mapping[str, Any], column: Any) -> list[ProgramTest]:
 def _join_lines(value: Any) -> Any:
     """Join a list of lines; return other values unchanged."""
     is_lines = isinstance(value, list | tuple) and all(isinstance(line, str) for line in value)
-    return "\n".join(value) if is_lines else value
+    if is_lines:
+        return "\n".join(value)
+    return value
 
 
 def _read_call(name: str, arguments: Any, result: Any, column: Any) -> CallTest:
@@ -235,4 +245,6 @@ def _read_call(name: str, arguments: Any, result: Any, column: Any) -> CallTest:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."

@@ -24,7 +24,9 @@ def vllm_installed() -> bool:
 def unsupported_accelerator() -> str | None:
     """Return the type of this machine's accelerator if :class:`VLLMEngine` does not support it, else None."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None or device.type in ("cuda", "mps") else device.type
+    if device is None or device.type in ("cuda", "mps"):
+        return None
+    return device.type
 
 
 def unusable_build() -> str | None:

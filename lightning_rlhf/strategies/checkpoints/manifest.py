@@ -55,7 +55,9 @@ def kept_versions(path: Path) -> list[str]:
 def step_of(path: Path) -> int | None:
     """Return the step of the current version; None without a readable manifest."""
     try:
-        return read(path).get("step") if exists(path) else None
+        if exists(path):
+            return read(path).get("step")
+        return None
     except ValueError:
         return None
 
@@ -227,7 +229,9 @@ def _versions(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _earlier(path: Path) -> dict[str, dict[str, Any]]:
     """Return the versions in a folder's manifest; empty if it is missing or damaged."""
     try:
-        return _versions(read(path)) if exists(path) else {}
+        if exists(path):
+            return _versions(read(path))
+        return {}
     except ValueError:
         return {}
 

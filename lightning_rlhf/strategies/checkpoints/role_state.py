@@ -157,7 +157,9 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
 def _as(present: Any, value: Any) -> Any:
     if isinstance(present, Tensor):
         return torch.full_like(present, value)
-    return tuple(value) if isinstance(present, tuple) else value
+    if isinstance(present, tuple):
+        return tuple(value)
+    return value
 
 
 def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> Tensor:

@@ -203,7 +203,10 @@ def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
 
 
 def _shape(tensor: Tensor) -> torch.Size:
-    return tensor.ds_shape if is_zero_param(tensor) else tensor.shape  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    if is_zero_param(tensor):
+        return tensor.ds_shape
+    return tensor.shape
 
 
 def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -> None:

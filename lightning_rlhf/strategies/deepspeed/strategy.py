@@ -143,7 +143,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     @property
     def precision_plugin(self) -> Precision:
         """The Trainer's precision plugin as a :class:`RolePrecision`."""
-        return RolePrecision("32-true") if self._precision_plugin is None else self._precision_plugin
+        if self._precision_plugin is None:
+            return RolePrecision("32-true")
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -276,10 +278,14 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     def optimizer_device(self) -> torch.device:
         """See :attr:`ReshardableCheckpoints.optimizer_device`."""
         offloaded = "offload_optimizer" in self.config["zero_optimization"]  # type: ignore[index]
-        return torch.device("cpu") if offloaded else self.root_device
+        if offloaded:
+            return torch.device("cpu")
+        return self.root_device
 
     def _zero_optimizer(self, name: str) -> Any:
-        return self._engines[name].optimizer if self._fitting else None
+        if self._fitting:
+            return self._engines[name].optimizer
+        return None
 
     def teardown(self) -> None:
         """Remove the engines' hooks and buffers from the roles."""

@@ -86,7 +86,9 @@ def run(arguments: list[str]) -> int:
     print(json.dumps(result, indent=2) if config["json"] else render(result))
     for error in result["errors"]:
         print(f"lightning-rlhf: {error}", file=sys.stderr)
-    return 2 if result["errors"] else 0
+    if result["errors"]:
+        return 2
+    return 0
 
 
 def check(config: Namespace) -> dict[str, Any]:
@@ -165,7 +167,9 @@ def _answer_tokens(data: PromptDataModule, examples: Sequence[Prompt]) -> dict[s
     """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
     answers = [example.columns.get("ground_truth") for example in examples]
     lengths = [len(data.ids(str(answer))) for answer in answers if isinstance(answer, str | int | float)]
-    return _quantiles(lengths) if lengths else {}
+    if lengths:
+        return _quantiles(lengths)
+    return {}
 
 
 def _quantiles(values: Sequence[int]) -> dict[str, float]:

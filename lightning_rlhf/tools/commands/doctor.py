@@ -135,7 +135,9 @@ def run(arguments: list[str]) -> int:
             print(f"try: {name}: {finding}", flush=True)
             report.add("try", name, finding, fault)
     _print_faults(report)
-    return 1 if report.faults else 0
+    if report.faults:
+        return 1
+    return 0
 
 
 def _print_table(report: Report) -> None:

@@ -194,4 +194,6 @@ def table(reports: Sequence[dict[str, Any]]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    if value is None:
+        return "-"
+    return f"{value:.3f}"

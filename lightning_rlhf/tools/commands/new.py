@@ -219,7 +219,9 @@ def _parameters_in(file: Path) -> int:
 
 
 def _billions(parameters: float) -> str:
-    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.3g} billion"
+    return f"{parameters / 1e6:.3g} million"
 
 
 def _yaml(rate: float) -> str:

@@ -292,7 +292,9 @@ def table(plan: Plan) -> Table:
 
 
 def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.2f}M"
+    if parameters >= 1e8:
+        return f"{parameters / 1e9:.2f}B"
+    return f"{parameters / 1e6:.2f}M"
 
 
 def notes(plan: Plan) -> list[str]:

@@ -273,7 +273,9 @@ def weights_digest(model: str) -> str:
                     begin, end = entry["data_offsets"]
                     file.seek(data_start + begin)
                     total.update(file.read(min(_FINGERPRINT_BYTES, end - begin)))
-    return total.hexdigest() if files else ""
+    if files:
+        return total.hexdigest()
+    return ""
 
 
 def _stop_ids(model: str, known: list[int]) -> tuple[int, ...]:

@@ -81,7 +81,9 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
 def _list_of(row: Row, name: str, count: int) -> list[Any]:
     """Return a column that is a list with one value per response, else an empty list."""
     values = row.get(name)
-    return values if isinstance(values, list) and len(values) == count else []
+    if isinstance(values, list) and len(values) == count:
+        return values
+    return []
 
 
 def _conversation_columns(row: Row, count: int) -> dict[str, list[Any]]:

@@ -59,7 +59,9 @@ def make_data(config: Namespace) -> Any:
 def loop_arguments(config: Namespace) -> Namespace:
     """Return the arguments of a parsed configuration's RolloutLoop; empty without one."""
     loops = callbacks_of(config, RolloutLoop)
-    return loops[0]["init_args"] if loops else Namespace()
+    if loops:
+        return loops[0]["init_args"]
+    return Namespace()
 
 
 def make_environment(config: Namespace) -> EnvironmentSettings | None:

@@ -104,7 +104,9 @@ def statistics_by_source(scored: Sequence[ScoredResponses], correct_at: float) -
     correct_at = torch.tensor(correct_at, dtype=torch.float32).item()  # like rewards, which are float32
     sources = dict.fromkeys(row.source for row in scored)
     result = {name: statistics([row for row in scored if row.source == name], correct_at) for name in sources}
-    return result if len(sources) == 1 else {**result, ALL: statistics(scored, correct_at)}
+    if len(sources) == 1:
+        return result
+    return {**result, ALL: statistics(scored, correct_at)}
 
 
 def statistics(rows: Sequence[ScoredResponses], correct_at: float) -> dict[str, Any]:

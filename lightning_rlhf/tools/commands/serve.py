@@ -167,7 +167,9 @@ def _fitting(options: argparse.Namespace, longest: int) -> int:
 
 def _dtype(options: argparse.Namespace) -> str:
     """Return the dtype of weights and cache without a GPU."""
-    return "float32" if options.dtype == "auto" else str(options.dtype)
+    if options.dtype == "auto":
+        return "float32"
+    return str(options.dtype)
 
 
 def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) -> ServedModel:
@@ -188,7 +190,9 @@ def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) ->
 def _name_of(model: str) -> str:
     """Return the last part of a model's path that is not ``export``: for a run's export, the name of the run."""
     *parents, last = os.path.abspath(model).split(os.sep)  # abspath resolves "."
-    return parents[-1] if last == "export" and parents and parents[-1] else last
+    if last == "export" and parents and parents[-1]:
+        return parents[-1]
+    return last
 
 
 def _url(listening: socket.socket) -> str:

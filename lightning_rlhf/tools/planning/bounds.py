@@ -82,7 +82,9 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
 
 
 def _source_bytes(role: Role) -> int:
-    return 2 if role.dtype == "bfloat16" else _FLOAT
+    if role.dtype == "bfloat16":
+        return 2
+    return _FLOAT
 
 
 def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds) -> float:

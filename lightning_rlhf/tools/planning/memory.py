@@ -143,12 +143,16 @@ class Shard:
         if strategy.stage == 1:
             has_float32_copy = self.precision.weights == 2 and not strategy.offload_optimizer
             return Gradients(4 * whole if has_float32_copy else 0, whole_bytes)
-        return Gradients(shard_bytes, 0) if strategy.stage == 3 else Gradients(0, shard_bytes)
+        if strategy.stage == 3:
+            return Gradients(shard_bytes, 0)
+        return Gradients(0, shard_bytes)
 
     def update_gradients(self, micro_batches: int) -> int:
         """Compute the bytes on the GPU of gradients that an update adds; offloaded shards are not counted."""
         size = self.gradients(micro_batches).update
-        return size - self.gradients(1).update if GRADIENTS in self.offloaded else size
+        if GRADIENTS in self.offloaded:
+            return size - self.gradients(1).update
+        return size
 
     def gathered(self) -> Gathered:
         """Compute the bytes of gathered or cast weights, and of gradients that are not yet reduced.

@@ -148,4 +148,6 @@ def misfit_message(plan: Plan) -> str:
 
 
 def _engine_size(run: Run) -> int:
-    return 1 if run.engine is None else run.engine.tensor_parallel_size
+    if run.engine is None:
+        return 1
+    return run.engine.tensor_parallel_size

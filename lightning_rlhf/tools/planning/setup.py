@@ -34,7 +34,9 @@ class Zero:
 
     def bucket_of(self, gradients: int) -> int:
         """Return the bucket of a role with this many gradients."""
-        return min(gradients, 500_000_000) if self.bucket is None else self.bucket
+        if self.bucket is None:
+            return min(gradients, 500_000_000)
+        return self.bucket
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,9 @@ class Engine:
 
     def element_bytes(self, actor: Role) -> int:
         """Return the bytes per element of weights and cache."""
-        return 2 if (self.dtype or actor.dtype) == "bfloat16" else 4
+        if (self.dtype or actor.dtype) == "bfloat16":
+            return 2
+        return 4
 
 
 @dataclass(frozen=True)

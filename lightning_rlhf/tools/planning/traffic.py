@@ -113,7 +113,9 @@ def _pushed_bytes(shard: Shard, engine: Engine) -> int:
     """Return the bytes per element gathered for the engine; FSDP casts before, unless it merges adapters."""
     weights = shard.precision.weights
     cast = shard.strategy.kind == "fsdp" and not shard.role.adapters
-    return min(weights, engine.element_bytes(shard.role)) if cast else weights
+    if cast:
+        return min(weights, engine.element_bytes(shard.role))
+    return weights
 
 
 def _weights(shard: Shard, counts: PassCounts) -> Counter[str]:

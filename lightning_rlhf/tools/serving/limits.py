@@ -177,7 +177,9 @@ def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callab
 def _first_error(error: ValidationError) -> str:
     details = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(str(part) for part in details["loc"])
-    return f"unknown field {path!r}" if details["type"] == "extra_forbidden" else f"{path}: {details['msg']}"
+    if details["type"] == "extra_forbidden":
+        return f"unknown field {path!r}"
+    return f"{path}: {details['msg']}"
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:

@@ -97,7 +97,9 @@ class VLLMServer:
         try:
             with self._opener.open(request, timeout=seconds) as response:
                 body = response.read()
-                return json.loads(body) if body else None
+                if body:
+                    return json.loads(body)
+                return None
         except HTTPError as error:
             with error:
                 raise self._error(request.selector, error.code, error.read().decode(errors="replace")) from error

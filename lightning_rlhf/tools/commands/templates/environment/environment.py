@@ -21,4 +21,6 @@ class Guessing(Environment):
         guess = int(guesses[-1])
         if guess == self.number:
             return Reply(reward=1.0, done=True)
-        return "higher" if guess < self.number else "lower"
+        if guess < self.number:
+            return "higher"
+        return "lower"

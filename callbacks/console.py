@@ -84,12 +84,18 @@ class Console(Callback):
         """Validate the module, and start to print the work in progress."""
         check_module(self, pl_module, RoleModule)
         if stage == "fit":
-            self._doing = "the models load" if _rollout_loop(trainer) is None else "the engine starts, the models load"
+            if _rollout_loop(trainer) is None:
+                self._doing = "the models load"
+            else:
+                self._doing = "the engine starts, the models load"
             self._print_regularly(trainer, lambda: self._doing, _WAITING_SECONDS)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Update the line about the work in progress: the models are loaded."""
-        self._doing = "the run is prepared" if _rollout_loop(trainer) is None else "the engine starts"
+        if _rollout_loop(trainer) is None:
+            self._doing = "the run is prepared"
+        else:
+            self._doing = "the engine starts"
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
@@ -114,7 +120,10 @@ class Console(Callback):
             for name, n in module.parameter_counts().items()
         ]
         threads = f"{module.device.type}, {counted(torch.get_num_threads(), 'thread')}"
-        device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
+        if module.device.type == "cuda":
+            device = torch.cuda.get_device_name()
+        else:
+            device = threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
         if trainer.world_size > 1:
             nodes = counted(trainer.num_nodes, "node")
@@ -126,7 +135,9 @@ class Console(Callback):
             prompts = loop.prompts_per_step(data)
             responses = prompts * loop.group_size
             minibatches = responses // module.minibatch_size
-            candidates = f" of up to {data.batch_size}" if data.batch_size > prompts else ""
+            candidates = ""
+            if data.batch_size > prompts:
+                candidates = f" of up to {data.batch_size}"
             lines.append(
                 f"one step: {prompts}{candidates} prompts x {loop.group_size} = {responses} responses, "
                 f"{module.update_epochs} x {counted(minibatches, 'mini-batch')} of {module.minibatch_size} "
@@ -228,7 +239,10 @@ def remaining_time(steps: float, seconds: Collection[float], limit: float = math
         return ""
     if limit < total:
         return f"{limit / 60:.0f} minutes left of max_time: about {limit / median(seconds):.0f} more steps"
-    duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
+    if total < 7200:
+        duration = f"{total / 60:.0f} minutes"
+    else:
+        duration = f"{total / 3600:.1f} hours"
     return (
         f"{counted(steps, 'step')} left: about {duration}, at {median(seconds):.3g} s for a step, without validations"
     )
@@ -319,7 +333,10 @@ def unused_validation(trainer: Any, steps: float) -> str:
 def reward_model_accuracy(module: RLHFModule) -> list[str]:
     """Return a line about the accuracies that were exported with the reward model, if any."""
     source = module.sources.get("reward_model")
-    path = Path(source.path) / "metrics.json" if isinstance(source, Pretrained) else Path()
+    if isinstance(source, Pretrained):
+        path = Path(source.path) / "metrics.json"
+    else:
+        path = Path()
     if not path.is_file():
         return []
     exported = json.loads(path.read_text())

@@ -94,7 +94,10 @@ def check_gaps(
     if mean <= mean_bound and percentile <= bound:
         return
     roles = module.role_strategy
-    parameters = roles.iter_adapters("actor") if engine.traits.swaps_adapters else roles.iter_full_params("actor")
+    if engine.traits.swaps_adapters:
+        parameters = roles.iter_adapters("actor")
+    else:
+        parameters = roles.iter_full_params("actor")
     name = engine.first_difference(parameters)
     deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
     if name:

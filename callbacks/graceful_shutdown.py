@@ -110,7 +110,9 @@ class GracefulShutdown(Callback):
 
     def _give_up(self, number: int) -> None:
         try:
-            resume = f"; {how_to_resume(self._trainer)}" if self._trainer is not None else ""
+            resume = ""
+            if self._trainer is not None:
+                resume = f"; {how_to_resume(self._trainer)}"
             _print(f"ended {self.grace_seconds:g} s after {signal_name(number)}, during an unfinished step{resume}")
         finally:
             os._exit(128 + number)

@@ -131,7 +131,9 @@ def check_adapter(module: RoleModule, role: str, option: str) -> None:
         ValueError: the role has no adapters, or its head was trained too.
     """
     if role != "actor" or module.sources[role].lora is None:
-        reason = "whose head is trained too" if role != "actor" else "which has no adapters"
+        reason = "which has no adapters"
+        if role != "actor":
+            reason = "whose head is trained too"
         raise UsageError(
             f"{option} exports only LoRA adapters, but this run exports its {role}, {reason}: remove the option"
         )
@@ -197,7 +199,9 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
         "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
     }
     if source.lora is not None:
-        export = "alone, to be added to the base model" if adapter_only else "merged into the weights"
+        export = "merged into the weights"
+        if adapter_only:
+            export = "alone, to be added to the base model"
         facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}, {export}"
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]

@@ -99,7 +99,9 @@ class Report(Callback):
             table.add_row(_LABELS.get(name, name.removeprefix("val/")), *values)
         table.add_section()
         # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
-        reward = "reward/generated_mean" if training[0].get("reward/generated_mean") else "reward/mean"
+        reward = "reward/mean"
+        if training[0].get("reward/generated_mean"):
+            reward = "reward/generated_mean"
         for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats per response")):
             if training[0].get(name):
                 table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")

@@ -131,7 +131,9 @@ class RolloutLog(Callback):
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
-        scores = {"score": experience.reward - rollout.reward} if "reward_model" in module.sources else {}
+        scores = {}
+        if "reward_model" in module.sources:
+            scores = {"score": experience.reward - rollout.reward}
         rewards = {**rollout.rewards, **scores}
         conversations = {
             position: record for loop in _loops(trainer) for position, record in loop.conversations.items()
@@ -173,7 +175,9 @@ class RolloutLog(Callback):
         ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
         shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
-        marks = "; turns of the policy are in ⟦ ⟧" if any("segments" in row for row in shown) else ""
+        marks = ""
+        if any("segments" in row for row in shown):
+            marks = "; turns of the policy are in ⟦ ⟧"
         table = Table(title=f"Responses of step {step}, best to worst{marks}", title_justify="left", expand=False)
         texts = ("prompt", "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
         columns = (*texts, "reward", *shown[0]["rewards"])

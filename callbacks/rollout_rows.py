@@ -30,7 +30,10 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
     mask = rollout.response_mask[row, :length].tolist()
     if all(mask):
         return {}
-    rewards = [0.0] * length if rollout.step_rewards is None else rollout.step_rewards[row, :length].tolist()
+    if rollout.step_rewards is None:
+        rewards = [0.0] * length
+    else:
+        rewards = rollout.step_rewards[row, :length].tolist()
     tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
     segments = []
     for sampled, part in groupby(tokens, key=itemgetter(0)):

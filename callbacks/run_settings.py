@@ -72,7 +72,10 @@ def _data_settings(data: Any) -> dict[str, str]:
     if hasattr(data, "batch_size"):
         settings["batch_size"] = str(data.batch_size)
     if hasattr(data, "shuffle"):
-        settings["order of the data"] = _text(data.sampler) if data.sampler else f"shuffle: {data.shuffle}".lower()
+        if data.sampler:
+            settings["order of the data"] = _text(data.sampler)
+        else:
+            settings["order of the data"] = f"shuffle: {data.shuffle}".lower()
     return settings
 
 

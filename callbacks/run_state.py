@@ -199,9 +199,11 @@ def optimizer_settings(trainer: Trainer, module: RoleModule) -> dict[tuple[str, 
     for role, optimizer in zip(module.trained_roles, trainer.strategy.optimizers, strict=False):
         group = dict(optimizer.param_groups[0])
         group["lr"] = group.pop("initial_lr", group["lr"])  # schedules change lr
-        changing = ("betas", "momentum") if "max_momentum" in group else ()  # by OneCycleLR
+        changing = set(_IMPLEMENTATION)
+        if "max_momentum" in group:  # of OneCycleLR
+            changing |= {"betas", "momentum"}
         for name, value in group.items():
-            if name not in (*_IMPLEMENTATION, *changing):
+            if name not in changing:
                 settings[f"{type(optimizer).__name__} of the {role}", name] = value
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     for role, scheduler in zip(module.trained_roles, schedulers, strict=False):

@@ -85,7 +85,10 @@ class _Quantity:
         if any(math.isnan(value) for value in row):
             return {}
         sizes = draw_sizes(len(row))
-        of_values = passes([value == 1 for value in row], sizes) if self.is_correctness else extremes(row, sizes[1:])
+        if self.is_correctness:
+            of_values = passes([value == 1 for value in row], sizes)
+        else:
+            of_values = extremes(row, sizes[1:])
         if answers is None:
             return of_values
         return of_values | majorities(answers, row, sizes[1:])
@@ -128,7 +131,10 @@ class Validation:
         # Every rank has all quantities, so that it reduces the same values even without any prompt.
         empty = torch.empty(0, 1 + val_samples, dtype=torch.float64)
         self._rewards = {name: _Quantity(f"{name}_", batches=[empty]) for name in rewards}
-        self._correctness = None if metric is None else _Quantity("", is_correctness=True, batches=[empty])
+        if metric is None:
+            self._correctness = None
+        else:
+            self._correctness = _Quantity("", is_correctness=True, batches=[empty])
         self._score = _Quantity("score_", batches=[empty]) if scored else None
         self._lengths = [empty]
         self._truncated = [empty]
@@ -262,12 +268,15 @@ class Validation:
             for group, rows in groups.items():
                 for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
                     known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
-                    interval = mean_interval([row for row in known if row]) if any(known) else {}
+                    interval = {}
+                    if any(known):
+                        interval = mean_interval([row for row in known if row])
                     for bound in ("low", "high"):
                         value = interval.get(bound)
-                        metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = (
-                            math.nan if value is None else value
-                        )
+                        if value is None:
+                            metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = math.nan
+                        else:
+                            metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = value
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

@@ -73,7 +73,9 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.py")]
         suggestion = _suggestion(path.name, files) if path.parent.is_dir() else ""
-        working_directory = "" if path.is_absolute() else f" (working directory: {Path.cwd()})"
+        working_directory = ""
+        if not path.is_absolute():
+            working_directory = f" (working directory: {Path.cwd()})"
         raise UsageError(f"file not found: {path}{suggestion}{working_directory}")
     path = path.resolve()
     # The name is the same in every process, so that objects of the file's classes can be sent between processes.

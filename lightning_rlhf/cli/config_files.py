@@ -69,9 +69,13 @@ def read_yaml(file: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        line = ""
+        if mark and mark.line < len(text.splitlines()):
+            line = text.splitlines()[mark.line]
         has_tab = "\t" in line[: len(line) - len(line.lstrip())]
-        remedy = "indent with spaces, not with tabs" if has_tab else "check the indentation, brackets and quotes"
+        remedy = "check the indentation, brackets and quotes"
+        if has_tab:
+            remedy = "indent with spaces, not with tabs"
         raise UsageError(f"{file} is not valid YAML: {error.problem}{position}; {remedy}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error

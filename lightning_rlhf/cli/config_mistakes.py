@@ -133,7 +133,10 @@ def wrong_values(config: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each argument of the Trainer or of a class whose value has a wrong type."""
     for section, value in config.items():
         for used in classes_in(value, section, trainer_class() if section == "trainer" else None):
-            label = f"{used.key}." if used.kind is None or used.is_trainer else f"{used.label}: "
+            if used.kind is None or used.is_trainer:
+                label = f"{used.key}."
+            else:
+                label = f"{used.label}: "
             for name, entry in used.arguments.items():
                 if name == "engine" and isinstance(entry, str) and entry in ENGINES:
                     yield f"{used.key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
@@ -171,7 +174,10 @@ def _class_in_file(path: str) -> str:
     """Return a message about a class path in the form of functions, ``file.py:name``."""
     file, _, name = path.rpartition(":")
     folder, stem = os.path.split(file.removesuffix(".py"))
-    condition = f"with {folder} in PYTHONPATH" if folder else f"with {file} in the working directory"
+    if folder:
+        condition = f"with {folder} in PYTHONPATH"
+    else:
+        condition = f"with {file} in the working directory"
     return f"class_path must be module.Class, got {path!r}: use {f'{stem}.{name}'!r}, {condition}"
 
 
@@ -230,8 +236,14 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) -> bool:
     """Return whether the command line has an option of callbacks that the last one of a configuration does not have."""
-    options = settings["trainer"].get("callbacks") if isinstance(settings.get("trainer"), dict) else None
-    callbacks = config["trainer"].get("callbacks") if isinstance(config.get("trainer"), dict) else None
+    if isinstance(settings.get("trainer"), dict):
+        options = settings["trainer"].get("callbacks")
+    else:
+        options = None
+    if isinstance(config.get("trainer"), dict):
+        callbacks = config["trainer"].get("callbacks")
+    else:
+        callbacks = None
     if not isinstance(options, dict) or not isinstance(callbacks, list) or not callbacks:
         return False
     init_args = options.get("init_args")

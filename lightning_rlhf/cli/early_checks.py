@@ -87,7 +87,10 @@ class _Run:
         if self.data is None or self.data.kind is None or self.data.kind.path != _PROMPTS:
             return None
         source = self.data.arguments.get(name)
-        files = as_rows(source) if isinstance(source, str) and not is_url(source) else None
+        if isinstance(source, str) and not is_url(source):
+            files = as_rows(source)
+        else:
+            files = None
         if not isinstance(files, Files) or any(path.endswith(".parquet") for path in files.paths):
             return None
         return (located for located in files.rows() if not isinstance(located[1], BadRow))
@@ -96,11 +99,9 @@ class _Run:
     def columns(self) -> Columns:
         """Columns of the data module."""
         mapping = None if self.data is None else self.data.arguments.get("columns")
-        texts = (
-            {name: column for name, column in mapping.items() if isinstance(column, str)}
-            if isinstance(mapping, dict)
-            else {}
-        )
+        texts = {}
+        if isinstance(mapping, dict):
+            texts = {name: column for name, column in mapping.items() if isinstance(column, str)}
         return Columns(texts, (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS))  # of PromptDataModule
 
 
@@ -168,7 +169,10 @@ def _check_loggers(run: _Run) -> None:
     entries = run.trainer.get("logger")
     for entry in entries if isinstance(entries, list) else [entries]:
         path = entry.get("class_path") if isinstance(entry, dict) else entry
-        module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+        if isinstance(path, str):
+            module, _, name = path.rpartition(".")
+        else:
+            module, _, name = ("", "", "")
         package = _PACKAGES_OF_LOGGERS.get(name)
         if package and module.startswith(("lightning", "pytorch_lightning")) and find_spec(package) is None:
             raise MissingPackageError(
@@ -203,7 +207,10 @@ def _check_models(run: _Run) -> None:
         if source is not None and source.kind is not None and source.kind.path == f"{_SOURCES}.Pretrained":
             value = source.arguments.get("path")
         known = None if run.module is None else run.module.known.get(name)
-        annotation = "" if known is None or known.expression is None else ast.unparse(known.expression)
+        if known is None or known.expression is None:
+            annotation = ""
+        else:
+            annotation = ast.unparse(known.expression)
         # A name without a slash can be that of a role.
         if "ModelSource" in annotation and isinstance(value, str) and "/" in value:
             expect_model_directory(str(Path(value).expanduser()) if value.startswith("~") else value)

@@ -267,7 +267,9 @@ def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | 
         started: whether the first training step has begun.
     """
     code = 1 if started else 2
-    progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}" if started else ""
+    progress = ""
+    if started:
+        progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}"
     if not started and is_lightning_error(error):
         return CLIError(one_line(error))
     if (interrupt := interrupt_of(error)) is not None:

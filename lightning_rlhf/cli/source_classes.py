@@ -171,9 +171,7 @@ class SourceClass:
         """Return the value of a class attribute that is a constant; None if it is unknown."""
         for kind in self.order:
             for statement in [] if kind is None else kind.node.body:
-                targets = (
-                    statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-                )
+                targets = getattr(statement, "targets", [getattr(statement, "target", None)])
                 value = getattr(statement, "value", None)
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                     if isinstance(value, ast.Constant):
@@ -338,7 +336,10 @@ def class_named(name: str) -> SourceClass | None:
             inner = file.relative_to(root.file.parents[1]).with_suffix("").parts
             inner = inner if inner[0] == _PACKAGE else (_PACKAGE, *inner)
             module = find_module(".".join(inner))
-            member = None if module is None or name not in module.names else module.member(name)
+            if module is None or name not in module.names:
+                member = None
+            else:
+                member = module.member(name)
             if isinstance(member, SourceClass):
                 return member
     return None
@@ -347,7 +348,10 @@ def class_named(name: str) -> SourceClass | None:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a message with the nearest of the known names; empty if none is near."""
     by_case = {match.lower(): match for match in known}
-    near = [by_case[name.lower()]] if name.lower() in by_case else difflib.get_close_matches(name, by_case.values(), 1)
+    if name.lower() in by_case:
+        near = [by_case[name.lower()]]
+    else:
+        near = difflib.get_close_matches(name, by_case.values(), 1)
     if near:
         return f"; did you mean {near[0]!r}?"
     return ""
@@ -372,11 +376,17 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, tuple[ast.stmt
                 yield (alias.asname, (statement, alias.name)) if alias.asname else (first, (statement, first))
         elif isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
-                key = f"* of {statement.level}{statement.module}" if alias.name == "*" else alias.asname or alias.name
+                if alias.name == "*":
+                    key = f"* of {statement.level}{statement.module}"
+                else:
+                    key = alias.asname or alias.name
                 yield key, (statement, alias.name)
         elif isinstance(statement, ast.Assign):
             for target in statement.targets:
-                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                if isinstance(target, ast.Tuple | ast.List):
+                    parts = target.elts
+                else:
+                    parts = [target]
                 yield from ((part.id, (statement, part.id)) for part in parts if isinstance(part, ast.Name))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id, (statement, statement.target.id)
@@ -439,7 +449,10 @@ def _annotation(expression: ast.expr, module: SourceModule) -> Any:
 def _subscripted(expression: ast.Subscript, module: SourceModule) -> Any:
     """Return an annotation such as ``list[int]``, ``Literal["a"]`` or ``Optional[int]`` as a type."""
     name = ast.unparse(expression.value).rpartition(".")[2]
-    parts = expression.slice.elts if isinstance(expression.slice, ast.Tuple) else [expression.slice]
+    if isinstance(expression.slice, ast.Tuple):
+        parts = expression.slice.elts
+    else:
+        parts = [expression.slice]
     if name == "Literal":
         choices = tuple(part.value for part in parts if isinstance(part, ast.Constant))
         if len(choices) == len(parts):

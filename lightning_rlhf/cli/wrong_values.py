@@ -41,7 +41,10 @@ def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
     values = [value, *_parsed(value)]
     if any(_matches(value, option) for value in values for option in options):
         return None
-    shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
+    if len(repr(value)) <= _MOST_CHARACTERS:
+        shown = repr(value)
+    else:
+        shown = f"{repr(value)[:_MOST_CHARACTERS]}..."
     message = f"{name} must be {_described(options)}, got {shown}"
     choices = [choice for option in options if _is_class(option) for choice in _subclasses(option)]
     if choices:
@@ -98,7 +101,9 @@ def _described(options: Sequence[Any]) -> str:
     ]
     kinds = [option for option in options if typing.get_origin(option) is not Literal]
     kinds = [kind for kind in kinds if getattr(kind, "__name__", "") != "Tensor"]  # of torch, for numbers
-    texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"] if literals else []
+    texts = []
+    if literals:
+        texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"]
     plain = {**_SCALARS, **_COLLECTIONS}
     texts += [plain.get(typing.get_origin(kind) or kind, "a class (class_path: package.Class)") for kind in kinds]
     return " or ".join(dict.fromkeys(texts))

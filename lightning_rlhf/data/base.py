@@ -175,7 +175,10 @@ class RowsDataModule(LightningDataModule):
         """Return a loader of this rank's part of each training batch."""
         rows = self.examples["train"]
         lengths = [self.tokens(example) for example in rows]
-        order = None if self.sampler is None else SamplerOrder(self.sampler, self._keys, lengths, run_seed())
+        if self.sampler is None:
+            order = None
+        else:
+            order = SamplerOrder(self.sampler, self._keys, lengths, run_seed())
         rank, ranks = self._data_rank()
         return ResumableLoader(
             rows,

@@ -120,7 +120,12 @@ class Fields:
         for field, column in self.names.items():
             value = lookup(self.row, column)
             messages = isinstance(value, list) and value and isinstance(value[0], dict)
-            kind = "messages" if messages else "text" if isinstance(value, str) else _type_name(value)
+            if messages:
+                kind = "messages"
+            elif isinstance(value, str):
+                kind = "text"
+            else:
+                kind = _type_name(value)
             if kind == "text" and self[field] is not value:
                 kind = "text as messages"
             parts.append(f"{field} <- {column} ({kind})")

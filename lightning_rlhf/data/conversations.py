@@ -34,7 +34,10 @@ class ConversationDataModule(AnswersDataModule):
         if self.text_messages is not None and holds_messages(fields["text"]):
             return self.mask_messages(fields, messages_of(fields["text"], "text"), "conversation")
         text = fields.text("text")
-        prompt, answer = self.split(text) if self.split_after is not None else ("", text)
+        if self.split_after is not None:
+            prompt, answer = self.split(text)
+        else:
+            prompt, answer = ("", text)
         return self.mask_text(self.ids(prompt), answer)
 
     def tokens(self, example: MaskedText) -> int:

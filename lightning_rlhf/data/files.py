@@ -65,7 +65,10 @@ def expand(source: str) -> list[str]:
         files = _expand_url(source)
     else:
         local = str(Path(source).expanduser())
-        files = glob.glob(local, recursive=True) if glob.has_magic(local) and not Path(local).exists() else [local]
+        if glob.has_magic(local) and not Path(local).exists():
+            files = glob.glob(local, recursive=True)
+        else:
+            files = [local]
         if files == [local] and Path(local).is_dir():
             files = [str(path) for path in Path(local).iterdir()]
         files = [path for path in files if Path(path).is_file()]
@@ -81,7 +84,10 @@ def _expand_url(url: str) -> list[str]:
         if glob.has_magic(_without_query(path)):
             paths = filesystem.glob(path)
         else:
-            paths = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
+            if filesystem.isdir(path):
+                paths = filesystem.ls(path, detail=False)
+            else:
+                paths = [path]
         return [filesystem.unstrip_protocol(name) for name in paths if filesystem.isfile(name)]
     except (OSError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
         raise UsageError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error
@@ -122,7 +128,9 @@ def _without_query(path: str) -> str:
 
 def _open(path: str, mode: str = "rt") -> Any:
     """Open a local or remote file; invalid UTF-8 becomes surrogates, which :func:`is_unicode` detects."""
-    text = {} if "b" in mode else {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    text = {}
+    if "b" not in mode:
+        text = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     return fsspec.open(path, mode, compression="infer", **text)
 
 

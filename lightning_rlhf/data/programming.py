@@ -56,7 +56,10 @@ class Task:
         if not self.add_first:
             term = f"i*{self.factor}+{self.added}"
         else:
-            term = f"i+{self.added}*{self.factor}" if forget_brackets else f"(i+{self.added})*{self.factor}"
+            if forget_brackets:
+                term = f"i+{self.added}*{self.factor}"
+            else:
+                term = f"(i+{self.added})*{self.factor}"
         end = "n+1" if self.inclusive and not forget_end else "n"
         return f"f=lambda n:{self.fold}({term} for i in range({self.start},{end}))"
 

@@ -75,13 +75,17 @@ class RowReport:
         if not self.unknown:
             return ""
         shown = ", ".join(f"{part!r} {n}" for part, n in self.unknown.most_common(_MAX_SHOWN))
-        more = f" and {len(self.unknown) - _MAX_SHOWN} others" if len(self.unknown) > _MAX_SHOWN else ""
+        more = ""
+        if len(self.unknown) > _MAX_SHOWN:
+            more = f" and {len(self.unknown) - _MAX_SHOWN} others"
         rows = f"{self.unknown_rows} of {self.used} rows"
         return f"the tokenizer does not know {self.unknown.total()} parts of the texts in {rows}: {shown}{more}"
 
     def error_message(self) -> str:
         """Return the message of the error that bad rows raise."""
-        more = [f"... and {self.bad - len(self.first_bad)} more"] if self.bad > len(self.first_bad) else []
+        more = []
+        if self.bad > len(self.first_bad):
+            more = [f"... and {self.bad - len(self.first_bad)} more"]
         rows = self.used + self.dropped.total()
         heading = f"{self.name}: {self.bad} of {rows} rows cannot be used"
         remedy = " (set on_bad_row: skip to skip them)" if self.bad < rows else ""
@@ -230,7 +234,10 @@ def use_rows(
     items: list[_Item] = []
     report = RowReport(name) if report is None else report
     with ExitStack() as open_files:
-        file = None if bad_rows is None else open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
+        if bad_rows is None:
+            file = None
+        else:
+            file = open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
         for location, row in as_rows(source).rows():
             try:
                 if isinstance(row, BadRow):  # a line that could not be parsed

@@ -106,7 +106,9 @@ class BytePairTokenizer:
             if isinstance(value, str) and (self.columns is None or column in self.columns) and is_unicode(value)
         ]
         if not texts:
-            columns = "any column" if self.columns is None else f"the columns {self.columns}"
+            columns = "any column"
+            if self.columns is not None:
+                columns = f"the columns {self.columns}"
             raise UsageError(f"cannot train the tokenizer: {self.data!r} has no text in {columns}")
         tokenizer.train_from_iterator(texts, trainer)
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)

@@ -36,7 +36,9 @@ class Bridge(ABC):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_message_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.max_message_tokens = max_message_tokens
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        template = ""
+        if isinstance(tokenizer.chat_template, str):
+            template = tokenizer.chat_template
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         markers = {text for text, special in added.items() if (special or text in template) and text.strip()}
         self._markers = sorted({*markers, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
@@ -80,7 +82,10 @@ class Bridge(ABC):
         limit = self.max_message_tokens
         if limit is not None and len(text) > limit:
             # A token has a bounded number of characters in practice; this only avoids work on very long texts.
-            text = text if len(text) <= 64 * limit else f"{text[: 32 * limit]}{text[-32 * limit :]}"
+            if len(text) <= 64 * limit:
+                text = text
+            else:
+                text = f"{text[: 32 * limit]}{text[-32 * limit :]}"
             ids = self.ids(text)
             if len(ids) > limit:
                 space = max(0, limit - len(self.ids(_CUT)))
@@ -165,7 +170,10 @@ class TemplateBridge(Bridge):
             messages: messages of all roles; texts of the assistant are tokenized again.
             tools: JSON schemas of the tools; empty uses those of the bridge.
         """
-        chat = replace(self._chat, tools=self.without_markers(list(tools))) if tools else self._chat
+        if tools:
+            chat = replace(self._chat, tools=self.without_markers(list(tools)))
+        else:
+            chat = self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
     def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:

@@ -28,7 +28,10 @@ class Spec:
 
     def make(self) -> Any:
         """Return a new environment."""
-        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        if isinstance(self.factory, str):
+            factory = load_function(self.factory)
+        else:
+            factory = self.factory
         return factory(**self.arguments)
 
 

@@ -45,7 +45,10 @@ def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
 
 def is_async(spec: Spec) -> bool:
     """Return whether the environment's class has an ``async`` method."""
-    factory = load_function(spec.factory) if isinstance(spec.factory, str) else spec.factory
+    if isinstance(spec.factory, str):
+        factory = load_function(spec.factory)
+    else:
+        factory = spec.factory
     return any(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step", "run"))
 
 
@@ -122,7 +125,9 @@ class ProcessHost(Host):
     def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int) -> None:
         with self._lock:
             slot, ended = self._homes.get(call.key) or (self._slot(), -1)
-            replays = len(call.turns) if ended != slot.ended or not slot.workers.active else 0
+            replays = 0
+            if ended != slot.ended or not slot.workers.active:
+                replays = len(call.turns)
             limit = self._timeout_s * (1 + replays)
             try:
                 future = slot.workers.schedule(_advance_here, call, timeout_s=limit)

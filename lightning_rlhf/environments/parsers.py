@@ -213,7 +213,10 @@ class FunctionToolCalls(ToolCallParser):
                 f"parser of tool calls {self.function!r} raised {type(error).__name__}: {error}, for the turn "
                 f"{text[:200]!r}; it must raise ValueError for a malformed call"
             ) from error
-        rest, calls = result if isinstance(result, tuple) and len(result) == 2 else (text, result)
+        if isinstance(result, tuple) and len(result) == 2:
+            rest, calls = result
+        else:
+            rest, calls = (text, result)
         known = isinstance(calls, list) and all(isinstance(call, dict | ToolCall) for call in calls)
         if not isinstance(rest, str) or not known:
             raise UsageError(

@@ -86,7 +86,10 @@ class EnvironmentSettings:
         if self.renderer is not None and self.bridge != "renderers":
             raise UsageError(f"renderer {self.renderer!r} needs bridge: renderers, got bridge: {self.bridge}")
         try:
-            factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+            if isinstance(self.factory, str):
+                factory = load_function(self.factory)
+            else:
+                factory = self.factory
             inspect.signature(factory).bind(**self.arguments)
         except (TypeError, ValueError) as error:
             raise UsageError(f"environment {self.factory!r}: {error}") from error
@@ -103,13 +106,19 @@ class EnvironmentSettings:
     @property
     def is_agent(self) -> bool:
         """Whether the factory is the class of an agent."""
-        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        if isinstance(self.factory, str):
+            factory = load_function(self.factory)
+        else:
+            factory = self.factory
         return isinstance(factory, type) and hasattr(factory, "run") and not hasattr(factory, "step")
 
     @property
     def may_finish(self) -> bool:
         """Whether the environment may have a method ``finish``, which is not known of those that a function returns."""
-        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        if isinstance(self.factory, str):
+            factory = load_function(self.factory)
+        else:
+            factory = self.factory
         finish = getattr(factory, "finish", None)
         return not isinstance(factory, type) or finish not in (None, Environment.finish)
 
@@ -124,7 +133,10 @@ class EnvironmentSettings:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools that the environment has in an attribute ``schemas``; an empty list without it."""
-        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        if isinstance(self.factory, str):
+            factory = load_function(self.factory)
+        else:
+            factory = self.factory
         if not hasattr(factory, "schemas"):
             return []
         return list(factory(**self.arguments).schemas)
@@ -146,7 +158,10 @@ class EnvironmentSettings:
             tools = self.schemas if self.arguments.get("role") != "user" else []
             arguments = (tokenizer, self.max_message_tokens, tools, options)
             is_template = self.bridge == "template"
-            bridge = TemplateBridge(*arguments) if is_template else RenderersBridge(*arguments, self.renderer)
+            if is_template:
+                bridge = TemplateBridge(*arguments)
+            else:
+                bridge = RenderersBridge(*arguments, self.renderer)
         bridge.check()
         return bridge
 

@@ -87,7 +87,9 @@ class Tools(Environment):
             text, is_error = self._run(call), False
         except ToolError as error:
             text, is_error = f"Error: {error}", True
-        identity = {"name": call.name, "tool_call_id": call.id} if self.role == "tool" else {}
+        identity = {}
+        if self.role == "tool":
+            identity = {"name": call.name, "tool_call_id": call.id}
         return {"role": self.role, **identity, "content": text}, is_error
 
     def _run(self, call: ToolCall) -> str:

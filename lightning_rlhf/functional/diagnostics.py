@@ -54,7 +54,10 @@ def gradient_power(
     norms = (1 - 2 * logprobs.exp() + sum_pi_squared).double().clamp(min=0)
     rows = mask.any(dim=1)
     norm, squared = norms.masked_fill(~mask, 0).sum(dim=1), response_mean(advantages, mask).double() ** 2
-    scale = torch.ones_like(norm) if weights is None else response_mean(weights, mask).double() ** 2
+    if weights is None:
+        scale = torch.ones_like(norm)
+    else:
+        scale = response_mean(weights, mask).double() ** 2
     parts = {"gradient_power": scale * squared * norm, "advantage_squared_mean": squared, "score_norm_mean": norm}
     means = means_over_ranks({name: (values, rows) for name, values in parts.items()}, ranks)
     return {f"variance/{name}": value for name, value in means.items()}

@@ -144,7 +144,9 @@ def chunked_token_scores(
     chunk_bytes = chunk_bytes_on(device) if chunk_bytes is None else chunk_bytes
     keep_bytes = keep_bytes_on(device) if keep_bytes is None else keep_bytes
     chunk = max(1, chunk_bytes // (4 * len(weight)))
-    stored_tokens = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() and softcap is None else 0
+    stored_tokens = 0
+    if torch.is_grad_enabled() and softcap is None:
+        stored_tokens = keep_bytes // (4 * len(weight))
     options = (scale, softcap, squares, chunk, stored_tokens)
     logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
     return TokenScores(logprobs, entropy, sums)
@@ -168,7 +170,10 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute log-probs and entropies; store the probabilities of the first ``stored_tokens`` tokens."""
         parts: list[tuple[Tensor, Tensor, Any]] = []
-        stored_tokens = stored_tokens // chunk * chunk if stored_tokens < len(hidden) else len(hidden)
+        if stored_tokens < len(hidden):
+            stored_tokens = stored_tokens // chunk * chunk
+        else:
+            stored_tokens = len(hidden)
         stored = _memory(hidden, weight, stored_tokens)
         # Fresh memory for each chunk would cost page faults, and fragments the heap.
         buffer, spare = _memory(hidden, weight, min(chunk, len(hidden))), None
@@ -190,7 +195,10 @@ class _HeadScores(torch.autograd.Function):
             # A sum of products; the product of a row and a column as matrices would lose digits in float32.
             mean = logits.mul_(weights).sum(dim=-1) / total
             normalizer = total.log()
-            sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square() if squares else None
+            if squares:
+                sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square()
+            else:
+                sums = None
             parts.append((chosen - normalizer, normalizer - mean, sums))
             if first < stored_tokens:
                 weights.div_(total.unsqueeze(-1))
@@ -246,8 +254,14 @@ class _HeadScores(torch.autograd.Function):
             if wants_weight:
                 weight_gradient = _add_product(weight_gradient, gradient.to(hidden.dtype).T, states)
         if wants_weight:
-            weight_gradient = torch.zeros_like(weight) if weight_gradient is None else weight_gradient.to(weight.dtype)
-        bias_gradient = None if bias_gradient is None else bias_gradient.to(weight.dtype)
+            if weight_gradient is None:
+                weight_gradient = torch.zeros_like(weight)
+            else:
+                weight_gradient = weight_gradient.to(weight.dtype)
+        if bias_gradient is None:
+            bias_gradient = None
+        else:
+            bias_gradient = bias_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
 
 

@@ -94,5 +94,8 @@ def rewards_at_tokens(reward: Tensor, mask: Tensor, step_rewards: Tensor | None 
         step_rewards: (B, T) parts of the reward that belong to earlier tokens; None puts all at the last one.
     """
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
-    steps = torch.zeros_like(mask, dtype=reward.dtype) if step_rewards is None else step_rewards.to(reward.dtype)
+    if step_rewards is None:
+        steps = torch.zeros_like(mask, dtype=reward.dtype)
+    else:
+        steps = step_rewards.to(reward.dtype)
     return steps.scatter_add(1, last, (reward - steps.sum(dim=1)).unsqueeze(1))

@@ -116,7 +116,9 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor
             rows = input_ids.flatten()[packing.tokens].view(-1, packing.width)
         states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
-    lengths = {"packed_lengths": packing.lengths} if lm.config._attn_implementation == NAME else {}
+    lengths = {}
+    if lm.config._attn_implementation == NAME:
+        lengths = {"packed_lengths": packing.lengths}
     ids = input_ids.flatten()[packing.tokens].unsqueeze(0)
     output = backbone_of(lm)(input_ids=ids, position_ids=packing.positions, use_cache=False, **lengths)
     packed_states: Tensor = output.last_hidden_state

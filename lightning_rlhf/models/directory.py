@@ -29,7 +29,9 @@ def expect_model_directory(path: str) -> None:
     _check_not_pickled(Path(path))
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         names = sorted(entry.name for entry in Path(path).iterdir())[:5]
-        hint = f"; did you mean {str(Path(path, 'export'))!r}?" if Path(path, "export", "config.json").is_file() else ""
+        hint = ""
+        if Path(path, "export", "config.json").is_file():
+            hint = f"; did you mean {str(Path(path, 'export'))!r}?"
         raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}{hint}")
 
 

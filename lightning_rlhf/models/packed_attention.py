@@ -222,7 +222,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
     # A block's part of the mask begins at a column that depends on the number of keys before the block. All of these
     # numbers leave the same remainder, so that all parts begin at aligned addresses.
     remainder = before % _ALIGNMENT
-    reach = starts[-1] if window is None else min(starts[-1], _rounded_up(window - 1, _ALIGNMENT, remainder))
+    if window is None:
+        reach = starts[-1]
+    else:
+        reach = min(starts[-1], _rounded_up(window - 1, _ALIGNMENT, remainder))
     columns = _rounded_up(reach, _BLOCK, remainder)  # rounded, so that texts of many lengths share few masks
     mask = _visible(columns, window, q.dtype, q.device)
     outputs = []
@@ -272,7 +275,10 @@ def _visible(before: int, window: int | None, dtype: torch.dtype, device: torch.
     with torch.inference_mode(False):  # a validation may make it, and training use it
         keys = torch.arange(-before, width - before, dtype=torch.int32, device=device)
         distance = torch.arange(_BLOCK, dtype=torch.int32, device=device).unsqueeze(1) - keys
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        if window is None:
+            hidden = distance < 0
+        else:
+            hidden = (distance < 0) | (distance >= window)
         return torch.zeros(_BLOCK, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 

@@ -34,9 +34,9 @@ class ScalarModel(nn.Module):
         super().__init__()
         head: Any = getattr(lm, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1:
-            head_shape = (
-                f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
-            )
+            head_shape = "no linear head named 'score'"
+            if isinstance(head, nn.Linear):
+                head_shape = f"{head.out_features} outputs"
             raise UsageError(
                 f"{type(lm).__name__} has {head_shape}; a critic or reward model needs one output (num_labels=1)"
             )

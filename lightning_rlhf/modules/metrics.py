@@ -38,7 +38,10 @@ class MeanAccumulator:
         """
         values = values.detach().double()
         # values[mask] would make the host wait for a GPU, to learn how many there are.
-        count = values.new_full((), values.numel()) if mask is None else mask.sum().double()
+        if mask is None:
+            count = values.new_full((), values.numel())
+        else:
+            count = mask.sum().double()
         total = (values if mask is None else values.masked_fill(~mask, 0)).sum()
         self._add_total(name, torch.stack([total, count]))
 
@@ -90,7 +93,10 @@ class MeanAccumulator:
         return math.nan
 
     def _add_total(self, name: str, total: Tensor) -> None:
-        self._totals[name] = self._totals[name] + total if name in self._totals else total
+        if name in self._totals:
+            self._totals[name] = self._totals[name] + total
+        else:
+            self._totals[name] = total
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,10 @@ class PPOModule(RLHFModule):
         start = critic or ("reward_model" if "reward_model" in self.sources else "actor")
         if start == "reward_model" and start not in self.sources:
             raise UsageError("critic: reward_model needs a reward_model to start from; give one, or set critic: actor")
-        self.sources["critic"] = self.sources[start] if start in ("actor", "reward_model") else as_source(start)
+        if start in ("actor", "reward_model"):
+            self.sources["critic"] = self.sources[start]
+        else:
+            self.sources["critic"] = as_source(start)
         self.critic_optimizer, self.critic_lr_scheduler = critic_optimizer, critic_lr_scheduler
         self.value_loss = value_loss
         self.vf_coef = vf_coef

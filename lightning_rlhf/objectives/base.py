@@ -203,9 +203,15 @@ class FunctionLoss(PolicyLoss):
             ValueError: the function does not return one loss for each token.
         """
         returned = self.function(tokens)
-        losses, diagnostics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        if isinstance(returned, tuple) and len(returned) == 2:
+            losses, diagnostics = returned
+        else:
+            losses, diagnostics = (returned, {})
         if not isinstance(losses, Tensor) or losses.shape != tokens.logprobs.shape:
-            shown = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            if isinstance(losses, Tensor):
+                shown = f"shape {tuple(losses.shape)}"
+            else:
+                shown = type(losses).__name__
             raise UsageError(
                 f"policy_loss: {self.name} must return a tensor with the loss of each token, shape "
                 f"{tuple(tokens.logprobs.shape)}, got {shown}"

@@ -110,9 +110,15 @@ class RolloutCorrection:
         metrics |= self._metrics(log_ratio, mask, weights, accepted, ranks)
         if self.batch_normalize:
             rows = accepted.any(dim=1)
-            counted = (weights, accepted) if self.level == "token" else (response_mean(weights, accepted), rows)
+            if self.level == "token":
+                counted = (weights, accepted)
+            else:
+                counted = (response_mean(weights, accepted), rows)
             mean = means_over_ranks({"weights": counted}, ranks)["weights"]
-            factor = mean if mean > 1e-8 else 1.0  # all weights 0, or none at all: nothing to normalise
+            # all weights 0, or none at all: nothing to normalise
+            factor = 1.0
+            if mean > 1e-8:
+                factor = mean
             weights = weights / factor
             metrics["rollout_corr/batch_norm_factor"] = factor
         return weights.to(old_logprobs.dtype), accepted, metrics

@@ -241,7 +241,9 @@ def _truncation(history: RunHistory) -> _Failure | None:
     if not share > 0.2:
         return None
     has_turns = history.last("env/turns", 1)
-    limits = "max_turn_tokens of the environment, or max_response_tokens" if has_turns else "max_response_tokens"
+    limits = "max_response_tokens"
+    if has_turns:
+        limits = "max_turn_tokens of the environment, or max_response_tokens"
     return (
         "rollout/truncated_fraction",
         share,
@@ -430,7 +432,10 @@ _CAUSES = {
 def _standard_error(row: Row) -> float:
     """Return the standard error of the mean reward of a step; 0 if the number of its responses is unknown."""
     tokens, mean = (row.get(name, math.nan) for name in ("rollout/response_tokens", "rollout/response_tokens_mean"))
-    error = row.get("reward/std", math.nan) / math.sqrt(tokens / mean) if tokens > 0 and mean > 0 else math.nan
+    if tokens > 0 and mean > 0:
+        error = row.get("reward/std", math.nan) / math.sqrt(tokens / mean)
+    else:
+        error = math.nan
     if math.isnan(error):
         return 0.0
     return error

@@ -183,7 +183,9 @@ def reward_quantiles(step: int, files: Sequence[Path]) -> dict[str, Any]:
 def _quantiles(files: tuple[tuple[Path, int], ...]) -> list[float]:
     """Return the quantiles of the rewards in files that were changed at these times."""
     rewards = sorted(_rewards(read_responses([path for path, _ in files], tokens=False)))
-    positions = [quantile * (len(rewards) - 1) for quantile in _QUANTILES] if rewards else []
+    positions = []
+    if rewards:
+        positions = [quantile * (len(rewards) - 1) for quantile in _QUANTILES]
     return [_between(rewards, position) for position in positions]
 
 
@@ -227,7 +229,10 @@ def answers_of(validations: dict[int, list[Path]]) -> list[dict[str, Any]]:
         step: {index: row for row in responses if (index := number(row.get("index"))) is not None}
         for step, responses in ends.items()
     }
-    common = set.intersection(*(set(responses) for responses in rows.values())) if rows else set()
+    if rows:
+        common = set.intersection(*(set(responses) for responses in rows.values()))
+    else:
+        common = set()
     chosen = sorted(common)[:_SAMPLES]
     return [{"step": step, "rows": [_sample(responses[index]) for index in chosen]} for step, responses in rows.items()]
 

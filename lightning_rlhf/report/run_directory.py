@@ -58,7 +58,9 @@ def end_state(directory: Path) -> dict[str, str]:
     """
     end = _object_in(directory / RUN_END)
     error = str(end.get("error") or "")
-    stopped = "interrupted" if error.startswith(("Interrupted", "KeyboardInterrupt")) else "failed"
+    stopped = "failed"
+    if error.startswith(("Interrupted", "KeyboardInterrupt")):
+        stopped = "interrupted"
     return {"state": "running" if not end else stopped if error else "ended", "error": error}
 
 

@@ -190,7 +190,9 @@ class Client:
 
         with self._lock:
             if self._finalizer is None or not self._finalizer.alive:
-                headers = {"Authorization": f"Bearer {self._key}"} if self.endpoint.key_env else {}
+                headers = {}
+                if self.endpoint.key_env:
+                    headers = {"Authorization": f"Bearer {self._key}"}
                 self._slots = asyncio.Semaphore(self.endpoint.concurrency)
                 self._client = httpx.AsyncClient(headers=headers, timeout=self.endpoint.timeout_s, trust_env=False)
                 self._finalizer = weakref.finalize(self, _close, self._client, self._loop)

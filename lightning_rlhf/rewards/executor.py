@@ -296,7 +296,9 @@ def _raise_if_fatal(
         if failure.aborts_run:
             raise AbortRun(f"reward function {function.label!r} {failure.message}") from failure.cause
         if function.on_error == "raise":
-            reference = function.function if isinstance(function.function, str) else "..."
+            reference = "..."
+            if isinstance(function.function, str):
+                reference = function.function
             raise RunError(
                 f"reward function {function.label!r} {failure.message} ({_describe_row(function, failure, i, columns)})"
                 f"; to continue after a failure, set {{function: {reference}, on_error: skip}} under rewards, which "

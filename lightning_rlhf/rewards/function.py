@@ -245,7 +245,10 @@ class RewardFunction:
         renamed = self.convention.columns
         if renamed:
             texts = zip(offered["prompts"], offered["completions"], strict=True)
-            offered["queries"] = [prompt + text for prompt, text in texts] if self.convention is OPENRLHF else []
+            if self.convention is OPENRLHF:
+                offered["queries"] = [prompt + text for prompt, text in texts]
+            else:
+                offered["queries"] = []
             infos = offered.get("extra_info", [None] * len(columns["completions"]))
             offered["extra_info"] = [info or {} for info in infos]  # verl's functions expect a dictionary
             offered = {name: offered[column] for name, column in renamed.items() if column in offered}

@@ -91,7 +91,10 @@ class RewardOutput:
             returned = _to_plain(returned["rewards"])
         if not isinstance(returned, list | tuple) or len(returned) != len(indices):
             is_list = isinstance(returned, list | tuple)
-            received = counted(len(returned), "value") if is_list else type(returned).__name__
+            if is_list:
+                received = counted(len(returned), "value")
+            else:
+                received = type(returned).__name__
             raise InvalidRewardError(
                 f"returned {received}, expected a list of {counted(len(indices), 'number')}: one per completion"
             )

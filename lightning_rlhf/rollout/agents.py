@@ -315,7 +315,12 @@ def response_of(turn: Turn, completion: Completion, conversation: Conversation) 
         }
         for index, call in enumerate(turn.calls)
     ]
-    reason = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
+    if completion.finish_reason == "length":
+        reason = "length"
+    elif calls:
+        reason = "tool_calls"
+    else:
+        reason = "stop"
     tokens = len(completion.token_ids)
     prompt = len(conversation.request) - tokens
     return {

@@ -230,7 +230,10 @@ class ConversationLoop:
             for skip in (False, True)
         )
         parser = self._settings.parser
-        parsed = ParsedTurn(text) if parser is None or running.conversation.stop else parser(raw, self._tokenizer)
+        if parser is None or running.conversation.stop:
+            parsed = ParsedTurn(text)
+        else:
+            parsed = parser(raw, self._tokenizer)
         return Turn(parsed.text, parsed.calls, parsed.malformed, len(running.turns), raw)
 
     # -- environments -----------------------------------------------------------------------------------------
@@ -261,7 +264,10 @@ class ConversationLoop:
         running.environment_s += time.perf_counter() - running.called_at
         if isinstance(reply, Reply):
             try:
-                reply = self._append(running, reply) if running.turns else self._begin(running, reply)
+                if running.turns:
+                    reply = self._append(running, reply)
+                else:
+                    reply = self._begin(running, reply)
             except UsageError as error:  # the chat template rejects the messages
                 reply = Fault("invalid", f"returned messages that cannot be appended to the conversation: {error}")
         if isinstance(reply, Fault):

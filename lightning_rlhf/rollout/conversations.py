@@ -125,8 +125,9 @@ class ConversationSampler:
             RuntimeError: an environment failed and ``on_error`` is ``raise``, or too many failed; a turn is invalid.
         """
         parts = (self.settings, self.host, engine, on_finished, check, self._bridge, self._tokenizer)
-        loop = AgentLoop(self.endpoint, *parts) if self.settings.is_agent else ConversationLoop(*parts)
-        return loop.run(requests)
+        if self.settings.is_agent:
+            return AgentLoop(self.endpoint, *parts).run(requests)
+        return ConversationLoop(*parts).run(requests)
 
 
 @dataclass(frozen=True)

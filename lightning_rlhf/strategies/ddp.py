@@ -39,7 +39,9 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
     ) -> None:
         # Buffers are constant, so they are not broadcast. torch 2.13 renamed broadcast_buffers.
         known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        buffers = "broadcast_buffers"
+        if "forward_sync_buffers" in known:
+            buffers = "forward_sync_buffers"
         super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))
         self.activation_checkpointing = activation_checkpointing
         self.offload_idle = offload_idle

@@ -82,7 +82,10 @@ class FailureWatch:
         """
         if self._world_size == 1:
             return
-        hub = Hub(self._world_size, secrets.token_hex(16), several_nodes) if self._rank == 0 else None
+        if self._rank == 0:
+            hub = Hub(self._world_size, secrets.token_hex(16), several_nodes)
+        else:
+            hub = None
         port, token, self._hub_name = broadcast((hub.port, hub.token, self._name) if hub else None)
         host = address if several_nodes and self._rank else "127.0.0.1"
         try:
@@ -228,7 +231,10 @@ class EndsTogether:
         started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         interrupted = isinstance(exception, Interrupted)
         if self._watch is not None and not (interrupted and started):
-            code = exception.exit_code if isinstance(exception, Interrupted) else _exit_code(exception, started)
+            if isinstance(exception, Interrupted):
+                code = exception.exit_code
+            else:
+                code = _exit_code(exception, started)
             self._watch.report(exception, code)
         super().on_exception(exception)  # type: ignore[misc]
 

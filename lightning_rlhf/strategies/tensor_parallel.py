@@ -49,7 +49,9 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
     plan = {path: style for path, style in plan.items() if style not in _NOT_SPLIT}
     unknown = sorted(set(plan.values()) - set(_STYLES))
     if unknown or not plan:
-        reason = f"its plan uses {', '.join(unknown)}" if unknown else "transformers has no plan for it"
+        reason = "transformers has no plan for it"
+        if unknown:
+            reason = f"its plan uses {', '.join(unknown)}"
         raise UsageError(
             f"tensor_parallel_size: {size} is not supported for the {name}'s {type(model).__name__}: {reason}; "
             f"supported are plans with only {', '.join(_STYLES)} (Llama, Mistral, Qwen2, Qwen3). Use "

@@ -41,10 +41,16 @@ class Gymnasium(Environment):
             raise MissingPackageError("Gymnasium needs gymnasium: run pip install 'lightning-rlhf[gymnasium]'")
         self._environment: Any = load_function(make)(id, **(arguments or {}))
         self._action = load_function(action) if isinstance(action, str) else action
-        self._observation = load_function(observation) if isinstance(observation, str) else observation
+        if isinstance(observation, str):
+            self._observation = load_function(observation)
+        else:
+            self._observation = observation
         self._invalid = invalid
         if self._action is None:
-            self._action = int if hasattr(getattr(self._environment, "action_space", None), "n") else str
+            if hasattr(getattr(self._environment, "action_space", None), "n"):
+                self._action = int
+            else:
+                self._action = str
 
     def reset(self, seed: int) -> Reply:
         """Start an episode; its first observation is appended to the prompt."""

@@ -117,7 +117,9 @@ class MCP(Environment):
 
     async def _result(self, call: ToolCall) -> tuple[Message, bool]:
         """Return the message with a call's result, and whether the call was a mistake of the policy."""
-        identity = {"name": call.name, "tool_call_id": call.id} if self._role == "tool" else {}
+        identity = {}
+        if self._role == "tool":
+            identity = {"name": call.name, "tool_call_id": call.id}
         if call.name not in self._tools:
             text, is_error = f"there is no tool {call.name!r}, only {', '.join(sorted(self._tools))}", True
         else:

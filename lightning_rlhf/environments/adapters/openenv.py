@@ -34,7 +34,10 @@ class OpenEnv(Environment):
             raise UsageError(f"url of OpenEnv must begin with http://, https://, ws:// or wss://, got {url!r}")
         self._url = url
         self._address = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
-        self._proxy = None if parts.hostname in ("localhost", "127.0.0.1", "::1") else True
+        if parts.hostname in ("localhost", "127.0.0.1", "::1"):
+            self._proxy = None
+        else:
+            self._proxy = True
         self._action = action
         self._observation = observation
         self._connection: Any = None
@@ -69,7 +72,9 @@ class OpenEnv(Environment):
         content = response if isinstance(response, dict) else {}
         data = content["data"] if isinstance(content.get("data"), dict) else {}
         if content.get("type") == "error":
-            details = f": {json.dumps(data['errors'])}"[:1000] if data.get("errors") else ""
+            details = ""
+            if data.get("errors"):
+                details = f": {json.dumps(data['errors'])}"[:1000]
             reason = f"{str(data.get('message'))[:1000]} ({str(data.get('code'))[:100]}){details}"
             raise RunError(f"the OpenEnv server {self._url} rejected {kind!r}: {reason}")
         observation, reward = data.get("observation"), data.get("reward")
@@ -80,8 +85,16 @@ class OpenEnv(Environment):
                 f"observation: {shown}"
             )
         value = observation[self._observation]
-        message = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-        reward = float(reward or 0) if reward is None or isinstance(reward, bool) else reward
+        if isinstance(value, str):
+            message = value
+        elif value is None:
+            message = ""
+        else:
+            message = json.dumps(value, ensure_ascii=False)
+        if reward is None or isinstance(reward, bool):
+            reward = float(reward or 0)
+        else:
+            reward = reward
         return Reply(message, reward, data.get("done", False))
 
     async def close(self) -> None:

@@ -24,7 +24,10 @@ class TRLEnvironment(Environment):
     """
 
     def __init__(self, environment: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
-        factory = load_function(environment) if isinstance(environment, str) else environment
+        if isinstance(environment, str):
+            factory = load_function(environment)
+        else:
+            factory = environment
         self._environment = factory(**(arguments or {}))
         methods = inspect.getmembers(self._environment, inspect.ismethod)
         tools = [method for name, method in methods if not name.startswith("_") and name not in _NO_TOOLS]
@@ -75,7 +78,10 @@ class SkyRLEnvironment(Environment):
         extras: str | None = None,
         config: Any = None,
     ) -> None:
-        self._factory = load_function(environment) if isinstance(environment, str) else environment
+        if isinstance(environment, str):
+            self._factory = load_function(environment)
+        else:
+            self._factory = environment
         self._arguments = dict(arguments or {})
         self._extras = extras
         self._config = config

@@ -80,12 +80,18 @@ class Demonstrations:
             low, high = 1, _LARGEST
             messages = [{"role": "user", "content": "?"}]
             for turn in range(GUESSES):
-                guess = draw.randint(1, _LARGEST) if draw.random() < self.forgets else draw.randint(low, high)
+                if draw.random() < self.forgets:
+                    guess = draw.randint(1, _LARGEST)
+                else:
+                    guess = draw.randint(low, high)
                 messages.append({"role": "assistant", "content": str(guess)})
                 if guess == secret or turn == GUESSES - 1:
                     break
                 messages.append({"role": "user", "content": "<" if secret < guess else ">"})
-                low, high = (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
+                if secret < guess:
+                    low, high = (low, min(high, guess - 1))
+                else:
+                    low, high = (max(low, guess + 1), high)
             yield f"game {number}", {"messages": messages}
 
 

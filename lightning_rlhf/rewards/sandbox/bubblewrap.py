@@ -126,7 +126,9 @@ class BubblewrapSandbox:
             raise SandboxUnavailable(
                 f"bubblewrap starts but does not isolate; the program inside reports {report}: use a RemoteSandbox"
             )
-        groups = f"control groups in {self._groups}" if self._groups else "no control groups are delegated"
+        groups = "no control groups are delegated"
+        if self._groups:
+            groups = f"control groups in {self._groups}"
         return f"works, {report['python']} at {self._interpreter}; {groups}"
 
     def run(self, source: str, stdin: str, limits: Limits) -> ProgramResult:
@@ -244,11 +246,16 @@ class BubblewrapSandbox:
     @cached_property
     def _interpreter(self) -> str:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        candidates = [self.python] if self.python else [f"{sys.base_prefix}/bin/{version}", "/usr/bin/python3"]
+        if self.python:
+            candidates = [self.python]
+        else:
+            candidates = [f"{sys.base_prefix}/bin/{version}", "/usr/bin/python3"]
         for path in (Path(name).resolve() for name in candidates):
             if path.is_file() and _is_readable(path):
                 return str(path)
-        users = "all users, because root runs programs as user 65534" if os.getuid() == 0 else "you"
+        users = "you"
+        if os.getuid() == 0:
+            users = "all users, because root runs programs as user 65534"
         raise SandboxUnavailable(
             f"no Python found for the sandbox: {' or '.join(candidates)} must exist and be readable by {users}"
         )
@@ -260,7 +267,10 @@ class BubblewrapSandbox:
         folders = dict.fromkeys(Path(name) for name in (*_LIBRARIES, f"{executable.parents[1]}/lib"))
         arguments = []
         for folder in filter(os.path.lexists, folders):
-            mount = ["--symlink", os.readlink(folder)] if folder.is_symlink() else ["--ro-bind", str(folder)]
+            if folder.is_symlink():
+                mount = ["--symlink", os.readlink(folder)]
+            else:
+                mount = ["--ro-bind", str(folder)]
             arguments += [*mount, str(folder)]
         arguments += ["--ro-bind", str(executable), str(executable)]
         for folder in folders:

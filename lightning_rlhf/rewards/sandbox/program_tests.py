@@ -239,7 +239,9 @@ def _read_call(name: str, arguments: Any, result: Any, column: Any) -> CallTest:
             raise UsageError(f"a call of {_short(column)} has a line that is not JSON: {error}") from None
     if not isinstance(arguments, list | tuple):
         raise UsageError(f"an input of {_short(column)} must be a list of arguments, because fn_name is set")
-    unwrapped = tuple(result) if isinstance(result, list | tuple) and len(result) == 1 else ()
+    unwrapped = ()
+    if isinstance(result, list | tuple) and len(result) == 1:
+        unwrapped = tuple(result)
     return CallTest(name, tuple(arguments), result, unwrapped)
 
 

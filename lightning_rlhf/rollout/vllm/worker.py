@@ -67,7 +67,10 @@ def _needs_idle_engine(message: dict[str, Any]) -> bool:
 
 def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
     """Execute one command; send its error to the trainer and keep the engine running."""
-    ids = [request["id"] for request in message["requests"]] if message["kind"] == "add" else [message["id"]]
+    if message["kind"] == "add":
+        ids = [request["id"] for request in message["requests"]]
+    else:
+        ids = [message["id"]]
     try:
         if message["kind"] == "add":
             core.add(message["requests"])

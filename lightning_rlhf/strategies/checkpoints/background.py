@@ -51,7 +51,10 @@ class BackgroundSave:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "checkpoint")
             # A separate group, because the thread's collectives must not mix with those of training.
-            self._group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
+            if ranks.is_distributed():
+                self._group = dist.new_group(backend="gloo")
+            else:
+                self._group = None
         # warnings.catch_warnings affects all threads, so the thread cannot use it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._running = self._executor.submit(self._run, work)
@@ -81,5 +84,7 @@ def in_host_memory(state: RoleState, tensors: bool = True) -> RoleState:
     """
     if state.copied:
         return state
-    copied = {key: tensor.to("cpu", copy=True) for key, tensor in state.tensors.items()} if tensors else {}
+    copied = {}
+    if tensors:
+        copied = {key: tensor.to("cpu", copy=True) for key, tensor in state.tensors.items()}
     return RoleState(copied, state.settings)

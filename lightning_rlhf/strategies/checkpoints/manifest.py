@@ -189,7 +189,10 @@ def verified(path: Path) -> Path:
             )
         if not path.exists():
             raise MissingFileError(f"no checkpoint at {path}")
-        folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
+        if _VERSION.fullmatch(path.name) and exists(path.parent):
+            folder = path.parent
+        else:
+            folder = path
         if not exists(folder):
             raise _without_manifest(path, folder)
         content = read(folder)
@@ -251,7 +254,9 @@ def _without_manifest(path: Path, folder: Path) -> ValueError:
             f"the checkpoint {path} is an empty folder: its files were removed; resume from another checkpoint, or "
             f"remove the folder to start from the beginning"
         )
-    reason = "its first save was interrupted" if never_finished(folder) else "its manifest is lost"
+    reason = "its manifest is lost"
+    if never_finished(folder):
+        reason = "its first save was interrupted"
     return UsageError(f"the checkpoint {path} has no {NAME}: {reason}; resume from another one")
 
 

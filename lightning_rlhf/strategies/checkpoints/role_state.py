@@ -178,7 +178,10 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> T
         return torch.tensor(float(value))
     if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
         return value.detach()
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        what = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        what = f"a {type(value).__name__}"
     raise UsageError(
         f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which cannot be "
         f"resharded to another number of processes: use an optimizer whose state has the shape of its parameters, such "

@@ -148,7 +148,10 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
         if number % ranks.world_size() == ranks.rank():
             tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
         del values
-    settings = None if pieces is None else settings_of(pieces.inner, pieces.groups(named))
+    if pieces is None:
+        settings = None
+    else:
+        settings = settings_of(pieces.inner, pieces.groups(named))
     return RoleState(tensors, settings, copied=True)
 
 
@@ -203,9 +206,9 @@ def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
 
 
 def _shape(tensor: Tensor) -> torch.Size:
-    # type: ignore[attr-defined]
     if is_zero_param(tensor):
-        return tensor.ds_shape
+        shape: torch.Size = tensor.ds_shape  # type: ignore[attr-defined]
+        return shape
     return tensor.shape
 
 
@@ -233,7 +236,11 @@ def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -
                     f"is {known}, but DeepSpeed has one {kind} for both: use rlhf_single, rlhf_ddp or rlhf_fsdp"
                 )
             of_torch = type(pieces.inner).__module__.startswith("torch.")
-            state[kind] = scalar[key] if of_torch else int(number)  # DeepSpeed's optimizers count steps in Python
+            # DeepSpeed's optimizers count steps in Python
+            if of_torch:
+                state[kind] = scalar[key]
+            else:
+                state[kind] = int(number)
     pieces.link()
 
 

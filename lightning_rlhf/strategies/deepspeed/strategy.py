@@ -89,7 +89,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
                 "rlhf_deepspeed_stage_* needs DeepSpeed, which is missing: pip install 'lightning-rlhf[deepspeed]'"
             )
         self.activation_checkpointing = activation_checkpointing
-        self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
+        if offload_frozen is None:
+            self._offload_frozen = offload_params
+        else:
+            self._offload_frozen = offload_frozen
         shared = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
         launch_environment.apply()  # deepspeed reads the environment when it is imported
         super().__init__(
@@ -200,7 +203,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         if fitting:
             # Call only once: replaced wrappers of DeepSpeedCPUAdam would free its native state, which is shared.
             super(DeepSpeedStrategy, self).setup_optimizers(trainer)
-        optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True)) if fitting else {}
+        optimizers = {}
+        if fitting:
+            optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True))
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
             role = getattr(self.module, name)
             config = self.role_config(name)

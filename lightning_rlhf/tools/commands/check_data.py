@@ -321,7 +321,9 @@ def render(result: dict[str, Any]) -> str:
         if "batches" in part:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for label, sample in part["sample"].items():
-            trained = f", {sample['trained']} of them trained on" if sample["trained"] else ""
+            trained = ""
+            if sample["trained"]:
+                trained = f", {sample['trained']} of them trained on"
             lines.append(f"  first {label}, {counted(sample['tokens'], 'token')}{trained}:")
             lines += [f"    | {line}" for line in sample["text"].split("\n")]
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]

@@ -95,7 +95,10 @@ def load_weights(checkpoint: Path, module: RoleModule, role: str) -> dict[str, A
     model: nn.Module = getattr(module, role)
     is_file = checkpoint.is_file()
     version = checkpoint if is_file else manifest.verified(checkpoint)
-    state = AtomicCheckpointIO().load_checkpoint(checkpoint) if is_file else load_plain(version / "state.pt")
+    if is_file:
+        state = AtomicCheckpointIO().load_checkpoint(checkpoint)
+    else:
+        state = load_plain(version / "state.pt")
     adapters = {name: values for name, values in state.get("lora", {}).items() if name == role}
     check_adapters({role: module.sources[role]}, adapters)
     if is_file:

@@ -193,9 +193,9 @@ def check_python(report: Report) -> None:
     """Check the version of Python."""
     supported, _ = requirements()
     version = platform.python_version()
-    fault = (
-        "" if supported.contains(version, prereleases=True) else f"Python {version} is not supported: use {supported}"
-    )
+    fault = ""
+    if not supported.contains(version, prereleases=True):
+        fault = f"Python {version} is not supported: use {supported}"
     report.add("python", version, sys.executable, fault)
 
 
@@ -248,7 +248,9 @@ def check_devices(report: Report) -> None:
     if _AMD.exists():
         report.add("gpus", "AMD", "not used: ROCm is not supported")
     if count:
-        rounding = "TF32, 10 bits" if torch.get_float32_matmul_precision() != "highest" else "float32"
+        rounding = "float32"
+        if torch.get_float32_matmul_precision() != "highest":
+            rounding = "TF32, 10 bits"
         report.add("gpus", "float32 products", f"in {rounding}; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 selects TF32")
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)

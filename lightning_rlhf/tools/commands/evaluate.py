@@ -104,7 +104,10 @@ def run(arguments: list[str]) -> int:
         for line in _lines(first, others, differences, len(scored[first])):
             screen.print(line)
         if options.json is not None:
-            report = {"files": reports, "differences": differences} if others else reports[0]
+            if others:
+                report = {"files": reports, "differences": differences}
+            else:
+                report = reports[0]
             with write_errors(options.json, "the table is above"):
                 options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -130,8 +133,12 @@ def _lines(first: str, others: Sequence[str], differences: Sequence[dict[str, An
             continue
         lines.append(f"{name} less {first}, {count} rows, 95 % intervals in brackets:")
         for reward, values in difference["rewards"].items():
-            mean = "no response of both files has this reward" if values["mean"] is None else f"{values['mean']:+.3f}"
-            interval = "" if values["low"] is None else f" ({values['low']:+.3f} to {values['high']:+.3f})"
+            mean = "no response of both files has this reward"
+            if values["mean"] is not None:
+                mean = f"{values['mean']:+.3f}"
+            interval = ""
+            if values["low"] is not None:
+                interval = f" ({values['low']:+.3f} to {values['high']:+.3f})"
             lines.append(f"  {reward}: {mean}{interval}")
     return lines
 
@@ -172,12 +179,19 @@ def table(reports: Sequence[dict[str, Any]]) -> Table:
     draws = dict.fromkeys(key for *_, values in entries for key in values if "@" in key)
     if all(values.get("pass@1", values)["mean"] == values["mean"] for *_, values in entries):
         draws.pop("pass@1", None)
-    left_out = ["left out"] if any(values["not_applicable"] for *_, values in entries) else []
+    left_out = []
+    if any(values["not_applicable"] for *_, values in entries):
+        left_out = ["left out"]
     has_passes = any(key.startswith("pass@") for key in draws)
-    correct = f"correct: a reward of at least {reports[0]['correct_at']:g} (--correct-at)" if has_passes else None
+    if has_passes:
+        correct = f"correct: a reward of at least {reports[0]['correct_at']:g} (--correct-at)"
+    else:
+        correct = None
     single = len(reports) == 1
     result = Table(title=reports[0]["file"] if single else None, caption=correct, caption_justify="left")
-    source_column = ["source"] if {source for _, source, *_ in entries} != {NO_SOURCE} else []
+    source_column = []
+    if {source for _, source, *_ in entries} != {NO_SOURCE}:
+        source_column = ["source"]
     counts = ("prompts", "responses", *left_out)
     columns = (*source_column, "reward", *counts, "mean", "95 % interval", *draws, "tokens", "cut")
     for column in columns if single else ("file", *columns):

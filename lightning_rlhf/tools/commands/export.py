@@ -86,7 +86,10 @@ def find_checkpoint(name: str, config_file: Path, root: Path) -> Path:
         FileNotFoundError: there is no such checkpoint.
     """
     folders = [folder / "checkpoints" for folder in (config_file.parent, root)]
-    candidates = [folder / f"{name}.ckpt" for folder in folders] if name in _NAMED_CHECKPOINTS else [Path(name)]
+    if name in _NAMED_CHECKPOINTS:
+        candidates = [folder / f"{name}.ckpt" for folder in folders]
+    else:
+        candidates = [Path(name)]
     existing = next((path for path in candidates if path.exists()), None)
     if existing is not None:
         return existing

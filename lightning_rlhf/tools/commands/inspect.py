@@ -40,8 +40,14 @@ def run(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port must be between 0 and 65535, got {options.port}")
-    folder = options.runs[0] if len(options.runs) == 1 and is_folder_of_runs(options.runs[0]) else None
-    runs = [RunDirectory(directory) for directory in options.runs] if folder is None else find_runs(folder)
+    if len(options.runs) == 1 and is_folder_of_runs(options.runs[0]):
+        folder = options.runs[0]
+    else:
+        folder = None
+    if folder is None:
+        runs = [RunDirectory(directory) for directory in options.runs]
+    else:
+        runs = find_runs(folder)
     with InspectServer(runs, options.port, folder) as server:
         print(f"open {server.url}", flush=True)
         with suppress(KeyboardInterrupt):

@@ -171,7 +171,10 @@ def model_size(model: str) -> ModelSize:
     folder = Path(model)
     if not folder.is_dir():
         named = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower())
-        parameters = float(named[1]) * {"b": 1e9, "m": 1e6}[named[2]] if named else _USUAL_PARAMETERS
+        if named:
+            parameters = float(named[1]) * {"b": 1e9, "m": 1e6}[named[2]]
+        else:
+            parameters = _USUAL_PARAMETERS
         how = "from its name" if named else "assumed, because its name has no number"
         return ModelSize(parameters, _USUAL_POSITIONS, f"{model}, {_billions(parameters)} parameters ({how})")
     try:
@@ -195,20 +198,28 @@ def settings_for(model: str, size: ModelSize) -> dict[str, str]:
     """
     row = next(row for row in _RATES if size.parameters < row.below)
     path = os.path.abspath(model) if Path(model).is_dir() else model
-    path = path if re.fullmatch(r"[\w./-]+", path) else json.dumps(path, ensure_ascii=False)  # as YAML reads it
+    # as YAML reads it
+    if re.fullmatch(r"[\w./-]+", path):
+        path = path
+    else:
+        path = json.dumps(path, ensure_ascii=False)
     prompt, response, text = (
         min(tokens, size.positions // n) for tokens, n in ((256, 2), (row.response_tokens, 2), (512, 1))
     )
     values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
-    lora = f"LoRA, lr {row.lora['rl']:g}" if row.lora else f"all weights, lr {row.full['rl']:g}"
+    if row.lora:
+        lora = f"LoRA, lr {row.lora['rl']:g}"
+    else:
+        lora = f"all weights, lr {row.full['rl']:g}"
     values["summary"] = f"{lora} for RL, responses of at most {response} tokens"
     for kind, rate in (row.lora or row.full).items():
         values[f"{kind}_lr"] = _yaml(rate)
         all_weights = f"  # remove this line to train all weights, with lr {_yaml(row.full[kind])}"
         source = f"\n      class_path: lightning_rlhf.Pretrained\n      init_args:\n        path: {path}"
-        values[f"{kind}_source"] = (
-            f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}" if row.lora else f" {path}"
-        )
+        if row.lora:
+            values[f"{kind}_source"] = f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}"
+        else:
+            values[f"{kind}_source"] = f" {path}"
     return values
 
 

@@ -222,7 +222,10 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
         ValueError: the strategy or the plan does not support an option.
     """
     optimizer, params = bool(options.get("offload_optimizer")), bool(options.get("offload_params"))
-    frozen = params if options.get("offload_frozen") is None else bool(options["offload_frozen"])
+    if options.get("offload_frozen") is None:
+        frozen = params
+    else:
+        frozen = bool(options["offload_frozen"])
     whole = configuration(options["stage"], optimizer, params, frozen, options.get("config") or {})
     merged = {name: value for name, value in whole["zero_optimization"].items() if name != "stage"}
     settings: dict[str, Any] = {"offload_frozen": frozen}

@@ -137,7 +137,9 @@ class EngineBackend:
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the responses, as plain values."""
-        environment = {} if self._conversations is None else {"environment": self._conversations.identity}
+        environment = {}
+        if self._conversations is not None:
+            environment = {"environment": self._conversations.identity}
         return {
             **environment,
             "model": self._source.path,

@@ -86,10 +86,16 @@ class Shard:
             trained = partition.zero3_elements(parameters, self.ranks)
         else:
             stored = role.model.elements
-            trained = partition.flat_elements(stored, self.ranks) if strategy.kind == "zero" else stored
+            if strategy.kind == "zero":
+                trained = partition.flat_elements(stored, self.ranks)
+            else:
+                trained = stored
         if role.lora_rank:
             sharded = strategy.kind in ("fsdp", "zero")
-            trained = partition.flat_elements(role.adapters, self.ranks) if sharded else role.adapters
+            if sharded:
+                trained = partition.flat_elements(role.adapters, self.ranks)
+            else:
+                trained = role.adapters
             stored += trained if strategy.shards_weights else role.adapters
         return stored, trained if role.trained else 0
 
@@ -176,8 +182,12 @@ class Shard:
         model = role.model
         c = self.precision.compute
         if strategy.kind == "zero":
-            live = min(model.elements, strategy.zero.live + strategy.zero.prefetch) if strategy.stage == 3 else 0
-            bucket = strategy.zero.bucket_of(role.adapters or model.elements) if role.trained else 0
+            live = 0
+            if strategy.stage == 3:
+                live = min(model.elements, strategy.zero.live + strategy.zero.prefetch)
+            bucket = 0
+            if role.trained:
+                bucket = strategy.zero.bucket_of(role.adapters or model.elements)
             return Gathered(c * (live + bucket), c * (live + bucket), 0)
         largest = max(parameter.elements for parameter in model.units[None])
         if strategy.kind == "fsdp":
@@ -252,7 +262,10 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             checkpointing=strategy.checkpointing,
         )
         activations = one_pass.kept_bytes() if role.trained else 0
-        working = one_pass.backward_bytes() if role.trained else one_pass.forward_bytes()
+        if role.trained:
+            working = one_pass.backward_bytes()
+        else:
+            working = one_pass.forward_bytes()
         gathered = shard.gathered()
         gradients = {GRADIENTS: shard.update_gradients(work.micro_batches(texts, ranks))}
         loss = {GATHERED: gathered.at_loss, ACTIVATIONS: activations, LOGITS: one_pass.logits_bytes()}

@@ -101,7 +101,9 @@ def counts(role: Role, work: Work, ranks: int) -> PassCounts:
         reused = work.micro_batches(work.responses, ranks) - work.micro_batches(rest, ranks)
     if work.evaluates_mismatched:
         evaluations += 1 + role.is_reference_too
-    updates = work.update_epochs * -(-work.responses // work.minibatch_size) if role.trained else 0
+    updates = 0
+    if role.trained:
+        updates = work.update_epochs * -(-work.responses // work.minibatch_size)
     return PassCounts(
         evaluations=evaluations * work.micro_batches(work.responses, ranks) - reused,
         trained=updates * work.micro_batches(work.minibatch_size, ranks),

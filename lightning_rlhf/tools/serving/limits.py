@@ -163,7 +163,10 @@ def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callab
         if value is not None and value > limits.max_tokens:
             hint = option_hint("max_tokens")
             raise Rejected(422, f"{name} must be at most {limits.max_tokens}, got {str(value)[:20]}{hint}")
-    prompts = _prompts(request.prompt) if isinstance(request, CompletionRequest) else [_joined_text(request.messages)]
+    if isinstance(request, CompletionRequest):
+        prompts = _prompts(request.prompt)
+    else:
+        prompts = [_joined_text(request.messages)]
     samples = request.n or 1
     if len(prompts) * samples > limits.max_responses:
         exceeded = f"{len(prompts)} prompts x n {str(samples)[:20]} exceed the {limits.max_responses} allowed responses"

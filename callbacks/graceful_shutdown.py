@@ -104,7 +104,9 @@ class GracefulShutdown(Callback):
         if between_steps or not started:
             raise Interrupted(number)
         if self._trainer.is_global_zero:
-            second = "another Ctrl-C" if number == signal.SIGINT else "a second signal"
+            second = "a second signal"
+            if number == signal.SIGINT:
+                second = "another Ctrl-C"
             step = self._trainer.global_step + 1
             _print(f"{signal_name(number)}: the run ends after step {step}; {second} ends it immediately")
 

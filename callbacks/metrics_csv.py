@@ -129,7 +129,9 @@ class MetricsCSV(Callback):
         if self._path is None:
             self._path = Path(trainer.default_root_dir) / "metrics.csv"
             if trainer.is_global_zero and not trainer.fast_dev_run:
-                rows = read_metrics(self._path) if trainer.ckpt_path is not None else []
+                rows = []
+                if trainer.ckpt_path is not None:
+                    rows = read_metrics(self._path)
                 self._columns = list(rows[0]) if rows else ["step"]
                 self._rewrite(self._path, [row for row in rows if precedes(row, trainer.global_step)])
         return self._path

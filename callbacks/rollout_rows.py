@@ -138,7 +138,10 @@ def own_parts(prompts: Sequence[str]) -> list[str]:
     start = first.rfind("\n", 0, same_start) + 1
     same_end = min(common_prefix(first[::-1], text[start:][::-1]) for text in prompts)
     line_break = first.find("\n", len(first) - same_end)
-    left_out = 0 if line_break < 0 else len(first) - line_break  # characters at the end
+    if line_break < 0:  # characters at the end
+        left_out = 0
+    else:
+        left_out = len(first) - line_break
     mark = "... " if start else ""
     return [f"{mark}{text[start : len(text) - left_out]}" for text in prompts]
 

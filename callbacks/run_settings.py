@@ -110,8 +110,7 @@ def _source(source: ModelSource) -> str:
 
 def _text(value: Any) -> str:
     text = repr(value)
-    # the address is different in each process
-    if " at 0x" in text:
+    if " at 0x" in text:  # the address is different in each process
         return f"a {type(value).__name__}"
     return text
 

@@ -45,7 +45,9 @@ def check_config_files(arguments: Sequence[str]) -> None:
     for file in config_files(arguments):
         if not file.is_file():
             near = difflib.get_close_matches(file.name, [path.name for path in file.parent.glob("*.y*ml")], n=1)
-            hint = f"; did you mean {str(file.with_name(near[0]))!r}?" if near else ""
+            hint = ""
+            if near:
+                hint = f"; did you mean {str(file.with_name(near[0]))!r}?"
             raise UsageError(f"configuration file not found: {file}{hint} (working directory: {Path.cwd()})")
         read_yaml(file)
 
@@ -68,7 +70,9 @@ def read_yaml(file: Path) -> Any:
         raise UsageError(f"{file} is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = ""
+        if mark:
+            position = f", line {mark.line + 1}, column {mark.column + 1}"
         line = ""
         if mark and mark.line < len(text.splitlines()):
             line = text.splitlines()[mark.line]

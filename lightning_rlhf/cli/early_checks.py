@@ -98,7 +98,10 @@ class _Run:
     @property
     def columns(self) -> Columns:
         """Columns of the data module."""
-        mapping = None if self.data is None else self.data.arguments.get("columns")
+        if self.data is None:
+            mapping = None
+        else:
+            mapping = self.data.arguments.get("columns")
         texts = {}
         if isinstance(mapping, dict):
             texts = {name: column for name, column in mapping.items() if isinstance(column, str)}
@@ -303,7 +306,8 @@ def _size(used: UsedClass, name: str) -> int | None:
     """Return a number among the arguments of a class, or its default; None if it is unknown."""
     default = used.known[name].default if name in used.known else None
     value = used.arguments.get(name, default.value if isinstance(default, ast.Constant) else None)
-    value = _read(value) if isinstance(value, str) else value  # of the command line
+    if isinstance(value, str):  # of the command line
+        value = _read(value)
     if isinstance(value, int) and value > 0:
         return value
     return None

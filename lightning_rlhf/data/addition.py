@@ -127,7 +127,10 @@ class Judgements(Problems):
         """Yield the rows with their locations."""
         for number, (generator, a, b) in enumerate(self.draw()):
             is_correct = generator.random() < 0.5
-            answer = worked_answer(a, b) if is_correct else _near_miss(generator, a, b)
+            if is_correct:
+                answer = worked_answer(a, b)
+            else:
+                answer = _near_miss(generator, a, b)
             yield f"judgement {number}", {"prompt": f"{a:03d}+{b:03d}=", "completion": answer, "label": is_correct}
 
 

@@ -234,7 +234,10 @@ class RowsDataModule(LightningDataModule):
         return example
 
     def _convert_training_row(self, row: Row) -> Any:
-        key = None if self.sampler is None else self.sampler.key(self.columns.find(row))
+        if self.sampler is None:
+            key = None
+        else:
+            key = self.sampler.key(self.columns.find(row))
         example = self._convert_row(row)
         self._keys.append(key)
         return example

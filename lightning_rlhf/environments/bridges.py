@@ -82,9 +82,7 @@ class Bridge(ABC):
         limit = self.max_message_tokens
         if limit is not None and len(text) > limit:
             # A token has a bounded number of characters in practice; this only avoids work on very long texts.
-            if len(text) <= 64 * limit:
-                text = text
-            else:
+            if len(text) > 64 * limit:
                 text = f"{text[: 32 * limit]}{text[-32 * limit :]}"
             ids = self.ids(text)
             if len(ids) > limit:

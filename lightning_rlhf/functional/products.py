@@ -100,7 +100,10 @@ class _Linear(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         gradient = gradient.contiguous()  # that of a sum has strides of 0
         rows = gradient.flatten(0, -2)
-        of_states = linear(gradient, weight.T) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            of_states = linear(gradient, weight.T)
+        else:
+            of_states = None
         if ctx.needs_input_grad[1]:
             of_weight = linear(rows.T, states.flatten(0, -2).T)
         else:

@@ -93,7 +93,10 @@ def packed_attention(
     Raises:
         NotImplementedError: the architecture needs a mask, dropout, sinks, a bias or a cache.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if is_causal is None:
+        causal = getattr(module, "is_causal", True)
+    else:
+        causal = is_causal
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if not causal or dropout or attention_mask is not None or unsupported:
         raise NotImplementedError(

@@ -136,7 +136,10 @@ class RLHFModule(RoleModule):
         self.advantages = advantages
         self.policy_loss = as_policy_loss(policy_loss)
         self.aggregation = aggregation
-        self.correction = RolloutCorrection() if correction is None else correction
+        if correction is None:
+            self.correction = RolloutCorrection()
+        else:
+            self.correction = correction
         self.actor_optimizer = actor_optimizer
         self.actor_lr_scheduler = actor_lr_scheduler
         self.kl_reward = kl_reward
@@ -362,8 +365,12 @@ class RLHFModule(RoleModule):
         Args:
             received: rollout of this rank, alone or with what else belongs to the step.
         """
-        received = StepRollout(received) if isinstance(received, Rollout) else received
-        greedy = None if received.greedy is None else received.greedy.to(self.device)
+        if isinstance(received, Rollout):
+            received = StepRollout(received)
+        if received.greedy is None:
+            greedy = None
+        else:
+            greedy = received.greedy.to(self.device)
         self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 
     @property

@@ -39,7 +39,10 @@ class PairwiseLoss:
         Returns:
             (B,) nats.
         """
-        difference = chosen - rejected if margin is None else chosen - rejected - margin
+        if margin is None:
+            difference = chosen - rejected
+        else:
+            difference = chosen - rejected - margin
         return -logsigmoid(difference) + self.center_coef * (chosen + rejected) ** 2
 
 

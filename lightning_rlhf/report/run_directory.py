@@ -81,7 +81,9 @@ class RunDirectory:
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
-            fault = "is not a directory" if self.path.exists() else "does not exist"
+            fault = "does not exist"
+            if self.path.exists():
+                fault = "is not a directory"
             raise UsageError(f"{self.path} {fault}: expected the directory of a run, its default_root_dir")
         if not self._has(self.path / "metrics.csv"):
             if (self.path / "metrics.csv").is_file():

@@ -131,7 +131,9 @@ class Client:
                 return await retrying(self._try, request)
         except httpx.HTTPStatusError as error:
             reply = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
-            tries = f" {self.endpoint.tries} times" if _is_temporary(error) else ""
+            tries = ""
+            if _is_temporary(error):
+                tries = f" {self.endpoint.tries} times"
             kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(f"{self.endpoint.url} answered{tries}: {reply}") from None
         except (httpx.TransportError, ValueError) as error:

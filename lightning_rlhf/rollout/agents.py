@@ -298,7 +298,8 @@ def _call_of(call: Any) -> dict[str, Any]:
     try:
         function, identity = call["function"], call.get("id", "")
         name, arguments = function["name"], function.get("arguments") or "{}"
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise RefusedRequest("a tool call needs a function with name and arguments") from error
     return {"type": "function", "id": str(identity), "function": {"name": str(name), "arguments": arguments}}

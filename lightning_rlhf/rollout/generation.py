@@ -40,7 +40,10 @@ class Generation:
     @property
     def finished_at(self) -> float | None:
         """Time of the last completion, as of ``time.perf_counter()``; None if it is not finished, or not known."""
-        known = self._finished_at if self._source is None else self._source.finished_at
+        if self._source is None:
+            known = self._finished_at
+        else:
+            known = self._source.finished_at
         return known or self._finished_at
 
     def finish(self) -> None:

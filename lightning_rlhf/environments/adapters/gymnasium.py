@@ -41,10 +41,7 @@ class Gymnasium(Environment):
             raise MissingPackageError("Gymnasium needs gymnasium: run pip install 'lightning-rlhf[gymnasium]'")
         self._environment: Any = load_function(make)(id, **(arguments or {}))
         self._action = load_function(action) if isinstance(action, str) else action
-        if isinstance(observation, str):
-            self._observation = load_function(observation)
-        else:
-            self._observation = observation
+        self._observation = load_function(observation) if isinstance(observation, str) else observation
         self._invalid = invalid
         if self._action is None:
             if hasattr(getattr(self._environment, "action_space", None), "n"):

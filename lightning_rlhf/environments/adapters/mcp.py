@@ -143,7 +143,9 @@ class MCP(Environment):
             await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 error = self._connection.exception()
-                reason = "the connection has ended" if error is None else _causes(error)
+                reason = "the connection has ended"
+                if error is not None:
+                    reason = _causes(error)
                 raise RunError(f"the MCP server {self._name} failed: {reason}") from error
         finally:
             answer.cancel()  # at a time limit

@@ -93,8 +93,6 @@ class OpenEnv(Environment):
             message = json.dumps(value, ensure_ascii=False)
         if reward is None or isinstance(reward, bool):
             reward = float(reward or 0)
-        else:
-            reward = reward
         return Reply(message, reward, data.get("done", False))
 
     async def close(self) -> None:

@@ -82,7 +82,12 @@ class Demonstrations:
             draw = random.Random(derive_seed("lookup", self.seed, number))
             table = table_of(draw.getrandbits(32))
             key, kind = draw.choice(KEYS), draw.random()
-            lookups = 2 if kind < self.two else 1 if kind < self.two + self.one else 0
+            if kind < self.two:
+                lookups = 2
+            elif kind < self.two + self.one:
+                lookups = 1
+            else:
+                lookups = 0
             messages = [{"role": "user", "content": f"{key}?"}]
             for _ in range(lookups):
                 messages += [{"role": "assistant", "content": f"*{key}"}, {"role": "user", "content": table[key]}]

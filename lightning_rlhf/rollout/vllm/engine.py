@@ -216,7 +216,9 @@ class VLLMEngine(RolloutEngine):
     def wait(self) -> str:
         """See :meth:`RolloutEngine.wait`."""
         (ready,) = self._running.results([self._running.ready], _START)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        device = "CPU"
+        if torch.cuda.is_available():
+            device = torch.cuda.get_device_name()
         cache = f"{ready['blocks']} blocks of {ready['block_size']} tokens"
         return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
 

@@ -132,7 +132,9 @@ class EngineProcess:
                 if on_result is not None and future.exception() is None:
                     on_result(index, future.result())
                 continue
-            count = f"{len(indices)} of {len(futures)} " if len(futures) > 1 else ""
+            count = ""
+            if len(futures) > 1:
+                count = f"{len(indices)} of {len(futures)} "
             seconds = time.monotonic() - began
             log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, description, seconds, self._log)
         for future in futures:

@@ -196,7 +196,9 @@ class ReshardableCheckpoints:
             )
         stored = checkpoint["state_dict"]
         if different := sorted(self.lightning_module_state_dict().keys() ^ stored.keys()):
-            owner = "the checkpoint" if different[0] in stored else "this run's module"
+            owner = "this run's module"
+            if different[0] in stored:
+                owner = "the checkpoint"
             raise UsageError(
                 f"only {owner} has {different[0]}: resume with the module and configuration that wrote the checkpoint"
             )

@@ -236,8 +236,7 @@ def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -
                     f"is {known}, but DeepSpeed has one {kind} for both: use rlhf_single, rlhf_ddp or rlhf_fsdp"
                 )
             of_torch = type(pieces.inner).__module__.startswith("torch.")
-            # DeepSpeed's optimizers count steps in Python
-            if of_torch:
+            if of_torch:  # DeepSpeed's optimizers count steps in Python
                 state[kind] = scalar[key]
             else:
                 state[kind] = int(number)

@@ -258,7 +258,9 @@ def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> 
             continue
         sources[f"the {name}"] = source
         limit = max_positions(model_config)
-        positions = "texts of any length" if limit is None else f"{limit} positions"
+        positions = "texts of any length"
+        if limit is not None:
+            positions = f"{limit} positions"
         lines.append(f"{name}: {model_config.get_text_config().vocab_size} tokens, {positions}")
     if sources:
         check_vocabularies(sources, data.tokenizer)

@@ -220,7 +220,9 @@ def check_packages(report: Report) -> None:
             report.add("packages", name, f"not installed (extra {' and '.join(names)})")
         else:
             fits = supported[name].contains(version, prereleases=True)
-            fault = "" if fits else f"{name} {version} is not supported: {install}"
+            fault = ""
+            if not fits:
+                fault = f"{name} {version} is not supported: {install}"
             report.add("packages", name, f"{version} (supported: {supported[name] or 'any'})", fault)
 
 

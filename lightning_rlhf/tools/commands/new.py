@@ -175,7 +175,9 @@ def model_size(model: str) -> ModelSize:
             parameters = float(named[1]) * {"b": 1e9, "m": 1e6}[named[2]]
         else:
             parameters = _USUAL_PARAMETERS
-        how = "from its name" if named else "assumed, because its name has no number"
+        how = "assumed, because its name has no number"
+        if named:
+            how = "from its name"
         return ModelSize(parameters, _USUAL_POSITIONS, f"{model}, {_billions(parameters)} parameters ({how})")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -198,10 +200,7 @@ def settings_for(model: str, size: ModelSize) -> dict[str, str]:
     """
     row = next(row for row in _RATES if size.parameters < row.below)
     path = os.path.abspath(model) if Path(model).is_dir() else model
-    # as YAML reads it
-    if re.fullmatch(r"[\w./-]+", path):
-        path = path
-    else:
+    if not re.fullmatch(r"[\w./-]+", path):  # YAML would read it in another way
         path = json.dumps(path, ensure_ascii=False)
     prompt, response, text = (
         min(tokens, size.positions // n) for tokens, n in ((256, 2), (row.response_tokens, 2), (512, 1))
@@ -255,7 +254,9 @@ def _commands(directory: Path) -> list[str]:
     """Return the commands that check and run a project."""
     configurations = [name for name in _ORDER if (directory / name).is_file()]
     tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
-    commands = ("check-data", "fit") if (directory / "data").is_dir() else ("fit",)
+    commands = ["fit"]
+    if (directory / "data").is_dir():
+        commands = ["check-data", "fit"]
     runs = [f"lightning-rlhf {command} --config {name}" for name in configurations for command in commands]
     return [*tests, *runs, "lightning-rlhf inspect runs"]
 
@@ -263,7 +264,10 @@ def _commands(directory: Path) -> list[str]:
 def _readme(kind: str, directory: Path) -> str:
     scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
     files = "".join(f" and `{name}`" for name in scripts)
-    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files)
+    if kind == "quickstart":
+        further = _NEXT_OF_QUICKSTART
+    else:
+        further = _NEXT.format(files=files)
     return _README.format(
         title=directory.resolve().name,
         description=KINDS[kind][0].upper() + KINDS[kind][1:],

@@ -169,7 +169,10 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
             evaluates_mismatched=is_kto,
         )
     sampling = loop["dynamic_sampling"]
-    prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
+    if sampling is None:
+        prompts = data["batch_size"]
+    else:
+        prompts = sampling["prompts_per_step"]
     environment = loop["environment"]
     return Work(
         responses=prompts * loop["group_size"],

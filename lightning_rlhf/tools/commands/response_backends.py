@@ -316,7 +316,9 @@ class ServerBackend:
     def _only_model(self, key_env: str | None) -> str:
         import httpx
 
-        headers = {"Authorization": f"Bearer {read_key(key_env)}"} if key_env else {}
+        headers = {}
+        if key_env:
+            headers = {"Authorization": f"Bearer {read_key(key_env)}"}
         models = f"{self._url}/v1/models"
         try:
             response = httpx.get(models, headers=headers, timeout=30, trust_env=False)
@@ -345,7 +347,10 @@ class ServerBackend:
         def convert(row: Row) -> Prompt:
             fields = finder.find(row)
             name = "messages" if "messages" in fields else "prompt"
-            value = TextMessages()(name, fields[name]) if as_messages else fields[name]
+            if as_messages:
+                value = TextMessages()(name, fields[name])
+            else:
+                value = fields[name]
             if isinstance(value, str):
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
             messages = messages_of(value, "prompt")
@@ -388,7 +393,10 @@ class ServerBackend:
         try:
             choice = reply["choices"][0]
             usage = reply.get("usage") or {}
-            text = choice["message"]["content"] if prompt.messages else choice["text"]
+            if prompt.messages:
+                text = choice["message"]["content"]
+            else:
+                text = choice["text"]
             return Response(text or "", usage.get("completion_tokens"), choice["finish_reason"])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {str(reply)[:200]}") from error

@@ -59,7 +59,9 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
             raise BadRow("the responses are neither a text nor a list of texts", "no responses")
         name = next((name for name in ("messages", "prompt") if name in fields), None)
         prompt = "" if name is None else fields[name] or ""
-        messages = [] if isinstance(prompt, str) else messages_of(prompt, "prompt")
+        messages = []
+        if not isinstance(prompt, str):
+            messages = messages_of(prompt, "prompt")
         tokens = _list_of(row, TOKENS, len(responses))
         reasons = _list_of(row, FINISH_REASONS, len(responses))
         return ResponseRow(

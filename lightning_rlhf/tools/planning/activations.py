@@ -103,7 +103,10 @@ class Pass:
         if c == _FLOAT:
             latents += c * layer.rotary
         if self.precision.autocast:
-            projections = 2 if layer.latents else 3  # those of the attention's input
+            # those of the attention's input
+            projections = 3
+            if layer.latents:
+                projections = 2
             projections += 2 * (layer.dense > 0) + (layer.experts > 0) + layer.gated_shared  # gate and up; router
             return layer.norms * (2 * _FLOAT * h + _FLOAT) + projections * c * h + latents
         normalised = _FLOAT if layer.wide_norms else c

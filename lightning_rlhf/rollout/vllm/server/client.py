@@ -130,5 +130,6 @@ def _message(body: str) -> str:
         content = json.loads(body)
     except ValueError:
         return body[:500]
-    content = content.get("error", content) if isinstance(content, dict) else content
+    if isinstance(content, dict):
+        content = content.get("error", content)
     return str(content.get("message", content) if isinstance(content, dict) else content)[:500]

@@ -53,7 +53,7 @@ _SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 class Worker:
-    """A model that learns from random tokens on the path of training: responses packed behind their shared prompts.
+    """A model that learns from random tokens on the path of training: responses packed after their shared prompts.
 
     Args:
         device: ``cuda`` or ``cpu``; on a CPU the texts are short.

@@ -50,7 +50,7 @@ class _Quantity:
 
     @property
     def mean_name(self) -> str:
-        """Begin of the names of the two means behind ``prefix``: the mean of correctness is a share."""
+        """Begin of the names of the two means after ``prefix``: the mean of correctness is a share."""
         if self.is_correctness:
             return "share_correct_"
         return ""

@@ -128,8 +128,8 @@ class ConversationRecord:
 
     Args:
         prompt_ids: tokens of the prompt with the messages that the environment appended to it at the start.
-        messages: messages behind the prompt, of policy and environment.
-        turn_ends: number of tokens behind the prompt after each turn of the policy.
+        messages: messages after the prompt, of policy and environment.
+        turn_ends: number of tokens from the end of the prompt to the end of each turn of the policy.
         turn_rewards: reward of each turn; the first contains that of the start.
         stop: reason of the end: ``done`` (the environment or agent ended it), ``max_turns``, ``truncated`` (a limit cut
             a turn), ``tokens`` (none were left for another turn), ``malformed`` (the bridge could not continue the
@@ -139,7 +139,7 @@ class ConversationRecord:
         fault: kind of the environment's failure; None without one.
         metrics: numbers that the environment logged, summed over its replies.
         environment_s: seconds in which the environment was called.
-        text_starts: number of tokens behind the prompt before each further branch of an agent, which begins there with
+        text_starts: number of tokens after the prompt before each further branch of an agent, which begins there with
             its prompt.
     """
 
@@ -168,7 +168,7 @@ class Completion:
         logprobs: log-probability of each token under the sampling distribution, same length.
         finish_reason: ``stop`` after a stop token, ``length`` when the limit cut the response.
         policy_version: version of the policy that sampled the first token.
-        later_versions: (index, version) for each push while the response was sampled: the tokens from this index on
+        later_versions: pair (index, version) of each push while the response was sampled: the tokens from this index on
             have this version.
         sampled: whether the policy sampled each token, which an environment wrote otherwise; None if it sampled all.
         conversation: record of a conversation with an environment; None without one.

@@ -23,6 +23,7 @@ ARGUMENT_STARTS, NAME_PARTS, NAMES, VERBS = (
     set(RULES[key].split()) for key in ("argument_starts", "name_parts", "names", "verbs")
 )
 MATHEMATICS = ("lightning_rlhf/functional", "lightning_rlhf/objectives")  # a noun phrase names what a formula computes
+SHAPE = r"\([^)]*\)(?: (?:bool|int64|float32|float64|int)\b)?,? *"  # before the noun of an argument line
 PROPERTIES = ("property", "setter", "fixture", "contextmanager")
 
 
@@ -43,8 +44,9 @@ def argument_lines(docstring):
             section, indent = header.group(1), len(line) - len(line.lstrip()) + 4
         elif section and line.strip() and len(line) - len(line.lstrip()) < indent:
             section = ""
-        elif section and (entry := re.match(rf" {{{indent}}}\**\w[\w, *`]*(?: \([^)]*\))?: *(\S+)", line)):
-            yield number, entry.group(1).strip(",.;:`")
+        elif section and (entry := re.match(rf" {{{indent}}}\**\w[\w, *`]*(?: \([^)]*\))?: *(?:{SHAPE})?(.+)", line)):
+            possessive = re.match(r"the \w+'s(?=[,.]| (?:now|before|after|at)\b)", entry.group(1))
+            yield number, possessive.group() if possessive else entry.group(1).split()[0].strip(",.;:`")
 
 
 def docstring_findings(node, in_mathematics):
@@ -53,7 +55,7 @@ def docstring_findings(node, in_mathematics):
         return
     line = node.body[0].lineno
     for number, first in argument_lines(docstring):
-        if first in ARGUMENT_STARTS:
+        if first in ARGUMENT_STARTS or first.startswith("the "):
             yield line + number, f"an argument line begins with {first!r}", "begin with the noun"
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     if is_function and not in_mathematics and not node.name.startswith("test_"):

@@ -3,7 +3,7 @@
     python examples/smollm2/arithmetic.py data/arithmetic
 
 This writes train.jsonl and val.jsonl. SmolLM2's chat template has no tools, so the prompts describe them by two worked
-examples, and the tools' results are messages of the user. Columns: ``prompt``, ``direct`` (the same question behind
+examples, and the tools' results are messages of the user. Columns: ``prompt``, ``direct`` (the same question after
 examples that do not use a tool) and ``answer``.
 """
 

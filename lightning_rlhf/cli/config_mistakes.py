@@ -41,7 +41,7 @@ def check_settings(arguments: Sequence[str], command: str) -> None:
     """Validate the configuration files and options of a run, before libraries are imported that take seconds.
 
     Args:
-        arguments: command line behind the command's name.
+        arguments: command line after the command's name.
         command: command that runs the configuration, for which its files must exist; empty for others.
 
     Raises:
@@ -63,7 +63,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     """Return the content of the configuration files and options of a run; None without a file, or if help is wanted.
 
     Args:
-        arguments: command line behind the command's name.
+        arguments: command line after the command's name.
 
     Raises:
         UsageError: a file does not exist or is not YAML, or an option is of a callback that it cannot reach.

@@ -122,8 +122,8 @@ class Chat:
         ends = set()
         try:
             for messages in ([question, answer], [question, answer, question]):
-                _, rendered, behind = self.render(messages, "prompt").rpartition("answer")
-                ends.add(next(iter(self._ids(behind.lstrip())), None) if rendered else None)
+                _, rendered, after = self.render(messages, "prompt").rpartition("answer")
+                ends.add(next(iter(self._ids(after.lstrip())), None) if rendered else None)
         except BadRow:
             return None
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
@@ -167,7 +167,7 @@ class Chat:
         return self._end_after_answer(ids, mask, label)
 
     def _without_text_behind_ends(self, ids: list[int], mask: list[bool]) -> list[bool]:
-        """Remove the tokens behind a turn's end token from the mask, because a model never generates them."""
+        """Remove the tokens after a turn's end token from the mask, because a model never generates them."""
         result: list[bool] = []
         for marked, part in itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0)):
             run = [token for _, token in part]

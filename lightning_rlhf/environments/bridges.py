@@ -26,7 +26,7 @@ class Bridge(ABC):
     """Conversion of an environment's messages to tokens.
 
     Texts of an environment, names and arguments of tool calls, and schemas of tools cannot contain special tokens: each
-    is changed by a space behind its first character.
+    is changed by a space after its first character.
 
     Args:
         tokenizer: tokenizer of the run.
@@ -131,10 +131,10 @@ class PlainBridge(Bridge):
 
 
 class TemplateBridge(Bridge):
-    """The chat template's text behind an answer: it is rendered with a made-up answer, and cut behind it.
+    """The chat template's text after an answer: it is rendered with a made-up answer, and cut after it.
 
     This does not need a template that renders a prefix of a conversation as a prefix of its text: many templates
-    change earlier turns when more messages follow, but few change the text behind them, and :meth:`check` finds those.
+    change earlier turns when more messages follow, but few change the text after them, and :meth:`check` finds those.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -178,18 +178,18 @@ class TemplateBridge(Bridge):
         """See :meth:`Bridge.between`; tokens at the end of an answer are left out if the policy sampled them."""
         for message in written:
             self._check_role(message["role"])  # roles that check() did not expect
-        ids = self.ids(self._behind([_PROBE], [self.safe(message) for message in written]))
+        ids = self.ids(self._text_after([_PROBE], [self.safe(message) for message in written]))
         pairs = zip(ids, self._end_of_answer, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         ends = [i for i in range(max(1, shared)) if list(turn[-1:]) == ids[i : i + 1]]
-        is_end = ends and (ends[0] == 0 or turn[-1] in self._special_ids)  # not a line break behind the end token
+        is_end = ends and (ends[0] == 0 or turn[-1] in self._special_ids)  # not a line break after the end token
         if is_end:
             return ids[ends[0] + 1 :]
         return ids
 
     @cached_property
     def _end_of_answer(self) -> list[int]:
-        """Tokens of the template behind the last answer of a conversation: end tokens, and perhaps a line break."""
+        """Tokens of the template after the last answer of a conversation: end tokens, and perhaps a line break."""
         text = self._chat.render([_PROBE, {"role": "assistant", "content": _SENTINEL}], "conversation")
         return self.ids(text.rpartition(_SENTINEL)[2])
 
@@ -197,7 +197,7 @@ class TemplateBridge(Bridge):
         """Validate the template.
 
         Raises:
-            ValueError: there is no template, it rejects the messages, or its text behind an answer depends on the
+            ValueError: there is no template, it rejects the messages, or its text after an answer depends on the
                 messages before it; the message shows both texts.
         """
         self._check_template()
@@ -212,29 +212,29 @@ class TemplateBridge(Bridge):
             )
 
     def _check_role(self, role: str) -> None:
-        """Validate the text behind an answer for messages of a role."""
+        """Validate the text after an answer for messages of a role."""
         if role in self._checked_roles:
             return
         answer = {"role": "assistant", "content": "second"}
         written = [{"role": role, "content": _REPLY}]
-        short_text = self._behind([_PROBE], written)
-        for behind in ([_PROBE], [{"role": role, "content": "third"}]):
-            long_text = self._behind([{"role": "user", "content": "first"}, answer, *behind], written)
+        short_text = self._text_after([_PROBE], written)
+        for after in ([_PROBE], [{"role": role, "content": "third"}]):
+            long_text = self._text_after([{"role": "user", "content": "first"}, answer, *after], written)
             if short_text != long_text:
                 raise UsageError(
-                    f"the chat template renders the text behind an answer differently when more messages precede it, "
+                    f"the chat template renders the text after an answer differently when more messages precede it, "
                     f"so the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
                     f"{long_text!r} with three. Use another chat template, or set bridge: plain"
                 )
         if short_text.count(_REPLY) != 1:
             raise UsageError(
                 f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
-                f"once: the text behind an answer is {short_text!r}. Use another template, or set bridge: plain"
+                f"once: the text after an answer is {short_text!r}. Use another template, or set bridge: plain"
             )
         self._checked_roles.add(role)
 
-    def _behind(self, history: Sequence[Message], written: Sequence[Message]) -> str:
-        """Return the text of the template behind an answer, with the messages of the environment.
+    def _text_after(self, history: Sequence[Message], written: Sequence[Message]) -> str:
+        """Return the text of the template after an answer, with the messages of the environment.
 
         The made-up answer has no tool calls, because the policy's own turn contains them.
         """
@@ -251,7 +251,7 @@ class TemplateBridge(Bridge):
             ) from error
         if text.count(sentinel) != 1:
             raise UsageError(
-                f"the chat template renders an answer {text.count(sentinel)} times, expected once, so the text behind "
+                f"the chat template renders an answer {text.count(sentinel)} times, expected once, so the text after "
                 f"it is not known{self._hint_of_parts()}: use another chat template, or set bridge: plain"
             )
         return text.split(sentinel)[1]

@@ -20,7 +20,7 @@ class Limits:
 
     Args:
         max_turns: turns of the policy, at least 1.
-        max_response_tokens: tokens behind the prompt, of all turns and of the environment's texts between them.
+        max_response_tokens: tokens after the prompt, of all turns and of the environment's texts between them.
         max_turn_tokens: tokens of one turn; None is limited by ``max_response_tokens`` only.
     """
 
@@ -30,18 +30,18 @@ class Limits:
 
 
 def last_turn_start(turn_ends: Sequence[int], sampled: Sequence[bool]) -> int:
-    """Return the index of the first token of the last turn behind the prompt.
+    """Return the index of the first token of the last turn after the prompt.
 
     Args:
-        turn_ends: number of tokens behind the prompt after each turn; not empty.
-        sampled: whether the policy sampled a token, for the tokens behind the prompt.
+        turn_ends: number of tokens from the end of the prompt to the end of each turn; not empty.
+        sampled: whether the policy sampled a token, for the tokens after the prompt.
     """
     before = [0, *turn_ends][-2]
     return before + sampled[before : turn_ends[-1]].count(False)
 
 
 class Conversation:
-    """One conversation as one row of tokens: sampled turns and written texts in turns, behind a prompt.
+    """One conversation as one row of tokens: sampled turns and written texts in turns, after a prompt.
 
     Sampled tokens are never decoded and encoded again: each request contains exactly the tokens before it.
 
@@ -56,7 +56,7 @@ class Conversation:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.sampled: list[bool] = []
-        self.turn_ends: list[int] = []  # number of tokens behind the prompt after each turn
+        self.turn_ends: list[int] = []  # tokens from the end of the prompt to the end of each turn
         self.stop: StopReason | None = None
         self._versions: list[int] = []
 
@@ -89,7 +89,7 @@ class Conversation:
 
         Args:
             completion: the turn.
-            may_be_cut: whether the conversation may continue behind a turn that was cut.
+            may_be_cut: whether the conversation may continue after a turn that was cut.
         """
         self._expect_running()
         if len(completion.token_ids) > self.turn_budget:

@@ -17,7 +17,7 @@ _CALLS: dict[str, dict[str, Any]] = {"user": {}, "tool": {"tool_calls": [_CALL]}
 
 
 class RenderersBridge(TemplateBridge):
-    """Tokens behind a turn from a renderer of the package ``renderers``, which takes the turn itself into account.
+    """Tokens after a turn from a renderer of the package ``renderers``, which takes the turn itself into account.
 
     Prompts are rendered by the chat template.
 

@@ -16,7 +16,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: Dat
     1 is perfect, 0 is as good as a constant, negative is worse than a constant; NaN where the returns do not vary.
 
     Args:
-        values: (B, T) the critic's values.
+        values: (B, T) values of the critic.
         returns: (B, T).
         mask: (B, T) bool.
         ranks: ranks that hold the other rows.
@@ -42,7 +42,7 @@ def gradient_power(
 
     Args:
         advantages: (B, T).
-        logprobs: (B, T) the policy's, nats.
+        logprobs: (B, T) log-probabilities of the policy, nats.
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
         mask: (B, T) bool, the tokens to learn from; responses without any do not count.
         weights: (B, T) importance weights; None is 1.

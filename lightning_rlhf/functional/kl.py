@@ -29,8 +29,8 @@ def kl_estimate(
     = sg(base - k2) + k2. See "Rethinking KL Regularization in RLHF", Liu et al. 2025.
 
     Args:
-        logprobs: (...) the policy's.
-        ref_logprobs: (...) the reference's, the same shape.
+        logprobs: (...) log-probabilities of the policy.
+        ref_logprobs: (...) log-probabilities of the reference, of the same shape.
         estimator: one of the seven.
         clamp: largest absolute value of an estimate, nats, positive; None does not clamp. Clamped estimates are too
             small, and the forms without a plus have no gradient there.

@@ -21,7 +21,7 @@ class TokenScores(NamedTuple):
     """A model's log-probs and entropy of each token.
 
     Args:
-        logprobs: (...) float32, of the token.
+        logprobs: (...) float32, log-probability of the token.
         entropy: (...) float32, entropy of its distribution, nats.
         sum_pi_squared: (...) float32 without gradient, sum of that distribution's squared probabilities; None
             unless requested.
@@ -75,7 +75,7 @@ def head_logits(
 
     Args:
         hidden: (N, H).
-        weight: (V, H), of the dtype of ``hidden``.
+        weight: (V, H) weight of the head, of the dtype of ``hidden``.
         bias: (V,) or None.
         scale: multiplies the capped logits: 1 / temperature.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None does not cap.
@@ -119,8 +119,8 @@ def chunked_token_scores(
 
     Args:
         hidden: (N, H) hidden states that predict the targets.
-        weight: (V, H) of the language-model head.
-        bias: (V,) of the head, or None.
+        weight: (V, H) weight of the language-model head.
+        bias: (V,) bias of the head, or None.
         targets: (N,) int64 token ids in [0, V).
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits, see :func:`head_logits`.

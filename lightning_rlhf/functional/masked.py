@@ -86,7 +86,7 @@ def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor
 def rewards_at_tokens(reward: Tensor, mask: Tensor, step_rewards: Tensor | None = None) -> Tensor:
     """Return (B, T) rewards that add up to the reward of each response: at its last policy token, or at given tokens.
 
-    Tokens of an environment behind the policy's last token are masked, and a reward there would be lost.
+    Tokens of an environment after the policy's last token are masked, and a reward there would be lost.
 
     Args:
         reward: (B,) reward of each response.

@@ -19,7 +19,7 @@ def train_rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Te
 
     Args:
         logprobs: (B, T) the trained policy's.
-        rollout_logprobs: (B, T) the engine's at sampling time.
+        rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
         mask: (B, T) bool.
     """
     log_ratio = (logprobs.detach().double() - rollout_logprobs.detach().double()).clamp(-LOG_BOUND, LOG_BOUND)
@@ -113,7 +113,7 @@ def mismatch_metrics(
 
     Args:
         logprobs: (B, T) the trained policy's before the first update.
-        rollout_logprobs: (B, T) the engine's at sampling time.
+        rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
         mask: (B, T) bool, policy tokens, before any rejection.
         ranks: ranks that hold the other rows.
 

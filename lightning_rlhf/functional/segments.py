@@ -66,7 +66,7 @@ def segment_std(values: Tensor, segment: Tensor, member: Tensor) -> Tensor:
     Args:
         values: (N,) may be anything where ``member`` is False.
         segment: (N,) int64, equal for rows of the same segment, in any order.
-        member: (N,) bool, which rows count.
+        member: (N,) bool, rows that count.
 
     Returns:
         (N,) float64.

@@ -86,10 +86,10 @@ class ShortTextLogprobs(NamedTuple):
     """Log-probs of a short text, for :func:`check_head`.
 
     Args:
-        ours: (T,) by this package's head.
-        again: (T,) the same, computed a second time.
-        continued: (T,) the same, with other tokens behind the first ones; those of the others are ``ours``.
-        models: (T,) by the model's own logits.
+        ours: (T,) log-probabilities by this package's head.
+        again: (T,) ``ours``, computed a second time.
+        continued: (T,) ``ours``, computed with other tokens after the first ones, for the first ones.
+        models: (T,) log-probabilities by the model's own logits.
     """
 
     ours: Tensor

@@ -210,7 +210,8 @@ def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterat
 
     Args:
         model: model of the parameters; its adapted layers contain the factors alpha / rank.
-        parameters: (name, full tensor) in the order of ``named_parameters``; each tensor is valid until the next one.
+        parameters: names and full tensors, in the order of ``named_parameters``; each tensor is valid until the next
+            one.
 
     Yields:
         (name without adapters, full tensor); each tensor is valid until the next one.

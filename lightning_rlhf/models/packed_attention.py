@@ -76,7 +76,7 @@ def packed_attention(
     Args:
         module: attention layer.
         query: (1, H, N, D), or (B, H, L, D) for padded texts.
-        key: (1, K, N, D) with K heads, a divisor of H.
+        key: (1, K, N, D) keys; K, the number of their heads, divides H.
         value: (1, K, N, E).
         attention_mask: None; padding is on the right, where causal attention needs no mask.
         dropout: 0.

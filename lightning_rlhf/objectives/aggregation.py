@@ -31,7 +31,7 @@ class Aggregation(ABC):
         """() float64 denominator of the weighted sum over a mini-batch, positive also without any token.
 
         Args:
-            mask: (B, T) bool, of the whole mini-batch on this rank.
+            mask: (B, T) bool, tokens that count, of the whole mini-batch on this rank.
             ranks: ranks that hold the other rows.
         """
 

@@ -22,15 +22,16 @@ class AdvantageInputs:
         token_rewards: (B, T) reward of each token, reward units: the response's reward at its last policy token, less
             the KL penalty of each.
         mask: (B, T) bool, True on policy tokens; False on padding and on tokens that an environment wrote.
-        group: (B,) int64 from 0, equal for responses to the same prompt. A group lies whole on one rank.
-        values: (B, T) the critic's before each token, reward units; None without a critic.
-        final_values: (B,) the critic's behind the last token of a response that the length limit cut, 0 for others;
+        group: (B,) int64 number of the prompt, from 0. All responses to a prompt are on one rank.
+        values: (B, T) value of the critic before each token, reward units; None without a critic.
+        final_values: (B,) value of the critic after the last token of a response that the length limit cut, 0 for others;
             None unless the estimator bootstraps.
         rewards: name to (B,), what each reward function gave, unweighted; NaN where it did not apply.
         greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
             ``needs_sum_pi_squared``.
-        logprobs: (B, T) the actor's before the first update; None unless ``needs_sum_pi_squared``.
+        logprobs: (B, T) log-probabilities of the actor before the first update; None unless
+            ``needs_sum_pi_squared``.
         weights: (B, T) importance weights of a rollout correction; None without one.
     """
 
@@ -171,8 +172,8 @@ class PolicyLoss(ABC):
         """(B, T) bool, tokens of a whole mini-batch that the loss treats differently.
 
         Args:
-            logprobs: (B, T) the actor's at the mini-batch's start, without gradient.
-            old_logprobs: (B, T) the actor's before the first update.
+            logprobs: (B, T) log-probabilities of the actor at the mini-batch's start, without gradient.
+            old_logprobs: (B, T) log-probabilities of the actor before the first update.
             advantages: (B, T).
             mask: (B, T) bool.
             generator: random generator, seeded differently on each rank.
@@ -238,8 +239,8 @@ def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, bound: float = 20.0) ->
     """Log of the importance ratio, clamped: beyond exp(20) a ratio overflows, and 0 times infinity is NaN.
 
     Args:
-        logprobs: (...) the actor's now.
-        old_logprobs: (...) the actor's before the first update.
+        logprobs: (...) log-probabilities of the current actor.
+        old_logprobs: (...) log-probabilities of the actor before the first update.
         bound: largest absolute value, nats.
     """
     return (logprobs - old_logprobs).clamp(-bound, bound)

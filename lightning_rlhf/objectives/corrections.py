@@ -94,13 +94,14 @@ class RolloutCorrection:
         normalisation and of each rejection, all over the tokens of ``mask``, rejected ones included.
 
         Args:
-            old_logprobs: (B, T) the actor's before the first update.
-            rollout_logprobs: (B, T) the engine's at sampling time.
+            old_logprobs: (B, T) log-probabilities of the actor before the first update.
+            rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
             mask: (B, T) bool, policy tokens.
             ranks: ranks that hold the other rows.
 
         Returns:
-            weights: (B, T) in the dtype of ``old_logprobs`` without gradient, 0 where the mask is False.
+            weights: (B, T) weight of each token in the dtype of ``old_logprobs``, without gradient, 0 where the mask is
+                False.
             accepted: (B, T) bool, the mask without rejected tokens.
             metrics: ``rollout_corr/<name>`` to a number, NaN where no token counts.
         """

@@ -51,10 +51,10 @@ class KLTerm:
         """The estimate of each token, not yet multiplied by ``coef``, which may be steered.
 
         Args:
-            logprobs: (B, T) the actor's, with gradient in the loss.
-            ref_logprobs: (B, T) the reference's.
+            logprobs: (B, T) log-probabilities of the actor, with gradient in the loss.
+            ref_logprobs: (B, T) log-probabilities of the reference.
             mask: (B, T) bool.
-            old_logprobs: (B, T) of the policy that drew the tokens; only with ``importance``.
+            old_logprobs: (B, T) log-probabilities of the policy that drew the tokens; only with ``importance``.
 
         Returns:
             (B, T) nats, 0 where the mask is False.
@@ -62,7 +62,7 @@ class KLTerm:
         Raises:
             ValueError: ``importance`` without ``old_logprobs``.
         """
-        # Zeros go in where the mask is False: behind an infinity, even a gradient that is not asked for is NaN.
+        # Zeros go in where the mask is False: after an infinity, even a gradient that is not asked for is NaN.
         logprobs, ref_logprobs = (torch.where(mask, values, 0.0) for values in (logprobs, ref_logprobs))
         estimate = kl_estimate(logprobs, ref_logprobs, self.estimator, self.clamp)
         if not self.importance:

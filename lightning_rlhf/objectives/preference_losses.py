@@ -34,7 +34,7 @@ class PairwiseLoss:
         Args:
             chosen: (B,) scores of the preferred answers.
             rejected: (B,) scores of the others.
-            margin: (B,) by how much the preferred answer is better, score units; None is 0.
+            margin: (B,) number subtracted from the difference of the scores, score units; None is 0.
 
         Returns:
             (B,) nats.
@@ -73,7 +73,7 @@ class DirectLoss(ABC):
         Args:
             chosen: (B,) log-ratios of the preferred answers, summed over tokens or averaged if
                 ``length_normalized``.
-            rejected: (B,) those of the others.
+            rejected: (B,) log-ratios of the rejected answers.
 
         Returns:
             (B,).
@@ -180,7 +180,7 @@ class KTOLoss:
         Args:
             log_ratio: (B,) summed over the answer's tokens, nats.
             desirable: (B,) bool.
-            kl: () the policy's KL to the reference, without gradient, at least 0, nats.
+            kl: () KL of the policy to the reference, without gradient, at least 0, nats.
 
         Returns:
             (B,) in [0, the larger weight].
@@ -214,7 +214,7 @@ class REBELLoss:
 
         Args:
             first: (B,) log-ratios of the first responses to the policy that sampled them, summed over tokens, nats.
-            second: (B,) those of the second responses.
+            second: (B,) log-ratios of the second responses.
             reward_difference: (B,) reward of the first response minus that of the second, reward units.
 
         Returns:

@@ -28,8 +28,8 @@ class ClippedValueLoss:
         """Loss and diagnostics of each token.
 
         Args:
-            values: (...) the critic's now, with gradient.
-            old_values: (...) the critic's before the first update.
+            values: (...) values of the current critic, with gradient.
+            old_values: (...) values of the critic before the first update.
             returns: (...).
 
         Returns:

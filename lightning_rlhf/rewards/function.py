@@ -21,7 +21,7 @@ from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardRe
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
 ENVIRONMENT = "environment"  # name of the environment's reward
-# Further ones with an environment; `conversations` are the messages behind the prompt.
+# Further ones with an environment; `conversations` are the messages after the prompt.
 CONVERSATION_COLUMNS = ("conversations", "turns", "environment_rewards", "stop_reasons")
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
 _ANSWERS = ("ground_truth", "solution", "answer", "answers", "label", "labels", "target")  # common names of one column

@@ -60,7 +60,7 @@ class AgentLoop(ConversationLoop):
     """Runs the conversations of agents.
 
     Messages that continue those of an earlier request and its answer continue its tokens. Other messages begin a
-    branch, whose prompt contains all of them. The row of a conversation consists of its branches, one behind the other;
+    branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
     each is computed without the tokens of those before it.
 
     Args:

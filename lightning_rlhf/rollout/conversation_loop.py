@@ -42,7 +42,7 @@ class ConversationRequest:
         row: columns of the prompt's row, for the environment.
         seed: seed of the environment, in [0, 2**63).
         turn_seeds: seed of each turn of the policy.
-        sampling: sampling parameters, whose ``max_tokens`` limits the tokens behind the prompt.
+        sampling: sampling parameters, whose ``max_tokens`` limits the tokens after the prompt.
     """
 
     prompt_ids: list[int]
@@ -290,7 +290,7 @@ class ConversationLoop:
         conversation = running.conversation
         if reply.done:
             conversation.end("done")
-        elif conversation.has_all_turns:  # messages behind the last turn need not suit the template
+        elif conversation.has_all_turns:  # messages after the last turn need not suit the template
             conversation.end("max_turns")
         else:
             role = "tool" if running.turns[-1].calls else "user"

@@ -82,7 +82,7 @@ class ConversationSampler:
             prompts: prompts of this rank.
             purpose: purpose of the conversations, from which their seeds are derived: ``train`` or ``validation``.
             samples: conversations per prompt.
-            sampling: sampling parameters, whose ``max_tokens`` limits the tokens behind the prompt.
+            sampling: sampling parameters, whose ``max_tokens`` limits the tokens after the prompt.
         """
         run = run_seed()
         epoch = prompts.epoch if purpose == "train" else 0

@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _discard_body(self) -> None:
-        """Read over the body of a rejected request, so that the next request of the connection begins behind it."""
+        """Read over the body of a rejected request, so that the next request of the connection begins after it."""
         has_body = self.command == "POST" or "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         length = self._length if has_body else 0
         if length is None:

@@ -17,7 +17,7 @@ from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck
 from lightning_rlhf.types import Completion, SamplingParams
 
-_TOKENS = 100_000  # behind the prompt
+_TOKENS = 100_000  # after the prompt
 _VOCABULARY = 1 << 31
 
 

@@ -7,7 +7,7 @@
   const FEATURED = ["val/share_correct_greedy", "val/share_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
     "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
-  const FEW_SETTINGS = 4;  // more than these are behind the metrics
+  const FEW_SETTINGS = 4;  // more than these are to the right of the metrics
   const NEW_DATA = 10_000, NEW_DATA_OF_HIDDEN = 60_000;  // ms between requests
   const selected = new Set(), opened = new Set();  // numbers of runs; groups of seeds
   let order = { name: "name", descending: false };

@@ -17,7 +17,7 @@
   page.append(element("p", { class: "runs" }, ...runs.map((run, i) => element("span", { title: run.path }, key(i), run.path))));
   const navigation = element("nav"), summary = element("div");
   page.append(navigation, summary);
-  // In the inspector of a folder, the address ends with run/3/ or compare/1,2/ behind that of the table.
+  // In the inspector of a folder, the address ends with run/3/ or compare/1,2/ after that of the table.
   if (live && /\/(run|compare)\/[^/]+\/$/.test(location.pathname)) navigation.append(element("a", { href: "../../", text: "All runs" }));
 
   function stepsOf(run) {

@@ -233,8 +233,8 @@ class WeightSender:
         """Copy all parameters into the memory.
 
         Args:
-            parameters: (name, tensor) with the same names, dtypes, shapes and order in every call; each tensor is read
-                before the next one is requested.
+            parameters: names and tensors, with the same names, dtypes, shapes and order in every call; each tensor is
+                read before the next one is requested.
 
         Returns:
             :attr:`message`.

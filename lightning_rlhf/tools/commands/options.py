@@ -17,7 +17,7 @@ def command_parser(name: str, description: str, epilog: str = "", arguments: str
     Args:
         name: name of the command.
         description: sentence that describes the command.
-        epilog: text behind the options.
+        epilog: text after the options.
         arguments: required arguments in the usage line of a command with many options; the others are ``[OPTION ...]``.
     """
     return argparse.ArgumentParser(

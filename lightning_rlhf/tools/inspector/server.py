@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*answer)
 
     def _page(self, name: str) -> _Answer:
-        """Return the answer to a path behind the key."""
+        """Return the answer to a path without the key."""
         match = _PATH.fullmatch(name)
         assert match is not None
         one, several, rest = match.groups()

@@ -24,8 +24,8 @@ class AdvantageInputs:
         mask: (B, T) bool, True on policy tokens; False on padding and on tokens that an environment wrote.
         group: (B,) int64 number of the prompt, from 0. All responses to a prompt are on one rank.
         values: (B, T) value of the critic before each token, reward units; None without a critic.
-        final_values: (B,) value of the critic after the last token of a response that the length limit cut, 0 for others;
-            None unless the estimator bootstraps.
+        final_values: (B,) value of the critic after the last token of a response that the length limit cut, 0 for
+            others; None unless the estimator bootstraps.
         rewards: name to (B,), what each reward function gave, unweighted; NaN where it did not apply.
         greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless

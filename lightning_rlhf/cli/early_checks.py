@@ -172,10 +172,7 @@ def _check_loggers(run: _Run) -> None:
     entries = run.trainer.get("logger")
     for entry in entries if isinstance(entries, list) else [entries]:
         path = entry.get("class_path") if isinstance(entry, dict) else entry
-        if isinstance(path, str):
-            module, _, name = path.rpartition(".")
-        else:
-            module, _, name = ("", "", "")
+        module, _, name = str(path).rpartition(".")
         package = _PACKAGES_OF_LOGGERS.get(name)
         if package and module.startswith(("lightning", "pytorch_lightning")) and find_spec(package) is None:
             raise MissingPackageError(

@@ -170,10 +170,7 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute log-probs and entropies; store the probabilities of the first ``stored_tokens`` tokens."""
         parts: list[tuple[Tensor, Tensor, Any]] = []
-        if stored_tokens < len(hidden):
-            stored_tokens = stored_tokens // chunk * chunk
-        else:
-            stored_tokens = len(hidden)
+        stored_tokens = stored_tokens // chunk * chunk if stored_tokens < len(hidden) else len(hidden)
         stored = _memory(hidden, weight, stored_tokens)
         # Fresh memory for each chunk would cost page faults, and fragments the heap.
         buffer, spare = _memory(hidden, weight, min(chunk, len(hidden))), None
@@ -195,10 +192,7 @@ class _HeadScores(torch.autograd.Function):
             # A sum of products; the product of a row and a column as matrices would lose digits in float32.
             mean = logits.mul_(weights).sum(dim=-1) / total
             normalizer = total.log()
-            if squares:
-                sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square()
-            else:
-                sums = None
+            sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square() if squares else None
             parts.append((chosen - normalizer, normalizer - mean, sums))
             if first < stored_tokens:
                 weights.div_(total.unsqueeze(-1))
@@ -258,9 +252,7 @@ class _HeadScores(torch.autograd.Function):
                 weight_gradient = torch.zeros_like(weight)
             else:
                 weight_gradient = weight_gradient.to(weight.dtype)
-        if bias_gradient is None:
-            bias_gradient = None
-        else:
+        if bias_gradient is not None:
             bias_gradient = bias_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
 

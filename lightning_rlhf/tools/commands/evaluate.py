@@ -104,10 +104,7 @@ def run(arguments: list[str]) -> int:
         for line in _lines(first, others, differences, len(scored[first])):
             screen.print(line)
         if options.json is not None:
-            if others:
-                report = {"files": reports, "differences": differences}
-            else:
-                report = reports[0]
+            report = {"files": reports, "differences": differences} if others else reports[0]
             with write_errors(options.json, "the table is above"):
                 options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0

@@ -10,7 +10,7 @@ from lightning_rlhf.batching.sequences import with_next_rows_response
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
-from tests.data.rows_given import Given, Letters
+from tests.data.rows_given import GivenRows, Letters
 from tests.helpers import assert_close, over_ranks
 from tests.modules.test_dpo import logprobs, models
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer
@@ -151,7 +151,7 @@ def test_batches_of_one_text_are_refused_before_any_model_is_made(sizes):
     row = {"prompt": "a", "completion": "b", "label": True}
     module = KTOModule(TinyModel())
     with pytest.raises(ValueError, match=f"responses of other texts: {list(sizes)[-1]} must be at least 2$"):
-        quiet_trainer().fit(module, datamodule=UnpairedDataModule(Given((row,) * 2), Letters(), **sizes))
+        quiet_trainer().fit(module, datamodule=UnpairedDataModule(GivenRows((row,) * 2), Letters(), **sizes))
     assert not module.built
 
 

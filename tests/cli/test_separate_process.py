@@ -1,4 +1,4 @@
-"""A check in a separate process returns a result or a one-line failure, even if it crashes, hangs or leaves children."""
+"""Checks in a separate process return a result or a one-line failure even if it crashes, hangs or leaves children."""
 
 import os
 import sys

@@ -20,7 +20,7 @@ def findings(rows, rewards=()):
     return monitor.findings
 
 
-def test_reward_that_never_applies_is_not_checked():
+def test_reward_that_never_applies_is_reported_as_constant():
     rows = steps(3, **{"reward_a/not_applicable": 1.0, "reward__mean": 0.0})
     (finding,) = findings(rows, rewards=["a"])
     assert (finding.check, finding.step) == ("constant reward", 3)

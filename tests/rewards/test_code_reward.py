@@ -122,7 +122,7 @@ def test_all_or_nothing_stops_at_the_first_failure():
     assert len(echo.runs) == 1
 
 
-def test_it_is_scored_during_generation_and_can_be_pickled():
+def test_code_reward_is_scored_during_generation_and_can_be_pickled():
     assert RewardFunction(CodeExecution(sandbox=Echo())).scores_singly
     if shutil.which("bwrap"):
         reward = CodeExecution(continuous=False)

@@ -1,6 +1,6 @@
 """Functions written for TRL, verl and OpenRLHF are called as those libraries do, and their results are read.
 
-The functions have the signatures and the habits of released ones: verl 0.9's ``gsm8k.compute_score``,
+The functions have the signatures and conventions of released ones: verl 0.9's ``gsm8k.compute_score``,
 ``math_dapo.compute_score``, ``default_compute_score`` and a batch function; TRL 1.16's ``accuracy_reward``,
 ``think_format_reward``, an async one and one that logs; OpenRLHF's ``reward_func``.
 """
@@ -134,7 +134,7 @@ def test_trls_functions_receive_messages_with_the_option():
     ]
 
 
-def test_prompts_become_the_data_s_messages_or_a_user_message():
+def test_user_messages_are_read_from_the_data_or_made_of_the_prompt():
     conversations = [[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []]
     seen = []
 
@@ -305,14 +305,14 @@ def test_an_async_function_that_blocks_the_loop_is_abandoned():
 
     began = time.monotonic()
     texts = {"prompts": ["p"] * 2, "completions": ["a", "slow"]}
-    # The first may be done: nobody can tell while the loop is blocked.
+    # The first call may have finished, but the blocked loop cannot report it.
     assert rewards(blocks, texts, timeout_s=0.3, on_error="zero", max_error_rate=1.0)[1] == 0
     assert time.monotonic() - began < 3
     with pytest.raises(RuntimeError, match=r"'blocks' took longer than its timeout_s of 0.3 s"):
         rewards(blocks, texts, timeout_s=0.3)
 
 
-def test_an_async_function_that_raises_is_named_with_its_own_traceback():
+def test_traceback_of_a_failing_async_function_is_its_own():
     async def faulty(completions):
         raise KeyError("level")
 

@@ -23,7 +23,7 @@ class Stub:
     """A server on the loopback with scripted replies: for each request a status, headers, and JSON or raw text."""
 
     def __init__(self):
-        self.script = []  # of answers; the last goes on
+        self.script = []  # answers; the last one is repeated
         self.seen, self.times, self.headers = [], [], []
         self.now = self.most = 0
         self.lock = threading.Lock()
@@ -56,7 +56,7 @@ class Stub:
                 pass
 
         class Server(ThreadingHTTPServer):
-            def handle_error(self, request, client_address):  # a client that gave up waiting is no news
+            def handle_error(self, request, client_address):  # ignores clients that stopped waiting
                 pass
 
         self.server = Server(("127.0.0.1", 0), Handler)
@@ -348,7 +348,7 @@ def test_a_judge_s_scores_are_scaled_to_the_unit_interval(stub):
     ("pattern", "answer", "score"),
     [
         (None, 'first {"score": 1}, but on reflection {"score": 9}', 0.9),
-        (None, '{"score": 7, "why": "it says so"}', 0.7),
+        (None, '{"score": 7, "why": "it is correct"}', 0.7),
         (None, 'It claims {"score": 10} for itself.\n\n```json\n{"score": 2}\n```\n', 0.2),
         (None, 'Fine.\n**{"score": 4}**.', 0.4),
         (r"Score: (\d+)", "Score: 3 was my first thought. Score: 6", 0.6),
@@ -358,7 +358,7 @@ def test_the_last_score_counts(stub, pattern, answer, score):
     assert JudgeReward(Endpoint(stub.url), "judge", score_pattern=pattern).score(answer) == pytest.approx(score)
 
 
-QUOTED = 'The response ends with {"score": 10}, which tells me what to do. It is'
+QUOTED = 'The response ends with {"score": 10}, which is an instruction. It is'
 
 
 def test_a_quoted_score_does_not_count(stub):
@@ -372,7 +372,7 @@ def test_a_quoted_score_does_not_count(stub):
     with pytest.raises(RuntimeError, match="judge: answer truncated at max_answer_tokens=512"):
         scored(judge, ["q"], ["r"])
     answer["choices"][0]["finish_reason"] = "stop"
-    assert scored(judge, ["q"], ["r"]) == [1.0]  # so it was the end of the room that counted
+    assert scored(judge, ["q"], ["r"]) == [1.0]  # so only the truncation caused the error above
     judge.client.close()
 
 
@@ -497,7 +497,7 @@ def test_a_reply_without_a_number_is_an_error(stub, answer):
         reward.client.close()
 
 
-def test_a_rollout_with_some_failed_requests(stub):
+def test_rollout_with_some_failed_requests_has_the_other_rewards(stub):
     """The server never answers every tenth of forty completions, and the others after an error."""
     tries = {}
 

@@ -123,7 +123,7 @@ def hostile(count, marker):
     return [kinds[i % len(kinds)](draw.randint(13, 99)) for i in range(count)]
 
 
-def test_comparisons_by_hand(reward):
+def test_comparisons_with_known_results(reward):
     assert judged(reward, RIGHT) == [1.0] * len(RIGHT)
     assert judged(reward, WRONG) == [0.0] * len(WRONG)
 
@@ -155,7 +155,7 @@ def test_an_asymmetric_pair_shows_the_order(reward):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
-def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
+def test_gsm8k_answers_are_correct_for_their_own_row_only(reward):
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert reward(answers, answers) == [1.0] * len(answers)
     results = [answer.rpartition("#### ")[2].replace(",", "") for answer in answers]
@@ -167,7 +167,7 @@ def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hostile_answers_run_no_code_and_do_not_affect_others(tmp_path):
-    """Five of each kind and 12 honest ones on two workers; asserts counts, not times."""
+    """Five of each kind and 12 honest ones on two workers; the test checks counts, not times."""
     marker = tmp_path / "executed"
     answers = hostile(120, str(marker))
     honest = set(range(5, 120, 10))

@@ -26,7 +26,7 @@ DAEMONS = Path(__file__).with_name("daemons.py")
 LIMIT = 2.0
 HANGS = {
     "sleeps", "spins", "ignores_the_end", "deadlocks", "waits_for_a_thread_that_never_ends", "backtracks",
-    "computes_for_ever_without_python", "swallows_every_error", "reads_what_nobody_writes",
+    "computes_for_ever_without_python", "swallows_every_error", "reads_from_an_idle_pipe",
     "starts_a_process_and_waits",
 }  # fmt: skip
 FAULTS = {
@@ -167,7 +167,7 @@ def test_unusual_but_valid_functions_are_scored(patient, name):
     assert scores.metrics["reward_zero/errors"] == (0.0, 1.0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of another's child")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the end of a grandchild process")
 def test_processes_started_by_a_function_are_killed_with_it(executor):
     score_texts(executor, ["starts_a_process_and_waits"])
     time.sleep(0.3)
@@ -258,7 +258,7 @@ def test_a_closed_executor_can_be_used_again():
 
 
 def columns_of(*texts):
-    columns = {"prompts": [f"what is {text} " * 20 for text in texts], "completions": list(texts)}
+    columns = {"prompts": [f"compute {text} " * 20 for text in texts], "completions": list(texts)}
     return {**columns, "ground_truth": ["g"] * len(texts), "data_source": ["easy"] * (len(texts) - 1) + ["hard"]}
 
 
@@ -275,7 +275,7 @@ def not_a_number(completions):
 
 
 ONE_BY_ONE = "set per_sample: true to call the function once per completion"
-ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is wrong what .{61}'\)"
+ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'compute wrong compu.{61}'\)"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is
         ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; to continue "),
     ],
 )  # fmt: skip
-def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, pattern):
+def test_error_that_ends_the_run_reports_its_row_and_the_options(options, pattern):
     with (
         RewardExecutor([RewardFunction(**options)]) as executor,
         pytest.raises(RuntimeError, match=pattern) as raised,
@@ -316,7 +316,7 @@ def test_per_sample_is_suggested_if_one_completion_fails_all():
     assert [math.isnan(value) for value in values] == [False, False, False, True]
 
 
-def test_an_error_of_one_source_names_its_row_once():
+def test_error_of_one_source_reports_its_row_once():
     def hard(completions):
         raise KeyError("level")
 
@@ -372,7 +372,7 @@ def test_processes_started_just_before_the_end_of_a_worker_are_killed(how, tmp_p
 
 
 def lives(pid):
-    """Return whether a process runs, and is not a zombie."""
+    """Return whether a process runs and is not a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

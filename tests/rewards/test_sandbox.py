@@ -52,7 +52,7 @@ def test_the_probe_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
-def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatch):
+def test_missing_bubblewrap_fails_the_check_and_not_the_probe(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert probe() == [("bubblewrap", "not installed; code rewards need it or a RemoteSandbox", "")]
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
@@ -116,7 +116,7 @@ def test_an_unknown_architecture_raises_an_error(monkeypatch):
 
 
 def verdict(program, number, architecture, *arguments):
-    """Evaluate a filter for a call as the kernel does, with its four instructions."""
+    """Evaluate a filter for a call with its four instructions, as the kernel does."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
     index = accumulator = 0
     while True:

@@ -96,7 +96,7 @@ def ask(stub, limits=None, **options):
         sandbox._client.close()
 
 
-def test_the_request_is_the_documented_one(serve):
+def test_request_has_the_documented_form(serve):
     stub = serve(SAID)
     ask(stub, Limits(seconds=2.0, memory_bytes=256 * 2**20))
     wanted = {"compile_timeout": 2.0, "run_timeout": 2.0, "memory_limit_MB": 256}

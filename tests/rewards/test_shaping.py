@@ -22,7 +22,7 @@ TRUNCATED = torch.tensor([False, True, False, True])
         (ScoreShaping(weight=0.0), [0, 0, 0, 0]),
     ],
 )
-def test_by_hand(shaping, expected):
+def test_shaping_of_known_scores(shaping, expected):
     assert_close(shaping(SCORES, TRUNCATED), torch.tensor(expected, dtype=torch.float))
 
 
@@ -37,7 +37,7 @@ def test_a_clip_must_be_positive(clip):
         ScoreShaping(clip=clip)
 
 
-def test_the_length_penalty_by_hand():
+def test_length_penalty_of_known_lengths():
     """Limit 10, slope over the last 4 tokens: 0 up to 6, half at 8, full from 10."""
     penalty = OverlongPenalty(max_tokens=10, buffer_tokens=4)
     assert penalty([[0] * length for length in (0, 6, 7, 8, 10, 12)]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

@@ -69,6 +69,6 @@ def test_data_without_sources_raise_an_error_before_the_run():
         BySource({})
 
 
-def test_it_is_per_sample_if_all_its_functions_are():
+def test_source_reward_is_per_sample_if_all_its_functions_are():
     assert BySource({"*": ExactMatch()}).per_sample
     assert not BySource({"a": ExactMatch(), "*": later}).per_sample

@@ -1,4 +1,4 @@
-"""The architectures of ``docs/architectures.md``: their log-probs and gradients are those of their own logits."""
+"""The architectures of ``docs/architectures.md``: their log-probs and gradients equal those of the model's logits."""
 
 import re
 import warnings

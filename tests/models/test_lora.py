@@ -61,7 +61,7 @@ def equal(ours, theirs):
     return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-# -- trained parameters --------------------------------------------------------------------------------------------------
+# -- trained parameters ------------------------------------------------------------------------------------------------
 
 
 def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_only_adapters_are_trained():

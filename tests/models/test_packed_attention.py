@@ -38,7 +38,7 @@ def source(name, attention=None, **options):
 
 
 def texts():
-    """Return token ids of prompts with responses, the positions before response tokens, the responses and their mask."""
+    """Return token ids of prompts with responses, the positions before response tokens, the responses and a mask."""
     draw = torch.Generator().manual_seed(0)
     prompts = {group: torch.randint(VOCABULARY, (9,), generator=draw) for group in set(GROUPS)}
     ids = torch.zeros(len(GROUPS), WIDTH, dtype=torch.long)

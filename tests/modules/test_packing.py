@@ -82,7 +82,7 @@ def test_log_probabilities_and_gradients_equal_those_of_padded_texts(name, atten
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_positions_that_do_not_restart_are_detected(attention, monkeypatch, caplog):
-    """The test at the start of a run detects a layout that does not separate texts, here for an unlisted architecture."""
+    """The test at the start of a run detects a layout that does not separate texts of an unlisted architecture."""
     source = FromConfig(architecture("gpt2", APART["gpt2"], attention), seed=3)
     module = sft(source)
     padded, _ = gradients(module, texts(), False)

@@ -1,4 +1,4 @@
-"""The addition task: worked answers are right, mistakes are of the documented kinds, held-out problems stay held out."""
+"""The addition task: worked answers are right, mistakes are of documented kinds, held-out problems stay held out."""
 
 import itertools
 import re

@@ -10,7 +10,7 @@ from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
-from tests.data.rows_given import LETTERS, GivenRows, first_batch, error_of
+from tests.data.rows_given import LETTERS, GivenRows, error_of, first_batch
 from tests.helpers import properties
 
 MARKED = (

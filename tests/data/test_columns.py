@@ -6,7 +6,7 @@ from lightning_rlhf.data.columns import ANSWER, PROMPT, REWARD_FIELDS, Ambiguous
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, TextRow
-from tests.data.rows_given import first_batch, module_of, error_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 USER = [{"role": "user", "content": "why"}]
 VERL = {

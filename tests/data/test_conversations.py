@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_rlhf import SFTModule
 from lightning_rlhf.data.answers import MaskedText, sequences
 from lightning_rlhf.data.conversations import ConversationDataModule
-from tests.data.rows_given import GivenRows, Letters, first_batch, module_of, error_of
+from tests.data.rows_given import GivenRows, Letters, error_of, first_batch, module_of
 from tests.helpers import properties
 from tests.stand_ins import TinyModel, quiet_trainer
 

@@ -10,7 +10,7 @@ from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
-from tests.data.rows_given import first_batch, module_of, error_of
+from tests.data.rows_given import error_of, first_batch, module_of
 from tests.helpers import properties
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf.data.preferences import PreferenceDataModule
-from tests.data.rows_given import first_batch, module_of, error_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 
 def decoded(module, side, row=0):

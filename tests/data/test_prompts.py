@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf.data.prompts import PromptDataModule
-from tests.data.rows_given import first_batch, module_of, error_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 
 def test_prompt_batch_has_ids_text_and_further_columns():

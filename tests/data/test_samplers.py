@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.resumable import SamplerOrder
 from lightning_rlhf.data.samplers import Curriculum, Mixture, Sampler, shuffle
-from tests.data.rows_given import GivenRows, Letters, module_of, error_of
+from tests.data.rows_given import GivenRows, Letters, error_of, module_of
 from tests.helpers import properties
 
 HARD = [3, 1, 2, 1, 5, 4, 1, 0]

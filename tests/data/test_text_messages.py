@@ -8,7 +8,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.unpaired import UnpairedDataModule
-from tests.data.rows_given import first_batch, module_of, error_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 USER, ASSISTANT = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
 HH = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rlhf import UnpairedDataModule
 from lightning_rlhf.data.unpaired import UnpairedDataModule as Same
-from tests.data.rows_given import GivenRows, Letters, first_batch, module_of, error_of
+from tests.data.rows_given import GivenRows, Letters, error_of, first_batch, module_of
 
 ROWS = [{"prompt": "who?", "completion": " me", "label": True}, {"prompt": "a", "completion": "b", "label": False}]
 

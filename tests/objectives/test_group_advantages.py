@@ -281,7 +281,7 @@ def test_pass_at_k_gives_0_to_a_shared_first_place(best):
 
 def test_gdpo_ignores_an_inapplicable_reward():
     # a is NaN for the second response: the first and third are compared, -1 and 1 over sqrt 2.
-    # b applied to no response, c to one response only, so neither can be compared. The last response has no reward at all.
+    # b applied to no response, c to one response only, so neither can be compared. The last response has no reward.
     nan = math.nan
     named = {"a": [1, nan, 3, nan], "b": [nan] * 4, "c": [nan, 4, nan, nan]}
     plain = outcomes([0] * 4, [0] * 4)

@@ -47,7 +47,7 @@ def test_custom_reward_receives_columns_and_raises_without_them(capsys):
     assert "did you mean 'answer'?" in capsys.readouterr().out
 
 
-def test_a_new_algorithm_learns(tmp_path):
+def test_new_algorithm_learns(tmp_path):
     assert run("03_new_algorithm.py", str(tmp_path)) > 0.85
 
 

@@ -20,7 +20,7 @@ CLASSES = [
 ]
 
 
-def test_the_package_raises_its_own_classes():
+def test_package_raises_its_own_classes():
     raised = []
     for path in sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")]):
         name = str(path.relative_to(ROOT))

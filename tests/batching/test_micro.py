@@ -9,7 +9,7 @@ from tests.helpers import properties
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # sorted: row 1 (9 tokens), rows 3 and 4 (5 each), row 0 (4), row 2 (1); budget 12
     # 9 + another row at width 9 is 18 > 12; 5 + 5 = 10 fits, a third at width 5 is 15; 4 + 4 = 8 fits
     batches = token_budget_batches(torch.tensor([4, 9, 1, 5, 5]), 12)
@@ -49,7 +49,7 @@ def test_empty_input_makes_no_batches():
 
 
 @pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_must_be_positive(budget):
+def test_budget_must_be_positive(budget):
     with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {budget}$"):
         token_budget_batches(torch.tensor([1]), budget)
 

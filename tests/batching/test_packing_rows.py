@@ -18,7 +18,7 @@ def test_texts_worked_by_hand():
     assert packing.row_index(index).tolist() == [[0, 2, 2], [3, 3, 3], [5, 4, 4]]
 
 
-def test_a_shared_prompt_worked_by_hand():
+def test_shared_prompt_worked_by_hand():
     # Rows 0 and 2 have the prompt [5, 6], row 1 has the prompt [8]; the row is 5 6 | 8 9 | 7 | 3 4.
     ids = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [5, 6, 3, 4]])
     packing = pack_responses([2, 1, 2], [1, 1, 2], [4, 0, 4], 4)

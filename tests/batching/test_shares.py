@@ -7,7 +7,7 @@ from lightning_rlhf.batching.shares import balanced_shares
 from tests.helpers import properties
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # longest first: row 1 (9), 3 (5), 4 (5), 0 (4), 2 (1); there: 1 to rank 0, 3 to rank 1; back: 4 to rank 1,
     # 0 to rank 0; there: 2 to rank 0
     assert balanced_shares([4, 9, 1, 5, 5], 2) == [[0, 1, 2], [3, 4]]

@@ -159,7 +159,7 @@ def test_validation_metrics_are_shown_once():
 
 
 @pytest.mark.parametrize(
-    ("greedy", "sampled", "sentence"),
+    ("greedy", "sampled", "expected"),
     [
         (0.0, 0.0, "nothing to learn from. Use easier prompts"),
         (0.25, 0.0, "few responses have a reward, so that learning begins slowly"),
@@ -169,11 +169,11 @@ def test_validation_metrics_are_shown_once():
         (3.0, 0.3, ""),
     ],
 )
-def test_validation_before_training_estimates_the_room_for_improvement(greedy, sampled, sentence):
+def test_validation_before_training_estimates_the_room_for_improvement(greedy, sampled, expected):
     for pair in (("val/share_correct_greedy", "val/share_correct_sampled"), ("val/right_greedy", "val/right_sampled")):
         message = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
-        assert sentence in message
-        assert bool(message) == bool(sentence)
+        assert expected in message
+        assert bool(message) == bool(expected)
     graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
     assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
         "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones, but val/graded "

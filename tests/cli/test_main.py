@@ -572,8 +572,8 @@ def test_interrupted_run_without_checkpoints_prints_no_resume_command(fit, confi
     judged_by("interrupted")
     config["trainer"]["enable_checkpointing"] = False
     result = fit(config)
-    sentence = "lightning-rlhf: ended by Ctrl-C after step 1; it cannot be resumed, because it has no RunCheckpoint\n"
-    assert (result.code, result.err) == (130, sentence)
+    message = "lightning-rlhf: ended by Ctrl-C after step 1; it cannot be resumed, because it has no RunCheckpoint\n"
+    assert (result.code, result.err) == (130, message)
 
 
 def test_read_only_directory_is_rejected_before_an_earlier_run_is_renamed(fit, config, monkeypatch):

@@ -109,9 +109,9 @@ def test_invalid_reward_gives_a_one_line_error_before_any_model_is_loaded(
 ):
     monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", None)
     result = fit(with_reward(**reward))
-    *trace, sentence = result.err.splitlines()
+    *trace, line = result.err.splitlines()
     assert (result.code, result.out, result.warned) == (2, "", [])
-    assert message in sentence
+    assert message in line
     assert bool(trace) == ("raised" in message)
     assert any("my_rewards.py" in line for line in trace) or not trace  # the author's own lines, and none of ours
     assert not any("lightning_rlhf/" in line for line in trace)

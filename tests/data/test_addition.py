@@ -63,7 +63,7 @@ def test_all_sums_of_every_digit_pair_and_carry_are_correct():
         assert int(worked_answer(a, b).rpartition(":")[2]) == a + b
 
 
-def test_a_tenth_is_held_out_and_never_trained_on():
+def test_one_tenth_is_held_out_and_never_trained_on():
     share = sum(is_held_out(a, b) for a, b in itertools.product(range(0, 1000, 7), range(0, 1000, 11))) / (143 * 91)
     assert abs(share - 0.1) < 0.008  # 0.0026 is one deviation
     for source in (Problems, Demonstrations, Preferences):

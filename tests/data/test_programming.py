@@ -47,7 +47,7 @@ def test_solution_passes_every_test_and_trap_program_passes_none(task):
         assert task.program(True, True) == task.program()
 
 
-def test_a_tenth_is_held_out_and_the_rest_is_trained_on():
+def test_one_tenth_is_held_out_and_the_rest_is_trained_on():
     train = {task.prompt for _, task in Tasks(3000).draw()}
     held_out = {task.prompt for _, task in Tasks(1000, held_out=True).draw()}
     assert not train & held_out

@@ -50,15 +50,15 @@ def test_saves_by_minutes_are_independent_of_saves_by_steps(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"every_n_minutes": 0}, "every_n_minutes must be positive or null, got 0"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"best": "val/x", "keep_last": 2}, "every_n_minutes and keep_last apply to the last checkpoint"),
     ],
 )
-def test_invalid_arguments_are_rejected(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_arguments_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
         RunCheckpoint(**arguments)
 
 

@@ -36,7 +36,7 @@ def problems(rows):
     return {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": rows}}
 
 
-REFUSED = {
+REJECTED = {
     "seed": (with_seed(8), "seed_everything is 8, was 7"),
     "half of the rows": (changed(train=problems(11)), "training rows is 11 with SHA-256"),
     "order": (changed(shuffle=False), "order of the data is shuffle: false, was shuffle: true"),
@@ -84,25 +84,25 @@ def resumed(forge, begun, directory, config):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("change", [*REFUSED])
+@pytest.mark.parametrize("change", [*REJECTED])
 def test_changes_that_would_repeat_or_lose_rows_are_rejected(forge, begun, tmp_path, change):
-    config, sentence = REFUSED[change]
+    config, message = REJECTED[change]
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 2
-    assert sentence in output.splitlines()[-1]
+    assert message in output.splitlines()[-1]
     assert OTHER_DATA in output.splitlines()[-1]
     assert "Traceback" not in output
 
 
 @pytest.mark.slow
 def test_changed_data_are_accepted_by_choice_with_one_line_each(forge, begun, tmp_path):
-    config, sentence = REFUSED["batch size"]
+    config, message = REJECTED["batch size"]
     config["trainer"]["callbacks"].append(
         {"class_path": "lightning_rlhf.callbacks.RunState", "init_args": {"allow_other_data": True}}
     )
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 0, output[-2000:]
-    assert f"Since the checkpoint: {sentence}." in output
+    assert f"Since the checkpoint: {message}." in output
 
 
 @pytest.mark.quick_cases(1)
@@ -111,12 +111,12 @@ def test_changed_data_are_accepted_by_choice_with_one_line_each(forge, begun, tm
     [name if name in ("temperature", "reward") else pytest.param(name, marks=pytest.mark.slow) for name in WARNED],
 )
 def test_other_changes_are_reported_in_one_line(forge, begun, tmp_path, change):
-    config, sentence = WARNED[change]
+    config, message = WARNED[change]
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 0, output[-2000:]
     lines = [line for line in output.splitlines() if line.startswith("Since the checkpoint: ")]
     assert len(lines) == 1
-    assert sentence in lines[0]
+    assert message in lines[0]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ def odds(*probabilities):
     return float64([math.log(p / (1 - p)) for p in probabilities])
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # sure of 0.61, 0.64 (right, wrong), 0.92 (right); bins of 0.05 from 0.5
     bins = calibration_bins(odds(0.61, 0.36, 0.92))
     assert bins[0].tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 1, 0]

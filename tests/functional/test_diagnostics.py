@@ -57,7 +57,7 @@ def test_explained_variance_is_that_of_stable_baselines_and_verl(peer):
         assert_close(explained_variance(values, returns, mask.bool()), expected, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
-def test_a_perfect_critic_explains_everything_and_a_constant_one_nothing():
+def test_perfect_critic_explains_everything_and_a_constant_one_nothing():
     returns, mask = normal(3, 4, seed=0), torch.ones(3, 4, dtype=torch.bool)
     assert_close(explained_variance(returns, returns, mask), 1)
     assert_close(explained_variance(torch.full_like(returns, 5), returns, mask), 0)

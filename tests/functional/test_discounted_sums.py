@@ -8,7 +8,7 @@ from lightning_rlhf.functional.masked import discounted_sums
 from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # First row, gamma 1/2, backwards: 4; 2 + 4/2 = 4; 1 + 4/2 = 3. In the second the middle token does not count.
     rewards = float64([[1, 2, 4], [1, 9, 4]])
     mask = torch.tensor([[True, True, True], [True, False, True]])

@@ -176,7 +176,7 @@ def test_values_without_gradients_are_equal_and_keep_no_graph():
         assert torch.equal(first, second)
 
 
-def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
+def test_frozen_head_passes_gradients_on_to_the_hidden_states():
     hidden, weight, bias, targets = _head(5, seed=2)
     chunked_token_scores(hidden, weight.detach(), bias.detach(), targets, chunk_bytes=chunk_of(2, weight))[
         0
@@ -219,7 +219,7 @@ def test_chunk_has_at_least_one_token_for_any_vocabulary(chunk_sizes):
     assert chunk_sizes == [1, 1, 1]
 
 
-def test_a_second_backward_pass_gives_the_same_gradient():
+def test_second_backward_pass_gives_the_same_gradient():
     head = _head(3, seed=4)
     logprobs = chunked_token_scores(*head).logprobs
     first, second = (torch.autograd.grad(logprobs.sum(), head[:2], retain_graph=True) for _ in range(2))
@@ -228,7 +228,7 @@ def test_a_second_backward_pass_gives_the_same_gradient():
 
 
 @pytest.mark.parametrize("wanted", ["logprobs", "entropy"])
-def test_a_loss_of_one_output_has_the_gradient_of_that_output(wanted):
+def test_loss_of_one_output_has_the_gradient_of_that_output(wanted):
     hidden, weight, bias, targets = _head(5, seed=8)
     expected = getattr(token_scores(hidden @ weight.T + bias, targets), wanted)
     expected = torch.autograd.grad(expected.square().sum(), (hidden, weight, bias))
@@ -238,7 +238,7 @@ def test_a_loss_of_one_output_has_the_gradient_of_that_output(wanted):
         assert_close(ours, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+def test_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     hidden = torch.ones(1, 1, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf])
     scores = chunked_token_scores(hidden, torch.ones(3, 1), bias, torch.tensor([0]))
@@ -264,7 +264,7 @@ def test_head_under_autocast_computes_in_bfloat16_and_adds_gradients_in_float32(
         assert float((ours - exact).norm() / exact.norm()) < 0.01
 
 
-def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+def test_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
     logprobs, entropy = token_scores(logits, torch.tensor([0]))[:2]
     (logprobs + entropy).sum().backward()

@@ -107,7 +107,7 @@ def test_ranks_together_compute_what_one_rank_computes(mask, seed, data):
     assert_close(torch.cat(each_rank(masked_whiten)), masked_whiten(values, mask))
 
 
-def test_an_empty_mask_gives_zeros_and_not_nan():
+def test_empty_mask_gives_zeros_and_not_nan():
     nothing = torch.zeros_like(MASK)
     for function in (masked_sum, masked_mean, masked_variance):
         assert_close(function(VALUES, nothing), 0)

@@ -47,7 +47,7 @@ def record_moments() -> list[dict[str, Any]]:
 
 
 def record_majorities() -> list[dict[str, Any]]:
-    """Return verl's majority over all draws of k in every order, which averages its choice in ties ."""
+    """Return verl's majority over all draws of k in every order, which averages its choice in ties."""
     records = []
     for answers, rewards in VOTES:
         samples = [{"pred": answer, "val": reward} for answer, reward in zip(answers, rewards, strict=True)]

@@ -87,7 +87,7 @@ def test_permuting_rows_and_renaming_groups_changes_nothing(estimator):
 
 
 @every_estimator
-def test_a_response_without_tokens_changes_nothing_for_others(estimator):
+def test_response_without_tokens_changes_nothing_for_others(estimator):
     @few
     @given(batches(min_rows=2))
     def check(inputs):

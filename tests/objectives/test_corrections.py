@@ -479,7 +479,7 @@ def test_weights_without_bounds_make_the_expectation_that_of_the_trained_policy(
 
 @properties
 @given(seeds)
-def test_a_weight_at_ratio_1_of_the_loss_is_the_off_policy_gradient(seed):
+def test_weight_at_ratio_1_of_the_loss_is_the_off_policy_gradient(seed):
     # bypass: the clipped loss has the ratio, the plain policy gradient takes the weight; unclipped both are the same
     logits, rollout = normal(3, 5, seed=seed).requires_grad_(), normal(3, 1, seed=seed + 1)
     advantages, mask = normal(3, 1, seed=seed + 2), torch.ones(3, 1, dtype=torch.bool)

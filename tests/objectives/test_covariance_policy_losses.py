@@ -299,7 +299,7 @@ def test_tokens_outside_the_mask_are_never_selected_and_have_no_effect(objective
     assert not (clean & ~mask).any()
 
 
-def test_an_impossible_token_has_a_log_probability_of_minus_10000():
+def test_impossible_token_has_a_log_probability_of_minus_10000():
     # mean -2501.5, mean advantage 1
     logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
     expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]

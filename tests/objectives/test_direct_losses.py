@@ -42,7 +42,7 @@ def test_defaults_equal_those_of_trl():
     assert RobustDPOLoss() == RobustDPOLoss(label_smoothing=0.1)
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # log-ratios differ by 3 and -2; beta 0.5 makes it 1.5 and -1
     chosen, rejected = float64([1, -1]), float64([-2, 1])
     # ln(1 + e^-1.5), ln(1 + e)
@@ -258,7 +258,7 @@ def test_invalid_numbers_are_rejected(make, message):
         make()
 
 
-def test_the_best_and_the_worst_of_each_prompt_are_marked():
+def test_best_and_the_worst_of_each_prompt_are_marked():
     # groups 0: rewards 1, 3, 2 - the second is best, the first worst; 1: all equal; 2: two best, the first is taken
     rewards = float64([[0, 1, 0], [3, 0, 0], [0, 0, 2], [1, 0, 0], [1, 0, 0], [5, 0, 0], [5, 0, 0], [0, 4, 0]])
     mask = torch.tensor([[True, True, False]] * 2 + [[True] * 3] + [[True, True, False]] * 5)

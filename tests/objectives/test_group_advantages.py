@@ -258,7 +258,7 @@ def test_equal_rewards_give_exactly_0(estimator, dtype):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_group_of_one_has_no_baseline_and_advantage_0(estimator):
+def test_group_of_one_has_no_baseline_and_advantage_0(estimator):
     inputs = outcomes([5, 1, 3, -8], [1, 2, 2, 3], lengths=[2, 1, 3, 1])
     advantages = _of_rows(estimator, inputs)
     assert advantages[0] == advantages[3] == 0
@@ -266,7 +266,7 @@ def test_a_group_of_one_has_no_baseline_and_advantage_0(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_response_without_policy_token_does_not_count(estimator):
+def test_response_without_policy_token_does_not_count(estimator):
     inputs = outcomes([5, 1, 3, 7], [1, 1, 1, 1], lengths=[2, 1, 3, 0])
     advantages = _of_rows(estimator, inputs)
     assert advantages[3] == 0

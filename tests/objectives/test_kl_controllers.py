@@ -105,7 +105,7 @@ def test_values_outside_the_mask_affect_neither_value_nor_gradient(term, mask, s
 
 @properties
 @given(terms, masks(), seeds)
-def test_a_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
+def test_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
     logprobs, reference, old = (normal(*mask.shape, seed=seed + i) for i in range(3))
     value = term(logprobs, reference, mask, old)
     ratio = (logprobs - old).exp() if term.importance else 1.0
@@ -119,7 +119,7 @@ def test_a_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("difference", [-1e4, -21.0, 21.0, 1e4])
-def test_a_huge_ratio_stays_finite(estimator, difference):
+def test_huge_ratio_stays_finite(estimator, difference):
     logprobs = torch.tensor([[difference]], requires_grad=True)
     term, mask = KLTerm(1.0, estimator, importance=True), torch.tensor([[True]])
     value = term(logprobs, torch.zeros(1, 1), mask, torch.zeros(1, 1))
@@ -149,7 +149,7 @@ def test_coefficients_of_cases_worked_by_hand(kl, expected):
     assert_close(AdaptiveKL(target=6.0, horizon=1000)(0.05, kl, 100), expected)
 
 
-def test_the_default_horizon_is_ten_thousand_responses():
+def test_default_horizon_is_ten_thousand_responses():
     assert AdaptiveKL(target=1.0).horizon == 10000
 
 
@@ -181,9 +181,9 @@ def test_target_and_horizon_must_be_positive(target, horizon):
         AdaptiveKL(target, horizon)
 
 
-def test_a_horizon_of_one_response_is_allowed():
+def test_horizon_of_one_response_is_allowed():
     assert_close(AdaptiveKL(target=0.1, horizon=1)(0.05, 1.0, 1), 0.06)
 
 
-def test_a_batch_larger_than_the_horizon_cannot_turn_the_coefficient_negative():
+def test_batch_larger_than_the_horizon_cannot_turn_the_coefficient_negative():
     assert AdaptiveKL(target=1.0, horizon=10)(0.1, kl=0.0, num_responses=1000) == pytest.approx(0.08)

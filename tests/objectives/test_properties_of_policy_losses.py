@@ -193,7 +193,7 @@ def test_nan_is_not_hidden(case, seed):
 
 
 @every_loss
-def test_a_batch_without_a_policy_token_has_loss_and_gradient_0(case):
+def test_batch_without_a_policy_token_has_loss_and_gradient_0(case):
     mask = torch.zeros(2, 3, dtype=torch.bool)
     empty = torch.full((2, 3), torch.nan).double()
     value, gradient = value_and_gradient(case, Batch(empty, empty, empty, mask, mask))

@@ -95,7 +95,7 @@ def test_scores_of_0_are_drawn_uniformly():
     assert rows.unique().numel() > 12000  # of 20000 alike, 1 - 1/e are drawn
 
 
-def test_the_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
+def test_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
     scores = normal(50, seed=1)
     rows = [ScoreResampling()(factor * scores, _seeded(seed)) for factor, seed in ((1, 5), (1, 5), (4, 5), (1, 6))]
     assert rows[0].equal(rows[1])

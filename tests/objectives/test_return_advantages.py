@@ -212,7 +212,7 @@ def test_token_baseline_is_the_mean_of_the_group_for_equal_tokens():
 
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("estimator", [OptimalTokenBaseline, ToolOptimalTokenBaseline])
-def test_a_group_of_one_has_no_token_baseline_and_advantage_0(estimator, zero_tail):
+def test_group_of_one_has_no_token_baseline_and_advantage_0(estimator, zero_tail):
     inputs = _energies([[1, 2, 1], [2, 7, 4]], group=torch.tensor([1, 2]))
     advantages, returns = estimator(handle_zero_tail=zero_tail)(inputs)
     assert (advantages == 0).all()

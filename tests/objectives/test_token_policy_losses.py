@@ -178,7 +178,7 @@ def test_dppo_by_bernoulli_kl_of_a_case_worked_by_hand():
     assert_close(DPPOBernoulliKLLoss().divergence(float64([half]), float64([0.9]).log()), [0.3680642], rtol=1e-6)
 
 
-def test_a_certain_token_has_a_finite_divergence():
+def test_certain_token_has_a_finite_divergence():
     certain, likely = float64([0.0]), float64([-1e-12])
     for new, old in ((certain, certain), (certain, likely), (likely, certain)):
         assert_close(DPPOBernoulliKLLoss().divergence(new, old), [0.0], atol=1e-9)

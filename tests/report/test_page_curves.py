@@ -233,19 +233,17 @@ def test_summary_has_held_out_rewards_that_differ_from_correctness(show):
     assert "val/exact_greedy" not in shown
 
 
-@pytest.mark.parametrize(
-    ("state", "sentence"), [("passed", "No check failed."), ("too early", "No check has run yet.")]
-)
-def test_run_without_finished_checks_is_not_called_healthy(show, state, sentence):
+@pytest.mark.parametrize(("state", "message"), [("passed", "No check failed."), ("too early", "No check has run yet.")])
+def test_run_without_finished_checks_is_not_called_healthy(show, state, message):
     browser = show(page(run(checks=[{"name": "clipping", "state": state, "note": ""}])))
-    assert browser.evaluate("document.querySelector('.healthy').textContent") == sentence
+    assert browser.evaluate("document.querySelector('.healthy').textContent") == message
 
 
 def test_empty_sections_give_the_reason(show):
     browser = show(page(run(training={"step": []})))
     text = browser.evaluate("document.body.innerText")
-    for sentence in ("No metrics were written yet.", "The metrics have no times", "No responses were written"):
-        assert sentence in text
+    for message in ("No metrics were written yet.", "The metrics have no times", "No responses were written"):
+        assert message in text
     browser = show(page(run()))
     browser.evaluate("search.value = 'nothing', search.dispatchEvent(new Event('input'))")
     browser.wait("document.getElementById('curves').innerText.includes('No metric has this in its name.')")

@@ -85,7 +85,7 @@ def test_nothing_is_loaded_before_the_first_call():
     assert not RewardFunction(reward).supports_dry_run
 
 
-def test_a_classifier_with_several_labels_raises_an_error(path, tmp_path):
+def test_classifier_with_several_labels_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has 3 labels; a reward model needs one"):
@@ -94,7 +94,7 @@ def test_a_classifier_with_several_labels_raises_an_error(path, tmp_path):
         LearnedReward(path, batch_tokens=0)
 
 
-def test_a_language_model_without_a_score_head_raises_an_error(path, tmp_path):
+def test_language_model_without_a_score_head_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path).base_model
     model.config.architectures, model.config.num_labels = None, 1
     model.save_pretrained(tmp_path / "lm")

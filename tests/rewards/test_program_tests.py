@@ -46,7 +46,7 @@ def test_forgery_does_not_pass(name, verdicts):
 
 
 @needs_bwrap
-def test_the_correct_result_passes():
+def test_correct_result_passes():
     sandbox = BubblewrapSandbox()
     assert CallTest("f", (7,), RIGHT).run(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
     written = f"{PREAMBLE}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
@@ -129,7 +129,7 @@ JSON = st.recursive(
 @pytest.mark.slow
 @properties
 @given(JSON)
-def test_a_value_equals_its_json_round_trip(value):
+def test_value_equals_its_json_round_trip(value):
     assert same_value(json.loads(json.dumps(value)), value)
 
 

@@ -66,7 +66,7 @@ def test_every_configuration_creates_reward_functions(folder, text):
     assert made[0].label == "brief_and_right"
 
 
-def test_the_tables_name_all_arguments_and_options():
+def test_tables_name_all_arguments_and_options():
     for name in (*GENERATED_COLUMNS, *CALL_ARGUMENTS):
         assert f"`{name}" in PAGE
     for convention in (VERL, VERL_BATCH, OPENRLHF):

@@ -163,7 +163,7 @@ def test_attempt_fails_and_ends_in_time(attempt, results):
     assert result.seconds <= SECONDS + 1
 
 
-def test_the_attempts_do_not_change_the_machine(world, results):
+def test_attempts_do_not_change_the_machine(world, results):
     assert not world.visited()
     for file in (world.canary, world.scratch, world.doomed):
         assert file.read_text() == SECRET

@@ -44,7 +44,7 @@ def test_best_of_several_correct_answers_counts():
     assert TokenF1()(["city Rome"], [["Paris", "the city of Rome"]]) == [pytest.approx(2 * 2 / (2 + 3))]
 
 
-def test_the_last_complete_tag_contains_the_answer():
+def test_last_complete_tag_contains_the_answer():
     texts = [
         "x <answer>Bern</answer> y",
         "<answer>Rome</answer><answer> Bern </answer>",
@@ -92,7 +92,7 @@ def test_boxes_of_known_texts(text, inside):
     assert boxed_format([text]) == [float(inside is not None)]
 
 
-def test_an_empty_box_is_not_an_answer():
+def test_empty_box_is_not_an_answer():
     assert boxed_format([r"\boxed{}", r"\boxed{ }"]) == [0.0, 0.0]
 
 
@@ -116,7 +116,7 @@ def test_formats_of_known_texts(text, earned):
     assert think_answer_format([text]) == [earned]
 
 
-def test_a_format_must_match_the_whole_completion():
+def test_format_must_match_the_whole_completion():
     assert Format(r"Answer: \d+")(["Answer: 12", " Answer: 12\n", "Answer: 12.", "The Answer: 12"]) == [1, 1, 0, 0]
     assert Format(r"a.b")(["a\nb"]) == [1.0]
     with pytest.raises(ValueError, match=r"format pattern '\(' is not a regular expression"):

@@ -230,7 +230,7 @@ def rewritten(**changes):
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("damage", "message"),
     [
         (dangling, "state.pt is a symbolic link, but was written as a file"),
         (brackets, "manifest.json was changed after it was written"),
@@ -243,9 +243,9 @@ def rewritten(**changes):
         (rewritten(version="../other"), "has invalid names of versions or files"),
     ],
 )
-def test_damaged_or_rewritten_manifest_raises_a_one_line_error(path, damage, sentence):
+def test_damaged_or_rewritten_manifest_raises_a_one_line_error(path, damage, message):
     damage(path)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         manifest.verified(path)
 
 

@@ -21,7 +21,7 @@ def test_parameters_equal_those_of_the_real_model(kind):
         assert shapes.vocabulary == (0 if config_of else 97)
 
 
-def test_a_tied_head_is_counted_once():
+def test_tied_head_is_counted_once():
     tied = architecture(source("qwen2", tie_word_embeddings=True).hf_config())
     assert architecture(source("qwen2").hf_config()).elements - tied.elements == 97 * 64
 

@@ -181,7 +181,7 @@ def test_only_frozen_roles_can_be_offloaded():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_background_save_copies_the_planned_bytes(dtype):
+def test_background_save_copies_the_planned_bytes(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

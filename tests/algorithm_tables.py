@@ -26,7 +26,7 @@ def arguments(path):
 
 
 def values(path):
-    """Return the values of a configuration: an algorithm's override those of base.yaml, as LightningCLI merges them."""
+    """Return the values of a configuration; those of an algorithm override base.yaml, as LightningCLI merges them."""
     instance = yaml.safe_load(path.read_text())
     return _override(yaml.safe_load(BASE.read_text()), instance) if path in CONFIGS else instance
 
@@ -49,7 +49,7 @@ def row(path):
 
 
 def bounds(path):
-    """Return the least shares of right answers that the run must reach, sampled and greedy."""
+    """Return the lowest shares of right answers that the run must reach, sampled and greedy."""
     (pair,) = re.findall(r"^# Bounds: (\S+) sampled, (\S+) greedy$", path.read_text(), re.MULTILINE)
     return tuple(float(bound) for bound in pair)
 
@@ -81,7 +81,7 @@ def with_table(page, columns, table):
 
 
 def pages():
-    """Return each generated page with the text that it must have."""
+    """Return each generated page with its expected text."""
     overview, results = OVERVIEW.read_text(), RESULTS.read_text()
     return {
         OVERVIEW: with_table(overview, OVERVIEW_COLUMNS, overview_table()),

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the same random numbers, an environment put back, tiny models."""
+"""Fixtures for all tests: fixed random seeds, a restored environment, tiny models."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from tests.stand_ins import TinyModel
 # Folders whose tests share engines, or the process that ranks and runs are forked from.
 ONE_WORKER = ("tests/rollout/", "tests/distributed/", "tests/faults/")
 
-# What Lightning says of every small Trainer; an ``error`` in setup.cfg would make it fail the test.
+# Warnings that Lightning emits for every small Trainer; an ``error`` filter in setup.cfg would fail the test.
 _NOISE = (
     r"ignore:You defined a `validation_step` but have no `val_dataloader`",
     r"ignore:.*module\(s\) in eval mode at the start of training",
@@ -23,7 +23,7 @@ _NOISE = (
 
 
 def pytest_configure(config):
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hints about hardware are no news
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hides hints about the hardware
     for line in _NOISE:
         config.addinivalue_line("filterwarnings", line)
 
@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    """Every test begins with the same random state and leaves environment and torch's switches as it found them."""
+    """Start every test from the same random state, and restore the environment and torch's global settings after it."""
     os.environ.pop("PL_GLOBAL_SEED", None)  # for good: the next module's fixtures begin before its first test does
     environment = dict(os.environ)
     random.seed(0)
@@ -83,7 +83,7 @@ def _exact_norm(norm, hidden):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Float64 where the code says float32, so that equality can be shown to twelve digits."""
+    """Make the code compute in float64 instead of float32, so that tests can compare to twelve digits."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(LlamaRMSNorm, "forward", _exact_norm)
     torch.set_default_dtype(torch.float64)
@@ -91,13 +91,13 @@ def exact(monkeypatch):
 
 @pytest.fixture
 def tiny():
-    """Source of a llama of two layers."""
+    """A llama model of two layers."""
     return TinyModel()
 
 
 @pytest.fixture
 def tokenizer():
-    """Four special tokens and the letters a to g: as many as the tiny model knows."""
+    """A tokenizer of four special tokens and the letters a to g, the vocabulary of the tiny model."""
     return CharacterTokenizer("abcdefg").load()
 
 

@@ -1,4 +1,4 @@
-"""What several tests share: a strict comparison, simulated ranks, recorded numbers, small random batches."""
+"""Helpers of several tests: a strict comparison, simulated ranks, recorded numbers, small random batches."""
 
 import importlib
 import inspect
@@ -28,9 +28,9 @@ seeds = st.integers(0, 2**32 - 1)
 def assert_close(
     actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-7, equal_nan: bool = False
 ) -> None:
-    """Fail unless shapes are equal and |actual - expected| <= atol + rtol |expected|, in float64.
+    """Assert that shapes are equal and |actual - expected| <= atol + rtol |expected|, in float64.
 
-    Tolerances above 1e-2 are refused: a test that wide proves nothing.
+    Tolerances above 1e-2 raise a ValueError, because such a comparison would hide real errors.
     """
     if not (0 <= rtol <= 1e-2 and 0 <= atol <= 1e-2):
         raise ValueError(f"rtol and atol must lie in [0, 1e-2], got rtol={rtol}, atol={atol}")
@@ -39,7 +39,7 @@ def assert_close(
 
 
 def _float64(value: Any) -> Tensor:
-    # A list of Python numbers would become float32 on the way, and lose what a strict tolerance looks at.
+    # By default a list of Python numbers would become float32, too imprecise for strict tolerances.
     return value.detach().double() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
@@ -99,20 +99,20 @@ def float64(rows: Any) -> Tensor:
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return standard normal numbers that depend on nothing but the seed."""
+    """Return standard normal numbers that depend only on the seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @st.composite
 def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
-    """Return (B, T) bool masks: ragged, with holes, possibly empty."""
+    """Generate (B, T) bool masks: ragged, with holes, possibly empty."""
     rows, columns = draw(st.integers(min_rows, 5)), draw(st.integers(1, 7))
     cells = draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
     return torch.tensor(cells).view(rows, columns)
 
 
 def with_garbage(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the same values inside the mask; NaN and infinities outside it."""
+    """Return the values inside the mask, and NaN and infinities outside it."""
     garbage = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=values.dtype).repeat(values.numel())
     return torch.where(mask, values, garbage[: values.numel()].view(values.shape))
 

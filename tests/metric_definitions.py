@@ -12,12 +12,12 @@ WRITTEN = ROOT / "lightning_rlhf/report/metrics.json"
 
 
 def plain(text):
-    """Return a cell without the marks of Markdown."""
+    """Return the text of a table cell without Markdown markup."""
     return text.replace("`", "").replace("\\|", "|").strip()
 
 
 def table():
-    """Return unit and meaning by the name of the row, in the order of the page."""
+    """Return units and meanings by the name of the row, in the order of the page."""
     logged = (ROOT / "docs/metrics.md").read_text().partition("## Not logged")[0]
     rows = re.findall(r"^\| `(.*?)` \| (.*?) \| ((?:\\\||[^|])*) \|", logged, re.MULTILINE)
     return {name: [plain(unit), plain(meaning)] for name, unit, meaning in rows}

@@ -33,7 +33,7 @@ def table(titles, rows):
 
 
 def signature(instance, path):
-    """Return a call with types and defaults, one argument per line where it is long."""
+    """Return the signature of an object as a call with types and defaults, one argument per line where it is long."""
     if instance.is_attribute:
         return f"{path}: {instance.annotation}" if instance.annotation else path
     changed = [
@@ -77,7 +77,7 @@ class Writer:
         return f"[`{name}`]({self.links[path]})" if path in self.links else f"`{name}`"
 
     def code(self, expression):
-        """Return a type as code, its documented classes as links."""
+        """Return a type as code, with links to documented classes."""
         parts = expression.iterate(flat=True) if isinstance(expression, griffe.Expr) else [str(expression or "")]
         text = "".join(
             f"`{self.linked(part.canonical_path, part.name)}`"
@@ -88,7 +88,7 @@ class Writer:
         return f"`{text}`".replace("``", "")
 
     def prose(self, text):
-        """Return text of a docstring, its roles as code, those of documented classes as links."""
+        """Return the text of a docstring with its roles as code and with links to documented classes."""
         return ROLE.sub(lambda role: self.linked(role[2], role[2].rpartition(".")[2] if role[1] else role[2]), text)
 
     def section(self, section):
@@ -116,7 +116,7 @@ class Writer:
         return "\n\n".join(parts) + "\n"
 
     def documents(self, path, with_members):
-        """Return the Markdown of an object and, if asked for, of its documented public members."""
+        """Return the Markdown of an object and, on request, of its documented public members."""
         instance = self.object(path)
         texts = [self.document(instance, path, f"## {instance.name}")]
         members = instance.members.values() if with_members else ()
@@ -127,7 +127,8 @@ class Writer:
         return "\n".join(texts)
 
     def content(self, page):
-        """Return what a page should be: its own text up to the note, and the documents of the objects it names."""
+        """Return the expected content of a page: its text above the note, then the reference of the objects that it
+        lists."""
         text = page.read_text()
         documents = [f"{result[0]}\n\n{self.documents(result[1], result[2])}" for result in COMMENT.finditer(text)]
         return "\n".join([text.partition(NOTE)[0] + NOTE, *documents])

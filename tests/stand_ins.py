@@ -1,4 +1,4 @@
-"""Small stand-ins for what is large or slow: models, rollouts, the engine, and a Trainer that says nothing."""
+"""Small replacements for large or slow parts: models, rollouts, the engine, and a Trainer without output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ TINY_LLAMA = {
 
 @dataclass(frozen=True)
 class TinyModel(FromConfig):
-    """A llama of two layers; as a scalar model its head is drawn too, because one of zeros hides mistakes."""
+    """A llama model of two layers; as a scalar model its head is random too, because a head of zeros would hide
+    errors."""
 
     architecture: dict[str, Any] = field(default_factory=lambda: dict(TINY_LLAMA))
     seed: int | None = 0
@@ -65,7 +66,7 @@ class Response:
     prompt: list[int]
     tokens: list[int]
     reward: float = 0.0
-    policy: list[bool] | None = None  # False on what an environment wrote
+    policy: list[bool] | None = None  # False for tokens that an environment wrote
     truncated: bool = False
 
     @property
@@ -74,7 +75,7 @@ class Response:
 
 
 def responses(count: int, seed: int, *, observations: bool = False) -> list[Response]:
-    """Return random responses of 1 to 7 tokens to prompts of 1 to 4; every third one was truncated."""
+    """Return random responses of 1 to 7 tokens to prompts of 1 to 4 tokens; every third one is truncated."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -91,7 +92,8 @@ def responses(count: int, seed: int, *, observations: bool = False) -> list[Resp
 def rollout_of(
     rows: Sequence[Response], *, dtype: torch.dtype = torch.float32, extra_columns: int = 0, temperature: float = 1.0
 ) -> Rollout:
-    """Return the rows as tensors, padded with tokens and numbers that nobody may read. ``policy_version`` numbers the rows."""
+    """Return the rows as tensors, padded with tokens and numbers that no code may use. ``policy_version`` is the row
+    index."""
     prompts, prompt_lengths = _padded([row.prompt for row in rows], extra_columns)
     tokens, lengths = _padded([row.tokens for row in rows], extra_columns)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -128,7 +130,7 @@ def _padded(rows: list[list[int]], extra_columns: int) -> tuple[Tensor, Tensor]:
 
 
 class HandOver(Callback):
-    """Gives the module the batch itself as rollout."""
+    """Passes the batch itself to the module as the rollout."""
 
     provides_rollouts = True
 
@@ -137,7 +139,7 @@ class HandOver(Callback):
 
 
 def quiet_trainer(**options: Any) -> Trainer:
-    """Return a Trainer on the CPU that writes nothing."""
+    """Return a Trainer on the CPU without logging, checkpoints or progress bar."""
     quiet = {
         "accelerator": "cpu",
         "logger": False,
@@ -151,7 +153,7 @@ def quiet_trainer(**options: Any) -> Trainer:
 
 
 def fit(module: LightningModule, batches: Iterable[Any], val: Iterable[Any] | None = None, **options: Any) -> Trainer:
-    """Train on the batches, one step each; rollouts are handed over."""
+    """Train on the batches, one step each; rollouts are passed to the module before the step."""
     batches, ckpt = list(batches), options.pop("ckpt", None)
     callbacks = [*options.pop("callbacks", [])]
     if isinstance(batches[0], Rollout):
@@ -163,7 +165,7 @@ def fit(module: LightningModule, batches: Iterable[Any], val: Iterable[Any] | No
 
 
 class OneOfTwoRanks(RoleStrategy, SingleDeviceStrategy):
-    """A rank in a thread whose gradients are averaged with the other's, as DDP does; each draws from its own rows."""
+    """A rank in a thread that averages gradients with a second rank, as DDP does; each has separate rows."""
 
     gradient_scale = 2.0
 
@@ -183,14 +185,14 @@ class OneOfTwoRanks(RoleStrategy, SingleDeviceStrategy):
 
 
 class ScriptedEngine(RolloutEngine):
-    """Says the texts it was given, in turn, whatever the prompts and weights; every token at -1 nat.
+    """Generates the given texts in turn, regardless of prompts and weights; every token has a log-probability of -1.
 
     Use it with ``check_rows=0``: its log-probabilities are not the actor's.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts, self.tokenizer = list(texts), tokenizer
-        self.calls: list[str] = []  # what was asked of it, in order
+        self.calls: list[str] = []  # the calls in their order
         self.version = -1
 
     def start(self, setup: EngineSetup) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of functions and configurations; a file ends where its topic ends."""
+"""Limits on the sizes of functions, files and configurations."""
 
 import ast
 from pathlib import Path
@@ -28,7 +28,7 @@ def lines(function):
 
 
 def values(node):
-    """Return what a configuration sets; a ``class_path`` sets nothing, it names the block whose values follow."""
+    """Yield the values that a configuration sets; a ``class_path`` only selects the class whose values follow."""
     if isinstance(node, dict):
         return sum(values(child) for key, child in node.items() if key != "class_path")
     if isinstance(node, list):
@@ -37,7 +37,7 @@ def values(node):
 
 
 def excesses(path):
-    """Yield the ways in which a file is larger than its budget."""
+    """Yield the ways in which a file exceeds its budget."""
     name = path.relative_to(ROOT)
     for function in functions(path):
         budget = STEP_LINES if function.name == "training_step" else FUNCTION_LINES
@@ -58,7 +58,7 @@ def test_configurations_fit_their_budget():
     assert {name: size for name, size in sizes.items() if not 0 < size <= YAML_VALUES} == {}
 
 
-def test_there_is_something_to_measure():
+def test_budgets_cover_some_files_and_functions():
     assert len(SOURCES) > 50
     assert CONFIGS
     (step,) = (f for f in functions(ROOT / "lightning_rlhf/modules/rlhf.py") if f.name == "training_step")

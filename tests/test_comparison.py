@@ -1,4 +1,4 @@
-"""The parts of the comparison with other libraries that need neither another library nor minutes."""
+"""Parts of the benchmark against other libraries that run quickly and need no other library."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from benchmarks.compare import floor, task
 from benchmarks.compare.meter import WARM, Meter
 
 
-def test_answers_are_right_and_as_long_as_the_prompt_asks():
+def test_answers_are_correct_and_have_the_requested_number_of_steps():
     for row in task.problems(200, seed=3):
         words = row["prompt"].rstrip(":").split()
         numbers = [int(word) for word in words if word.isdigit()]
@@ -27,17 +27,17 @@ def test_answers_are_right_and_as_long_as_the_prompt_asks():
         assert len(row["answer"]) < task.CHAINS.response_tokens
 
 
-def test_a_rejected_answer_has_one_wrong_digit():
+def test_rejected_answer_has_one_wrong_digit():
     for row in task.pairs(100, seed=4):
         assert sum(a != b for a, b in zip(row["chosen"], row["rejected"], strict=True)) == 1
 
 
-def test_the_reward_is_the_share_of_characters_at_their_place():
+def test_reward_is_the_share_of_matching_characters():
     rewards = task.reward(["ab", "abcd", "", "xb"], ["ab", "ab", "ab", "ab"])
     assert rewards == [1.0, 0.5, 0.0, 0.5]
 
 
-def test_the_meter_writes_the_steps_after_the_warm_ones(tmp_path, monkeypatch):
+def test_meter_writes_the_steps_after_the_warm_up(tmp_path, monkeypatch):
     meter = Meter(tmp_path / "result.json")
     clock = {"wall": 0.0, "cpu": 0.0}
     monkeypatch.setattr("benchmarks.compare.meter.time", SimpleNamespace(perf_counter=lambda: clock["wall"]))
@@ -53,28 +53,28 @@ def test_the_meter_writes_the_steps_after_the_warm_ones(tmp_path, monkeypatch):
     assert content["peak_bytes"] > 10**8
 
 
-def test_the_meter_counts_child_processes(tmp_path):
+def test_meter_counts_child_processes(tmp_path):
     meter = Meter(tmp_path / "result.json")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert child.pid in [process.pid for process in meter.family()]
         child.communicate(b"\n")
 
 
-def test_the_products_of_a_layer_have_its_weights():
+def test_layer_products_match_the_number_of_weights():
     weights = 256 * 512 + 256 * 256 + 3 * 256 * 512  # queries, keys and values; output; gate, up and down
     assert sum(inputs * outputs for inputs, outputs in floor.layers_of(task.ARCHITECTURE)) == weights
 
 
-def test_a_prompt_of_sums_has_an_example_and_ends_where_the_answer_begins():
+def test_prompt_of_sums_has_an_example_and_ends_before_the_answer():
     for row in task.sums(50, seed=1):
-        requested = re.findall(r"user\n(\d+) \+ (\d+)<", row["prompt"])
-        assert requested[0] == ("13", "24")
-        a, b = map(int, requested[1])
+        problems = re.findall(r"user\n(\d+) \+ (\d+)<", row["prompt"])
+        assert problems[0] == ("13", "24")
+        a, b = map(int, problems[1])
         assert row["answer"] == f"{a} + {b} = {a + b}"
         assert row["prompt"].endswith("<|im_start|>assistant\n")
 
 
-def test_ratios_are_those_to_the_first_library():
+def test_ratios_are_relative_to_the_first_library():
     def turns(cpu):
         return [{"steps": [{"cpu": cpu, "wall": 2 * cpu, "tokens": 1000, "reward": 0.5}] * 3, "peak_bytes": 2**20}]
 
@@ -88,12 +88,12 @@ def test_ratios_are_those_to_the_first_library():
     )
 
 
-def test_a_run_that_fails_is_named_with_its_log(tmp_path):
+def test_failed_run_is_reported_with_its_name_and_log(tmp_path):
     with pytest.raises(SystemExit, match=r"ended with 3, see .*log$"):
         command.measure([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "result.json", tmp_path / "log")
 
 
-def test_the_page_has_the_measured_figures():
+def test_page_has_the_measured_figures():
     turn = {"steps": [{"cpu": 2.0, "wall": 4.0, "tokens": 1000}], "peak_bytes": 2**20}
     costs = {
         "push": {"megabytes": 233.0, "copy": 0.03, "trainer": 0.04, "engine": 0.18},
@@ -130,6 +130,6 @@ def test_the_page_has_the_measured_figures():
     assert "## Updates" not in without
 
 
-def test_the_cost_of_a_token_is_the_median_of_the_steps():
+def test_cost_per_token_is_the_median_over_steps():
     steps = [{"cpu": cpu, "tokens": 1000} for cpu in (1.0, 2.0, 9.0)]
     assert command.per_token({"steps": steps}) == 2.0

@@ -1,4 +1,4 @@
-"""What Lightning keeps to itself and we use: still there, and still meaning what compat.py takes it to mean."""
+"""Private attributes and behaviour of Lightning that compat.py relies on: still present and unchanged."""
 
 import copy
 import inspect
@@ -46,7 +46,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 @pytest.mark.parametrize("path", _OF_TRAINER)
-def test_the_trainer_still_has(path):
+def test_trainer_still_has_the_attribute(path):
     there, result = quiet_trainer(), "trainer"
     for name in path.split("."):
         assert hasattr(there, name), f"lightning has no {result}.{name} any more: see lightning_rlhf/compat.py"
@@ -54,7 +54,7 @@ def test_the_trainer_still_has(path):
 
 
 @pytest.mark.parametrize("name", _OF_MODULE)
-def test_the_module_still_has(name):
+def test_module_still_has_the_attribute(name):
     gone = f"lightning's LightningModule has no {name} any more: see trainer_of in lightning_rlhf/compat.py"
     assert hasattr(SFTModule(TinyModel()), name), gone
 
@@ -70,21 +70,21 @@ def test_torch_still_sets_the_timeout_of_a_group(tmp_path):
 
 
 @pytest.mark.parametrize("name", _OF_CHECKPOINT)
-def test_the_model_checkpoint_still_has(name):
+def test_model_checkpoint_still_has_the_attribute(name):
     gone = f"lightning's ModelCheckpoint has no {name} any more: see compat.py and callbacks/checkpoint.py"
     assert hasattr(ModelCheckpoint(), name), gone
 
 
-def test_the_command_line_still_asks_the_checkpoint_for_hyperparameters_in_a_method_that_can_be_replaced():
+def test_command_line_still_reads_hyperparameters_of_a_checkpoint_in_a_replaceable_method():
     assert "_parse_ckpt_path" in inspect.getsource(LightningCLI.__init__)
 
 
-def test_a_trainer_s_fit_loop_is_still_of_the_class_that_is_extended_and_still_decides_by_skip():
+def test_fit_loop_of_a_trainer_still_has_the_extended_class_and_checks_skip():
     assert type(quiet_trainer().fit_loop) is _FitLoop
     assert "if self.skip:\n            return" in inspect.getsource(_FitLoop.run)
 
 
-def test_a_checkpoint_still_counts_progress_under_the_names_that_are_settled():
+def test_checkpoint_still_stores_progress_under_the_expected_names():
     state = quiet_trainer().fit_loop.state_dict()
     for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert set(state[name]["current"]) == set(_COUNTS), name
@@ -94,7 +94,7 @@ def test_a_checkpoint_still_counts_progress_under_the_names_that_are_settled():
 
 
 def progress(batch, completed, epoch, last=False, epochs=None):
-    """Return Lightning's counters in batch number ``batch`` of epoch number ``epoch``, of 5 batches each."""
+    """Return Lightning's counters at batch ``batch`` of epoch ``epoch``, with 5 batches per epoch."""
     total = (epoch - 1) * 5
 
     def counts(done, ahead):
@@ -126,7 +126,7 @@ def settled(checkpoint, epoch_batches=5):
     return checkpoint
 
 
-def test_a_batch_that_is_ending_has_ended_and_its_epoch_goes_on():
+def test_unfinished_batch_counts_as_completed_and_its_epoch_continues():
     after = settled(progress(batch=3, completed=2, epoch=2))
     fit = after["loops"]["fit_loop"]
     assert after["epoch"] == 1
@@ -137,7 +137,7 @@ def test_a_batch_that_is_ending_has_ended_and_its_epoch_goes_on():
 
 
 @pytest.mark.parametrize(("last", "epoch_batches"), [(True, 9), (False, 5)])
-def test_behind_an_epoch_s_last_batch_the_next_epoch_is_to_begin_at_its_first(last, epoch_batches):
+def test_after_the_last_batch_of_an_epoch_the_next_epoch_starts_at_its_first_batch(last, epoch_batches):
     after = settled(progress(batch=5, completed=4, epoch=2, last=last), epoch_batches)
     fit = after["loops"]["fit_loop"]
     assert after["epoch"] == 2
@@ -148,7 +148,7 @@ def test_behind_an_epoch_s_last_batch_the_next_epoch_is_to_begin_at_its_first(la
 
 
 @pytest.mark.parametrize(("batch", "last"), [(3, False), (5, True)])
-def test_in_validation_and_at_the_run_s_end_the_counters_are_those_of_the_batch_s_end(batch, last):
+def test_counters_in_validation_and_at_the_end_of_the_run_equal_those_at_the_end_of_the_batch(batch, last):
     at_end = settled(progress(batch, batch - 1, epoch=2, last=last))
     over = dict.fromkeys(_COUNTS, 2)  # Lightning ends the epoch of a run that max_steps stops
     assert settled(progress(batch, batch, epoch=2, last=last)) == at_end
@@ -156,27 +156,27 @@ def test_in_validation_and_at_the_run_s_end_the_counters_are_those_of_the_batch_
 
 
 @pytest.mark.parametrize("batch", [3, 5])
-def test_settled_counters_stay_as_they_are(batch):
+def test_settled_counters_do_not_change(batch):
     once = settled(progress(batch, batch - 1, epoch=2))
     assert settled(once) == once
 
 
-def test_the_trainer_reads_back_settled_counters():
+def test_trainer_loads_settled_counters():
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     state = trainer.fit_loop.state_dict()
     trainer.fit_loop.load_state_dict(settled({"loops": {"fit_loop": state}, "epoch": 0})["loops"]["fit_loop"])
     assert trainer.fit_loop.epoch_progress.current.processed == 0
 
 
-class Ends(Callback):
-    """Stops training after the second step if it is to, and asks after each whether training ends."""
+class TrainingEndRecorder(Callback):
+    """Stops training after the second step if ``stops`` is set, and records after each step whether training ends."""
 
     def __init__(self, stops):
-        self.stops, self.message = stops, []
+        self.stops, self.ends = stops, []
 
     def on_train_batch_end(self, trainer, *args):
         trainer.should_stop = self.stops and trainer.global_step == 2
-        self.message.append(training_ends(trainer))
+        self.ends.append(training_ends(trainer))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ class Ends(Callback):
     [(True, 4, {}), (False, 4, {"max_steps": 2}), (False, 2, {}), (False, 1, {"max_epochs": 2})],
     ids=["should_stop", "max_steps", "last batch", "last epoch"],
 )
-def test_the_last_step_is_told_at_its_end_whatever_ends_the_training(stops, batches, options):
+def test_end_of_training_is_known_in_the_last_step_for_every_stop_condition(stops, batches, options):
     batch = SequenceBatch(torch.tensor([[3, 4]]), torch.tensor([2]), torch.tensor([[False, True]]))
-    ends = Ends(stops)
-    assert fit(SFTModule(TinyModel()), [batch] * batches, callbacks=[ends], **options).global_step == 2
-    assert ends.message == [False, True]
+    recorder = TrainingEndRecorder(stops)
+    assert fit(SFTModule(TinyModel()), [batch] * batches, callbacks=[recorder], **options).global_step == 2
+    assert recorder.ends == [False, True]

@@ -1,4 +1,4 @@
-"""One statement does one thing: no assignment of three expressions at once, no call with six positional arguments.
+"""Limit on the size of statements: no assignment of three expressions at once, no call with six positional arguments.
 
 Print the findings of some files or folders with ``python -m tests.test_density lightning_rlhf/rollout``.
 """

@@ -1,4 +1,4 @@
-"""Code of the documents: YAML is that of a run, commands and their options exist, Python and JSON are well-formed."""
+"""Code blocks of the documentation: configurations parse, commands and options exist, Python and JSON are valid."""
 
 import ast
 import copy
@@ -53,7 +53,7 @@ def blocks(*languages, but=None):
 
 
 def run_of(part):
-    """Return a whole configuration around the part of one that a document shows."""
+    """Return a complete configuration that contains the part shown in a document."""
     if isinstance(part, list):
         is_callback = "callbacks" in part[0].get("class_path", "")
         return run_of({"trainer": {"callbacks": part}} if is_callback else {"rewards": part})
@@ -79,7 +79,7 @@ def run_of(part):
 
 @cache
 def functions():
-    """Return files with the functions and classes that configurations of documents name, by name."""
+    """Return files with the functions and classes that configurations in the documentation refer to, by name."""
     named = re.findall(r"\b(\w+\.py):(\w+)", "".join(path.read_text() for path in DOCUMENTS))
     files = dict.fromkeys(name for name, _ in named)
     return {
@@ -91,7 +91,7 @@ def functions():
 # docs/algorithms/ shows parts of configs/algorithms/, which tests/cli/test_algorithm_configs.py compares;
 # tests/cli/test_own_algorithm_page.py runs docs/own_algorithm.md with its classes.
 @pytest.mark.parametrize(("language", "block"), blocks("yaml", but=("docs/algorithms/", "docs/own_algorithm.md")))
-def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
+def test_yaml_blocks_are_valid_configurations(language, block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in functions().items():
         Path(name).write_text(text)
@@ -104,7 +104,7 @@ def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
 
 
 def commands():
-    """Return every command of the documents as a list of words, without the environment variables before it."""
+    """Return every command in the documentation as a list of words, without leading environment variables."""
     result = {}
     for block in blocks("bash"):
         for line in block.values[1].replace("\\\n", " ").splitlines():
@@ -150,7 +150,7 @@ VLLM = "vllm.entrypoints.openai.api_server"
 
 
 def parse(command, *arguments):
-    """Parse the arguments of a command of ours as it does; exits where it would."""
+    """Parse the arguments of a command of this project as the command does, and exit where it would."""
     module = COMMANDS[command][0]
     warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
     if module == LIGHTNING:
@@ -164,14 +164,14 @@ def parse(command, *arguments):
 
 
 @pytest.mark.parametrize(("language", "block"), blocks("python"))
-def test_python_is_well_formed_and_imports_what_exists(language, block):
+def test_python_blocks_are_well_formed_and_import_existing_names(language, block):
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_rlhf"):
             assert all(hasattr(import_module(node.module), name.name) for name in node.names)
 
 
 @pytest.mark.parametrize(("language", "block"), blocks("json", "jsonl"))
-def test_json_is_one_value_per_line(language, block):
+def test_json_blocks_have_one_value_per_line(language, block):
     assert all(isinstance(json.loads(line), dict) for line in block.splitlines())
 
 

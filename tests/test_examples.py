@@ -1,4 +1,4 @@
-"""Every example runs to its end and learns what it says."""
+"""Every example runs to its end and learns the task that its documentation describes."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def run(name, *arguments):
     return runpy.run_path(str(EXAMPLES / name))["main"](*arguments)
 
 
-def test_every_example_is_run_here():
+def test_every_example_is_tested():
     tested = {
         "01_ppo_from_python.py",
         "02_custom_reward.py",
@@ -42,17 +42,17 @@ def test_ppo_from_python_learns_to_write_the_letter(tmp_path):
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
-def test_a_custom_reward_is_called_with_columns_and_refused_without(capsys):
+def test_custom_reward_receives_columns_and_raises_without_them(capsys):
     assert run("02_custom_reward.py")[:2] == pytest.approx([1.0, 0.8])
     assert "did you mean 'answer'?" in capsys.readouterr().out
 
 
-def test_a_new_algorithm_learns(tmp_path):
+def test_new_algorithm_learns(tmp_path):
     assert run("03_new_algorithm.py", str(tmp_path)) > 0.85
 
 
-def test_verl_data_are_what_a_recipe_reads(tmp_path, capsys):
-    row = {"question": "What is 600 + 634?", "answer": "600 + 634 is 1,234.\n#### 1,234"}
+def test_verl_data_are_read_by_a_recipe(tmp_path, capsys):
+    row = {"question": "Compute 600 + 634.", "answer": "600 + 634 is 1,234.\n#### 1,234"}
     for split, count in (("train", 3), ("test", 2)):
         (tmp_path / f"{split}.jsonl").write_text(count * (json.dumps(row) + "\n"))
     assert run("04_verl_data.py", str(tmp_path), str(tmp_path / "verl")) == {"train": 3, "test": 2}
@@ -62,19 +62,19 @@ def test_verl_data_are_what_a_recipe_reads(tmp_path, capsys):
     data = PromptDataModule(str(tmp_path / "verl/train.parquet"), str(tmp_path / "tokenizer"), batch_size=3)
     data.setup("fit")
     (batch,) = data.train_dataloader()
-    assert batch.texts[0].startswith("What is 600 + 634? Let's think")
+    assert batch.texts[0].startswith("Compute 600 + 634. Let's think")
     assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], batch.columns["ground_truth"]) == [1, 1, 0]
     assert batch.columns["data_source"] == ["openai/gsm8k"] * 3
 
 
-def test_an_own_engine_generates_the_rollouts_of_a_run(tmp_path, monkeypatch):
+def test_custom_engine_generates_the_rollouts_of_a_run(tmp_path, monkeypatch):
     engine = runpy.run_path(str(EXAMPLES / "05_own_engine.py"))["PlainEngine"]
     monkeypatch.setattr("lightning_rlhf.rollout.transformers.TransformersEngine", engine)
     assert run("01_ppo_from_python.py", str(tmp_path)) > 0.9  # its log-probs are compared with the actor's in each step
     assert isinstance(engine(), RolloutEngine)
 
 
-def test_the_questions_of_the_chat_model_have_answers_that_the_tools_return(tmp_path):
+def test_tools_return_the_answers_of_the_chat_model_questions(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "smollm2/arithmetic.py"))
     example["main"](str(tmp_path))
     train, val = (
@@ -97,7 +97,7 @@ def test_the_questions_of_the_chat_model_have_answers_that_the_tools_return(tmp_
     assert len(problems) == 2048 + 128  # no held-out problem is trained on
 
 
-def test_the_reward_of_the_chat_model_reads_the_last_number_of_a_finished_answer():
+def test_reward_of_the_chat_model_reads_the_last_number_of_a_finished_answer():
     right = runpy.run_path(str(EXAMPLES / "smollm2/arithmetic.py"))["right"]
     answers = ["1 + 2 = 3", "3 is 1 + 2", "The answer is 3,000.", "3", "", "13"]
     assert right(answers, ["3", "3", "3000", "3", "3", "3"], [True, True, True, False, True, True]) == [

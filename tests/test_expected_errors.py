@@ -20,7 +20,7 @@ CLASSES = [
 ]
 
 
-def test_the_package_raises_its_own_classes():
+def test_package_raises_its_own_classes():
     raised = []
     for path in sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")]):
         name = str(path.relative_to(ROOT))
@@ -32,7 +32,7 @@ def test_the_package_raises_its_own_classes():
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_expected_error_is_a_built_in_exception_and_reaches_other_processes(kind):
+def test_expected_error_is_a_built_in_exception_and_can_be_pickled(kind):
     assert issubclass(kind, ExpectedError)
     assert {base.__name__ for base in kind.__mro__} & BUILT_IN
     copy = pickle.loads(pickle.dumps(kind("message")))

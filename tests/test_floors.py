@@ -1,4 +1,4 @@
-"""Who may import whom: a floor imports the floors below it, never those beside or above."""
+"""Layers of the package: a module imports from lower layers only, never from its own or a higher one."""
 
 import ast
 import graphlib
@@ -30,13 +30,13 @@ FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*
 
 
 def module_of(path):
-    """Return dotted name parts of a file; the top-level ``callbacks/`` is the package's room of that name."""
+    """Return the dotted name parts of a file; the top-level ``callbacks/`` is the subpackage of that name."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return parts if parts[0] == "lightning_rlhf" else ["lightning_rlhf", *parts]
 
 
 def imported(path, source=None):
-    """Return dotted names of everything of ours that a file imports, relative imports resolved."""
+    """Return the dotted names of all modules of this project that a file imports, with relative imports resolved."""
     here = module_of(path)
     for node in ast.walk(ast.parse(source or path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def imported(path, source=None):
 
 
 def wrong_imports(path, source=None):
-    """Return what a file imports although it may not."""
+    """Return the imports of a file that its layer does not allow."""
     room = module_of(path)[1]
     if room in DOORS:
         return [name for name in imported(path, source) if name.startswith("lightning_rlhf.tools")]
@@ -67,13 +67,13 @@ def wrong_imports(path, source=None):
     return wrong
 
 
-def test_every_file_lies_in_a_room_of_the_house():
+def test_every_file_belongs_to_a_known_subpackage():
     rooms = {module_of(path)[1] for path in FILES}
     assert rooms <= LEVEL.keys() | DOORS
     assert len(FILES) > 50
 
 
-def test_imports_go_downwards():
+def test_imports_point_to_lower_layers():
     wrong = {str(path.relative_to(ROOT)): names for path in FILES if (names := wrong_imports(path))}
     assert wrong == {}
 
@@ -94,7 +94,7 @@ def import_graph():
     return graph
 
 
-def test_no_import_circles():
+def test_imports_have_no_cycles():
     """Imports for type checkers count too; packages that only contain modules do not."""
     graph = {}
     for module, names in import_graph().items():
@@ -102,7 +102,7 @@ def test_no_import_circles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the circle
 
 
-def test_no_small_file_has_one_importer():
+def test_small_files_with_one_importer_do_not_exist():
     """A file under 40 lines that one other file uses belongs into that file."""
     graph = import_graph()
     alone = []
@@ -115,7 +115,7 @@ def test_no_small_file_has_one_importer():
     assert alone == []
 
 
-def test_the_ground_floor_needs_none_of_the_heavy_libraries():
+def test_lowest_layer_imports_no_heavy_libraries():
     """``types`` is made of tensors; ``compat`` is where Lightning's inner workings are; the others are plain Python."""
     plain = {name: set() for name in ("expected_errors", "launch_environment", "paths", "run_checks")}
     allowed = {**plain, "types": {"torch"}, "compat": {"torch", "lightning"}}
@@ -146,5 +146,5 @@ def test_the_ground_floor_needs_none_of_the_heavy_libraries():
         ("callbacks/x.py", "from callbacks.console import Console", 1),
     ],
 )
-def test_the_rule_sees_what_it_should(path, source, wrong):
+def test_checks_detect_wrong_imports(path, source, wrong):
     assert len(wrong_imports(ROOT / path, source)) == wrong

@@ -1,4 +1,4 @@
-"""The acceptance on a GPU, here in its small form on a CPU: every point runs, and no failure ends the others."""
+"""Acceptance checks for GPUs in a small form on a CPU: every check runs, and a failure does not stop the others."""
 
 import json
 import subprocess
@@ -15,20 +15,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def block(text):
-    """Return the lines of JSON in the block to send back, and how many passed."""
+    """Return the JSON lines of the report block, and the number of passed checks."""
     _, block = text.split("===== lightning-rlhf GPU acceptance: ")
     head, *lines = block.strip().splitlines()
     assert lines.pop() == "===== end ====="
     return [json.loads(line) for line in lines], head.removesuffix(" =====")
 
 
-def test_every_point_has_its_code():
+def test_every_check_has_its_code():
     for number, (name, _) in gpu_acceptance.POINTS.items():
         assert gpu_acceptance.point_of(number).__name__ == name
 
 
 @pytest.mark.slow
-def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys):
+def test_failed_check_is_reported_and_the_next_one_runs(monkeypatch, capsys):
     answers = {
         1: "raise SystemExit(3)",
         2: f"print('noise'); print({separate_process._RESULT + json.dumps({'ok': True, 'figure': 4})!r})",
@@ -56,7 +56,7 @@ def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys)
     assert lines[0]["error"] == "not run: the time for all points is over"
 
 
-def test_an_error_in_a_point_is_its_result(monkeypatch, capsys):
+def test_error_in_a_check_is_its_result(monkeypatch, capsys):
     def broken(device, folder):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -67,19 +67,19 @@ def test_an_error_in_a_point_is_its_result(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("number", [2, 4, 5, 7, 8, 13, 14, 15, 18])
-def test_quick_points_pass_on_a_cpu(number, tmp_path):
+def test_quick_checks_pass_on_a_cpu(number, tmp_path):
     result = gpu_acceptance.point_of(number)("cpu", tmp_path)
     assert result["ok"], result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 17])
-def test_points_of_several_processes_pass_on_a_cpu(number, tmp_path):
+def test_multi_process_checks_pass_on_a_cpu(number, tmp_path):
     result = gpu_acceptance.point_of(number)("cpu", tmp_path)
     assert result["ok"], result
 
 
-def test_a_wrong_gradient_of_packed_attention_would_be_found(monkeypatch, tmp_path):
+def test_wrong_gradient_of_packed_attention_is_detected(monkeypatch, tmp_path):
     calls, right = [], acceptance_trainer.packed_attention
 
     def halves_a_gradient(module, query, key, value, mask, **options):
@@ -94,7 +94,7 @@ def test_a_wrong_gradient_of_packed_attention_would_be_found(monkeypatch, tmp_pa
     assert result["largest_relative_difference"] > 0.3
 
 
-def test_an_error_of_one_run_is_its_line_and_the_other_runs_count(monkeypatch, tmp_path):
+def test_error_of_one_run_is_reported_and_other_runs_count(monkeypatch, tmp_path):
     one_step = acceptance_points.one_step
 
     def broken(name, device, folder, precision, checkpointing):
@@ -112,12 +112,12 @@ def test_an_error_of_one_run_is_its_line_and_the_other_runs_count(monkeypatch, t
 
 
 @pytest.mark.slow
-def test_other_bytes_in_the_receiving_process_would_be_found(monkeypatch, tmp_path):
+def test_different_bytes_in_the_receiving_process_are_detected(monkeypatch, tmp_path):
     monkeypatch.setattr(acceptance_trainer, "_sum_of_bytes", lambda tensor: -1)
     assert not acceptance_trainer.ipc("cpu", tmp_path)["ok"]
 
 
-def test_stale_weights_in_the_second_update_would_be_found(monkeypatch, tmp_path):
+def test_stale_weights_in_the_second_update_are_detected(monkeypatch, tmp_path):
     module_of = acceptance_points.module_of
 
     def frozen(name, **options):
@@ -131,7 +131,7 @@ def test_stale_weights_in_the_second_update_would_be_found(monkeypatch, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_points_pass_on_a_cpu_in_their_small_form():
+def test_all_checks_pass_on_a_cpu_in_small_form():
     command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", "cpu", "--seconds", "1100"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines, passed = block(done.stdout)

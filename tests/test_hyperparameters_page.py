@@ -1,4 +1,4 @@
-"""The YAML of docs/hyperparameters.md is that of a run, and every number that it names is an argument."""
+"""The YAML of docs/hyperparameters.md is a valid configuration, and every value on the page refers to an argument."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.stand_ins import TinyModel, responses, rollout_of
 PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_text()
 
 
-def test_its_schedule_and_its_optimizer_can_be_made():
+def test_schedule_and_optimizer_can_be_instantiated():
     snippets = [yaml.safe_load(item) for item in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
     assert [list(snippet) for snippet in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"]]
     schedule, adamw = (next(iter(snippet.values())) for snippet in snippets)
@@ -28,7 +28,7 @@ def test_its_schedule_and_its_optimizer_can_be_made():
     MatrixDecayAdamW(TinyModel().causal().parameters(), **adamw["init_args"])
 
 
-def test_its_numbers_are_arguments():
+def test_values_refer_to_existing_arguments():
     classes = ("PPOModule", "PromptDataModule", "callbacks.RolloutLoop")
     known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
     named = re.findall(r"^\| [^|]+ \| `([\w.]+)", PAGE, re.MULTILINE)
@@ -36,7 +36,7 @@ def test_its_numbers_are_arguments():
     assert {name.rpartition(".")[2] for name in named} <= known
 
 
-def test_the_passes_that_it_leaves_out_are_not_made():
+def test_skipped_passes_do_not_run():
     faster = PAGE.partition("## Faster")[2].partition("\n## ")[0]
     assert "`correction: {bypass: true}`" in faster
     assert "`coef` of `kl_reward` and `kl_loss` to 0" in faster

@@ -1,4 +1,5 @@
-"""``constraints/install.sh`` refuses a machine with a GPU that the locked packages cannot use, before it installs."""
+"""``constraints/install.sh`` rejects a machine whose GPU the locked packages do not support before it installs
+anything."""
 
 import os
 import shutil
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def machine(tmp_path):
-    """Installs into a copy of the tree, on a machine with the given programs; returns the last line on stderr."""
+    """Run the installation in a copy of the tree, on a machine with the given programs; return the last line on
+    stderr."""
     shutil.copytree(ROOT / "constraints", tmp_path / "constraints")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
@@ -66,7 +68,7 @@ def machine(tmp_path):
 
 
 @pytest.mark.parametrize(("doctor", "tests", "code"), [(0, 0, 0), (1, 0, 2), (0, 1, 2), (1, 1, 2)])
-def test_the_tests_on_a_gpu_run_even_if_doctor_finds_faults(tmp_path, doctor, tests, code):
+def test_gpu_tests_run_even_if_doctor_finds_problems(tmp_path, doctor, tests, code):
     for name, status in (("lightning-rlhf", doctor), ("python", tests)):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit {status}\n')
         (tmp_path / name).chmod(0o755)
@@ -76,7 +78,7 @@ def test_the_tests_on_a_gpu_run_even_if_doctor_finds_faults(tmp_path, doctor, te
     assert done.returncode == code
 
 
-def test_a_machine_that_has_everything_begins_to_install(machine):
+def test_complete_machine_starts_the_installation(machine):
     assert "-m venv' failed" in machine("580.95.05, 9.0")
 
 
@@ -87,29 +89,29 @@ def test_a_machine_that_has_everything_begins_to_install(machine):
         ("590.1, 7.0", "needs GPUs of compute capability 7.5 (Turing) or newer, and this one has 7.0"),
     ],
 )
-def test_an_old_driver_or_gpu_is_refused(machine, answer, message):
+def test_old_driver_or_gpu_is_rejected(machine, answer, message):
     assert message in machine(answer)
 
 
-def test_a_missing_compiler_is_refused(machine):
+def test_missing_compiler_is_rejected(machine):
     assert "a C compiler is missing" in machine("580.95.05, 9.0", compiler=False)
 
 
-def test_missing_headers_are_refused(machine):
+def test_missing_headers_are_rejected(machine):
     assert "Python.h is missing" in machine("580.95.05, 9.0", headers=False)
 
 
 @pytest.mark.parametrize("answer", ["580.95.05, [N/A]", "580.95.05, 9.0\n580.95.05, [N/A]"])
-def test_a_gpu_without_a_known_capability_begins_to_install(machine, answer):
+def test_gpu_without_a_known_capability_starts_the_installation(machine, answer):
     assert "-m venv' failed" in machine(answer)
     assert "constraints/gpu.lock" in machine.output
 
 
-def test_an_old_gpu_behind_one_without_a_known_capability_is_refused(machine):
+def test_old_gpu_after_one_without_a_known_capability_is_rejected(machine):
     assert "this one has 7.0" in machine("580.95.05, [N/A]\n580.95.05, 7.0")
 
 
-def test_a_driver_that_does_not_answer_is_refused(machine):
+def test_driver_that_does_not_answer_is_rejected(machine):
     answer = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     last = machine(answer, devices=["nvidia0"], smi_works=False)
     assert "nvidia-smi reports no driver ('NVIDIA-SMI has failed" in last
@@ -120,18 +122,18 @@ def test_a_driver_that_does_not_answer_is_refused(machine):
     ("module", "message"),
     [("580.95.05", "-m venv' failed"), (None, "-m venv' failed"), ("570.1", "this machine has 570.1")],
 )
-def test_a_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, message):
+def test_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, message):
     assert message in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
     if module != "570.1":
         assert "constraints/gpu.lock" in machine.output
 
 
-def test_a_gpu_in_mig_mode_begins_to_install(machine):
+def test_gpu_in_mig_mode_starts_the_installation(machine):
     assert "-m venv' failed" in machine("580.95.05, 9.0", devices=["nvidia0", "nvidia-caps"])
 
 
 @pytest.mark.parametrize(("devices", "noted"), [(["kfd"], True), ([], False)])
-def test_a_machine_without_an_nvidia_gpu_installs_for_the_cpu(machine, devices, noted):
+def test_machine_without_an_nvidia_gpu_installs_for_the_cpu(machine, devices, noted):
     assert "-m venv' failed" in machine(None, devices=devices)
     assert "constraints/cpu.lock" in machine.output
     assert ("ROCm is not supported" in machine.output) == noted

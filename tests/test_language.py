@@ -22,13 +22,14 @@ PHRASES = {re.compile(rule["pattern"], re.IGNORECASE): rule["use"] for rule in R
 ARGUMENT_STARTS, NAME_PARTS, NAMES, VERBS = (
     set(RULES[key].split()) for key in ("argument_starts", "name_parts", "names", "verbs")
 )
-MATHEMATICS = ("lightning_rlhf/functional", "lightning_rlhf/objectives")  # a noun phrase names what a formula computes
+# A noun phrase may describe the result of a formula.
+MATHEMATICS = ("lightning_rlhf/functional", "lightning_rlhf/objectives")
 SHAPE = r"\([^)]*\)(?: (?:bool|int64|float32|float64|int)\b)?,? *"  # before the noun of an argument line
 PROPERTIES = ("property", "setter", "fixture", "contextmanager")
 
 
 def phrases(text, line):
-    """Return findings of a text: (line, words, remedy)."""
+    """Yield findings of a text: (line, words, remedy)."""
     for number, part in enumerate(text.splitlines()):
         part = re.sub(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+", "", part)
         for pattern, remedy in PHRASES.items():
@@ -37,7 +38,7 @@ def phrases(text, line):
 
 
 def argument_lines(docstring):
-    """Return (offset, first word) of each entry under Args, Attributes and Raises of a Google docstring."""
+    """Yield (offset, first word) of each entry under Args, Arguments and Attributes of a Google docstring."""
     section, indent = "", 0
     for number, line in enumerate(docstring.splitlines()):
         if header := re.fullmatch(r"(Args|Arguments|Attributes):", line.strip()):
@@ -95,7 +96,7 @@ def source_findings(path):
 
 
 def document_findings(path):
-    """Return the prose of a page without its code, the comments of a configuration."""
+    """Yield findings in the prose of a page without its code blocks, or in the comments of a configuration."""
     fenced, lines = False, []
     for line in path.read_text().splitlines():
         fenced ^= line.lstrip().startswith("```")

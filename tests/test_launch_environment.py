@@ -1,4 +1,4 @@
-"""The table of environment variables: what is set where, never over a user's value, and early enough."""
+"""The table of environment variables: they are set in the right processes, early enough, and keep the user's values."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ BOX = Machine(has_gpu=True, cores=96, processes=8)
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No variable of the table is set, and no library that reads one at its import is there."""
+    """An environment without the variables of the table and without the libraries that read one when imported."""
     for name in [*BY_NAME, OURS, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch_environment, "sys", type("Sys", (), {"modules": {}}))
@@ -28,7 +28,7 @@ def machine(monkeypatch, **fields):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(**fields)))
 
 
-def test_without_a_gpu(bare, monkeypatch):
+def test_variables_without_a_gpu(bare, monkeypatch):
     machine(monkeypatch, has_gpu=False, cores=8, processes=4)
     expected = {
         "TOKENIZERS_PARALLELISM": "false",
@@ -43,7 +43,7 @@ def test_without_a_gpu(bare, monkeypatch):
     assert apply() == {}
 
 
-def test_with_gpus(bare, monkeypatch):
+def test_variables_with_gpus(bare, monkeypatch):
     machine(monkeypatch, has_gpu=True, cores=96, processes=8)
     assert apply() == {
         "NCCL_DEBUG": "WARN",
@@ -53,14 +53,14 @@ def test_with_gpus(bare, monkeypatch):
     }
 
 
-def test_what_waits_for_the_number_of_processes_is_set_when_it_is_known(bare, monkeypatch):
+def test_variables_that_depend_on_the_number_of_processes_are_set_once_it_is_known(bare, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not {"LOCAL_SIZE", "OMP_NUM_THREADS"} & apply().keys()
     assert apply(processes=3)["LOCAL_SIZE"] == "3"
 
 
 @pytest.mark.parametrize("name", [v.name for v in VARIABLES if v.process == "all"])
-def test_a_users_value_stays(bare, monkeypatch, name):
+def test_user_value_is_kept(bare, monkeypatch, name):
     machine(monkeypatch, has_gpu=name == "NCCL_DEBUG", cores=8, processes=4)
     monkeypatch.setenv(name, "mine")
     assert name not in apply()
@@ -68,12 +68,12 @@ def test_a_users_value_stays(bare, monkeypatch, name):
     assert origin(BY_NAME[name], os.environ, BOX) == ("mine", "you")
 
 
-def test_an_empty_value_is_a_value(bare, monkeypatch):
+def test_empty_value_counts_as_set(bare, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")
     assert "TOKENIZERS_PARALLELISM" not in apply()
 
 
-def test_what_a_library_has_read_already_is_left(bare, monkeypatch):
+def test_variables_of_an_already_imported_library_are_not_set(bare, monkeypatch):
     machine(monkeypatch, has_gpu=False, cores=8, processes=4)
     launch_environment.sys.modules |= {"torch": None, "deepspeed": None}
     assert not {"OMP_NUM_THREADS", "DS_ACCELERATOR"} & apply().keys()
@@ -84,12 +84,12 @@ def test_one_process_uses_all_cores(bare, monkeypatch):
     assert "OMP_NUM_THREADS" not in apply()
 
 
-def test_more_processes_than_cores_have_a_thread_each(bare, monkeypatch):
+def test_more_processes_than_cores_use_one_thread_each(bare, monkeypatch):
     machine(monkeypatch, has_gpu=False, cores=2, processes=4)
     assert apply()["OMP_NUM_THREADS"] == "1"
 
 
-def test_who_set_what_is_known_in_child_processes_too(bare, monkeypatch):
+def test_child_processes_know_which_variables_were_set_automatically(bare, monkeypatch):
     machine(monkeypatch, has_gpu=False, cores=8, processes=None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     apply()
@@ -99,7 +99,7 @@ def test_who_set_what_is_known_in_child_processes_too(bare, monkeypatch):
     assert origin(BY_NAME["NCCL_DEBUG"], inherited, LAPTOP) == ("", "not applicable")
 
 
-def test_the_engine_has_variables_of_its_own(bare):
+def test_engine_has_separate_variables(bare):
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
     instance = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -121,7 +121,7 @@ def test_the_engine_has_variables_of_its_own(bare):
     assert origin(BY_NAME["TORCH_COMPILE_DISABLE"], {}, BOX) == ("", "not applicable")
 
 
-def test_a_users_value_reaches_the_engine_unless_it_would_not_work():
+def test_user_value_reaches_the_engine_unless_it_would_break_it():
     inputs = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     result = engine_environment(inputs)
     assert "VLLM_LOGGING_LEVEL" not in result
@@ -129,7 +129,7 @@ def test_a_users_value_reaches_the_engine_unless_it_would_not_work():
 
 
 @pytest.mark.parametrize(("files", "has_gpu"), [((), False), (("nvidia0",), True), (("kfd",), False), (("dxg",), True)])
-def test_gpus_are_seen_without_torch(tmp_path, files, has_gpu):
+def test_gpus_are_detected_without_torch(tmp_path, files, has_gpu):
     for name in ("null", "nvidiactl", *files):
         (tmp_path / name).touch()
     assert Machine.here({}, devices=tmp_path).has_gpu == has_gpu
@@ -148,11 +148,11 @@ def test_gpus_are_seen_without_torch(tmp_path, files, has_gpu):
         ({"LOCAL_WORLD_SIZE": "4"}, 2, 2),
     ],
 )
-def test_the_number_of_processes_comes_from_who_launched_them(environ, inputs, processes):
+def test_number_of_processes_is_read_from_the_launcher(environ, inputs, processes):
     assert Machine.here(environ, inputs).processes == processes
 
 
-def test_the_command_line_sets_them_before_anything_is_imported():
+def test_command_line_sets_variables_before_any_import():
     code = """
 import sys
 from lightning_rlhf import launch_environment
@@ -170,7 +170,7 @@ main()
     assert (done.returncode, done.stdout.strip()) == (7, "[]"), done.stderr
 
 
-def test_every_row_says_why_in_one_sentence():
+def test_every_variable_has_a_one_line_reason():
     for variable in VARIABLES:
         assert variable.reason.endswith(".")
         assert variable.reason[0].isupper()

@@ -1,4 +1,4 @@
-"""Every metric that runs of all kinds log has a row in docs/metrics.md, and every row is logged by one of them."""
+"""Every metric that runs log has a row in docs/metrics.md, and every row is logged by some run."""
 
 import re
 from functools import partial
@@ -67,7 +67,7 @@ def run(directory, module, data, callbacks, steps=1):
 
 
 def a_whole_ppo_run(directory):
-    """Return with everything that there is: reference, reward model, validation with votes and sources."""
+    """Run PPO with all optional parts: reference, reward model, validation with majority votes and sources."""
     engine = ScriptedEngine(["a", "bb", "ab", "c", "abcdefg"], LETTERS.load())
     rewards = [RewardFunction(style, on_error="skip"), RewardFunction(right)]
     loop = RolloutLoop(
@@ -163,7 +163,7 @@ RUNS = (
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """Names that the runs log, by run."""
+    """Names of the metrics that each run logs."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("max_memory_allocated", "max_memory_reserved"):
             patch.setattr(torch.cuda, name, lambda _: 2**30)
@@ -188,7 +188,7 @@ NAMES = [name for row in ROWS for name in expanded(row)]
 
 
 def matches(row, name):
-    """Return whether a logged name is that of a row, whose placeholders are still in it."""
+    """Return whether a logged name matches the row name, which may contain placeholders."""
     pattern = re.escape(row)
     for placeholder, values in PLACEHOLDERS.items():
         pattern = pattern.replace(re.escape(placeholder), values)
@@ -196,19 +196,19 @@ def matches(row, name):
 
 
 def rows_of(name):
-    """Return the rows of a logged name; those of all sources come before those of one."""
+    """Return the rows that match a logged name; rows over all sources come before those of one source."""
     rows = [row for row in NAMES if matches(row, name)]
     of_source, of_conversations = re.sub("^val/(one|two)/", "val/", name), re.sub("^val/env/", "env/", name)
     return rows or [row for row in NAMES if matches(row, of_source) or matches(row, of_conversations)]
 
 
-def test_every_metric_that_is_logged_has_exactly_one_row(logged):
+def test_every_logged_metric_has_exactly_one_row(logged):
     every = set().union(*logged.values())
     assert {name: rows for name in every if len(rows := rows_of(name)) != 1} == {}
     assert any(name.startswith("val/one/") for name in every)
 
 
-def test_the_page_defines_every_metric_as_its_row_does(logged):
+def test_page_defines_every_metric_as_its_row_does(logged):
     assert WRITTEN.read_text() == content(), "run python -m tests.metric_definitions"
     rows = {name: item for row, item in table().items() for name in expanded(row)}
     for name in set().union(*logged.values()):
@@ -219,7 +219,7 @@ def test_the_page_defines_every_metric_as_its_row_does(logged):
         assert definitions([name]) == {name: {"unit": unit, "meaning": meaning}}, name
 
 
-def test_metrics_of_a_user_have_no_definition():
+def test_user_metrics_have_no_definition():
     assert definitions(["mine", "val/eval/mine", "reward/a/b"]) == {}
 
 
@@ -228,12 +228,12 @@ def test_every_row_is_logged_by_a_run(logged):
     assert set(NAMES) - seen == set()
 
 
-def test_no_name_is_in_two_rows_and_none_is_both_logged_and_not():
+def test_names_are_in_one_row_and_are_not_both_logged_and_excluded():
     assert len(NAMES) == len(set(NAMES)) > 150
     assert not set(NAMES) & set(re.findall("^\\| `(.*?)` \\|", NOT_LOGGED, re.MULTILINE))
 
 
-def test_a_row_matches_what_its_placeholders_stand_for():
+def test_row_matches_values_of_its_placeholders():
     best, worst = expanded("val/<reward>_{best,worst}@<k>")
     assert matches(best, "val/right_best@16")
     assert matches(worst, "val/right_worst@2")
@@ -241,23 +241,23 @@ def test_a_row_matches_what_its_placeholders_stand_for():
         assert not matches(best, wrong)
 
 
-def test_names_of_metrics_are_not_free_for_rewards():
+def test_metric_names_are_not_allowed_as_reward_names():
     of_rewards = {name.removeprefix("reward/") for name in NAMES if name.startswith("reward/") and "<" not in name}
     assert of_rewards | {"score"} == _RESERVED_LABELS
 
 
-def test_each_row_of_the_tables_has_all_columns():
+def test_every_table_row_has_all_columns():
     for part, bars in ((LOGGED, 6), (NOT_LOGGED, 3)):
         rows = [line for line in part.splitlines() if line.startswith("|")]
         assert rows
         assert all(len(re.findall(r"(?<!\\)\|", line)) == bars for line in rows)
 
 
-def test_no_metric_is_the_folder_of_another():
-    """As MLflow's file store makes files and folders of their names."""
+def test_metric_name_is_not_a_folder_of_another_metric():
+    """MLflow's file store turns names into files and folders."""
     assert [(one, other) for one in NAMES for other in NAMES if other.startswith(f"{one}/")] == []
 
 
-def test_a_reward_s_name_makes_no_folder():
+def test_reward_name_makes_no_folder():
     with pytest.raises(ValueError, match="a reward cannot be called 'a/b': '/' creates folders"):
         check_rewards([RewardFunction(style, name="a/b")], [])

@@ -1,4 +1,4 @@
-"""The metrics as objects of torchmetrics: their values, over batches, ranks and in a module of somebody else."""
+"""Metrics as torchmetrics objects: their values over batches and ranks, and in a module of the user."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ from tests.test_readme import ROOT
 OF_REWARDS = {BestAtK: best_at_k, WorstAtK: worst_at_k}
 
 
-def test_a_case_worked_by_hand():
+def test_values_for_a_case_worked_by_hand():
     rewards = float64([[0, 1, 1, 0], [0, 0, 0, 1]])
     # of the 6 draws of 2 from the first prompt 1 has no correct sample, of those from the second 3: (5/6 + 3/6) / 2
     passed, best, worst = PassAtK(2), BestAtK(2), WorstAtK(2)
@@ -49,7 +49,7 @@ def test_a_case_worked_by_hand():
 
 @properties
 @given(seeds)
-def test_the_mean_over_prompts_is_that_of_the_functions_in_any_batches(seed):
+def test_mean_over_prompts_equals_the_function_for_any_batches(seed):
     rewards = normal(7, 5, seed=seed)
     answers = [[round(reward) for reward in row] for row in rewards.tolist()]
     for k in (1, 3, 5):
@@ -67,7 +67,7 @@ def test_the_mean_over_prompts_is_that_of_the_functions_in_any_batches(seed):
         assert_close(majority.compute(), sum(majority_at_k(instance, row, k) for instance, row in rows) / 7)
 
 
-def test_a_prompt_with_a_missing_reward_does_not_count():
+def test_prompt_with_a_missing_reward_is_not_counted():
     rewards = float64([[1, math.nan, 0], [0, 2, 1]])
     for metric, expected in ((BestAtK(2), (2 + 2 + 1) / 3), (WorstAtK(2), (0 + 0 + 1) / 3)):
         metric.update(rewards)
@@ -78,13 +78,13 @@ def test_a_prompt_with_a_missing_reward_does_not_count():
 
 
 @pytest.mark.parametrize("kind", [PassAtK, BestAtK, WorstAtK])
-def test_without_prompts_the_mean_is_nan(kind):
+def test_mean_without_prompts_is_nan(kind):
     metric = kind(2)
     metric.update(torch.zeros(0, 4))
     assert math.isnan(metric.compute())
 
 
-def test_pairs_worked_by_hand():
+def test_pair_metrics_for_a_case_worked_by_hand():
     accuracy, calibration = PairAccuracy(), PairCalibrationError()
     difference = float64([math.log(p / (1 - p)) for p in (0.61, 0.36, 0.92)])
     for metric in (accuracy, calibration):
@@ -102,7 +102,7 @@ def test_pairs_worked_by_hand():
     assert math.isnan(empty.compute()["accuracy"])
 
 
-def test_the_number_of_bins_is_that_of_the_function():
+def test_number_of_bins_equals_that_of_the_function():
     difference = 2 * normal(40, seed=3)
     metric = PairCalibrationError(bins=4)
     metric.update(difference)
@@ -110,7 +110,7 @@ def test_the_number_of_bins_is_that_of_the_function():
     assert metric.compute() != calibration_error(calibration_bins(difference))
 
 
-def test_reset_and_the_value_of_one_batch():
+def test_reset_clears_the_state_and_forward_returns_the_value_of_one_batch():
     rewards = normal(6, 4, seed=5)
     metric = BestAtK(2)
     assert_close(metric(rewards[:2]), sum(best_at_k(row, 2) for row in rewards[:2].tolist()) / 2)
@@ -121,7 +121,7 @@ def test_reset_and_the_value_of_one_batch():
     assert_close(metric.compute(), best_at_k(rewards[5].tolist(), 2))
 
 
-def test_over_ranks_every_row_counts_once_even_on_a_rank_without_rows():
+def test_every_row_counts_once_over_ranks_even_with_an_empty_rank():
     rewards, difference = normal(5, 4, seed=1), normal(5, seed=2)
     shares = ([0, 1, 2, 3, 4], [])
 
@@ -141,7 +141,7 @@ def test_over_ranks_every_row_counts_once_even_on_a_rank_without_rows():
 
 
 class Foreign(LightningModule):
-    """A module of somebody else that logs metrics as those of torchmetrics."""
+    """A user's module that logs these objects like other torchmetrics."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ class Foreign(LightningModule):
         self.log_dict(self.at_k, on_epoch=True)
 
 
-def test_lightning_logs_them_as_any_metric(tmp_path):
+def test_lightning_logs_the_objects_like_other_metrics(tmp_path):
     rewards = normal(6, 4, seed=7)
     trainer = Trainer(
         accelerator="cpu",
@@ -179,12 +179,12 @@ def test_lightning_logs_them_as_any_metric(tmp_path):
         ),
     ],
 )
-def test_wrong_arguments_are_named(made, message):
+def test_wrong_arguments_are_reported_by_name(made, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         made()
 
 
-def test_the_example_of_the_page_prints_the_values_beside_it():
+def test_example_of_the_page_prints_the_documented_values():
     (block,) = re.findall("```python\n(.*?)```", (ROOT / "docs/reference/metrics.md").read_text(), re.DOTALL)
     written = io.StringIO()
     with contextlib.redirect_stdout(written):

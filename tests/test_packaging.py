@@ -1,4 +1,4 @@
-"""The source distribution and the wheel hold what they should, and the wheel works away from the source tree."""
+"""The source distribution and the wheel hold the right files, and the wheel works without the source tree."""
 
 import ast
 import configparser
@@ -33,7 +33,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """The source distribution of a copy of the tree, and the wheel built from that."""
+    """The source distribution of a copy of the tree, and the wheel built from it."""
     tree = tmp_path_factory.mktemp("tree") / "tree"
     leave = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
     shutil.copytree(ROOT, tree, ignore=leave)
@@ -47,7 +47,7 @@ def wheel(dist):
     return path
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel):
+def test_wheel_holds_only_the_package(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
@@ -61,7 +61,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 
-def test_wheel_has_the_callbacks_folder_in_place_of_its_door(wheel):
+def test_wheel_replaces_the_callbacks_module_by_the_callbacks_folder(wheel):
     packed = zipfile.ZipFile(wheel).read("lightning_rlhf/callbacks/__init__.py").decode()
     assert packed == (ROOT / "callbacks/__init__.py").read_text()
 
@@ -73,7 +73,7 @@ def test_wheel_has_the_configurations_of_the_quickstart(wheel):
         assert packed == (ROOT / "configs/quickstart" / name).read_text()
 
 
-def test_wheel_metadata(wheel):
+def test_wheel_metadata_is_complete(wheel):
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     (entry_points,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
@@ -99,7 +99,7 @@ def test_source_distribution_holds_the_tree(dist):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A virtual environment with the wheel and the running environment's dependencies; its ``bin`` and packages."""
+    """A virtual environment with the wheel and the dependencies of this environment; its ``bin`` and packages."""
     tmp_path = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
     python = tmp_path / "venv/bin/python"
@@ -140,7 +140,7 @@ class MyLoss(ReinforceLoss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["configuration", "working directory"])
-def test_a_user_s_loss_is_found_without_pythonpath(installed, tmp_path, folder):
+def test_user_loss_is_found_without_pythonpath(installed, tmp_path, folder):
     programs, _ = installed
     (tmp_path / "empty").mkdir()
     instance = tmp_path if folder == "configuration" else tmp_path / "empty"
@@ -166,14 +166,15 @@ def index(wheel, tmp_path_factory):
 
 @pytest.fixture
 def programs(tmp_path):
-    """The programs of an empty environment, which is removed afterwards: it grows to 4 GB."""
+    """The programs of an empty environment, which is deleted after the test because it grows to 4 GB."""
     run(sys.executable, "-m", "venv", "venv", cwd=tmp_path)
     yield tmp_path / "venv/bin"
     shutil.rmtree(tmp_path / "venv")
 
 
 def has_cpu_torch():
-    """Check whether a folder that is named to pip has the CPU build of torch; else it is on the index of PyTorch."""
+    """Check whether a folder that pip is configured to search has the CPU build of torch; otherwise PyTorch's index
+    has it."""
     folders = os.environ.get("PIP_FIND_LINKS", "").split()
     return any(list(Path(folder.removeprefix("file://")).glob("torch-*+cpu-*.whl")) for folder in folders)
 
@@ -184,7 +185,7 @@ def without_versions(text):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_commands_of_the_page_install_from_an_index_into_an_empty_environment(index, programs, tmp_path):
+def test_commands_of_the_installation_page_work_in_an_empty_environment(index, programs, tmp_path):
     page = (ROOT / "docs/index.md").read_text().partition("## Install")[2].partition("\n## ")[0]
     commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[1].splitlines()
     reachable = [programs / "pip", "download", "--quiet", "--no-deps", "--dest", "reached", "pebble"]
@@ -210,7 +211,7 @@ def test_the_commands_of_the_page_install_from_an_index_into_an_empty_environmen
     assert "rollouts: vLLM" in run(programs / "lightning-rlhf", "fit", "--config", "my.yaml", cwd=tmp_path)
 
 
-def test_messages_and_documents_name_extras_that_exist():
+def test_extras_in_messages_and_documents_exist():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     extras = set(settings["options.extras_require"])
@@ -223,7 +224,7 @@ def test_messages_and_documents_name_extras_that_exist():
     assert not [file for file in files if "install 'lightning_rlhf[" in file.read_text()]
 
 
-def test_door_and_folder_export_the_same_callbacks():
+def test_callbacks_module_and_folder_export_the_same_callbacks():
     def exports(path):
         tree = ast.parse((ROOT / path).read_text())
         imports = {
@@ -243,7 +244,7 @@ def test_door_and_folder_export_the_same_callbacks():
     assert exports("callbacks/__init__.py")[0]
 
 
-def test_locks_hold_versions_and_nothing_of_the_machine_that_made_them():
+def test_locks_hold_versions_and_no_paths_of_the_machine_that_made_them():
     for name in ("cpu", "gpu"):
         lines = (ROOT / f"constraints/{name}.lock").read_text().splitlines()
         pins = [line for line in lines if not line.startswith("#")]
@@ -252,13 +253,13 @@ def test_locks_hold_versions_and_nothing_of_the_machine_that_made_them():
             assert re.fullmatch(r"[a-z0-9-]+==[\w.+]+( ; .*python_full_version.*)?  # via [\w.,() -]+", line), line
 
 
-def test_cpu_lock_has_no_cuda():
+def test_cpu_lock_has_no_cuda_packages():
     pins = (ROOT / "constraints/cpu.lock").read_text()
     assert re.search(r"^torch==[\d.]+\+cpu ", pins, re.MULTILINE)
     assert not re.search(r"^(torchvision|torchaudio|torchcodec|triton|nvidia-\S+|cuda-\S+)==", pins, re.MULTILINE)
 
 
-def test_no_lock_has_a_setuptools_with_a_known_fault():
+def test_locks_have_no_vulnerable_setuptools():
     """CVE-2025-47273: below 78.1.1 a package index can write anywhere."""
     for name in ("cpu", "gpu"):
         lock = (ROOT / f"constraints/{name}.lock").read_text()

@@ -1,4 +1,4 @@
-"""Every command of the README is run by a test, and every file it names exists."""
+"""Every command of the README is run by a test, and every file that it mentions exists."""
 
 import ast
 import re
@@ -9,14 +9,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def own_task():
-    """Return the commands of one section, which a test follows from first to last."""
+    """Return the commands of the section on a custom task, which a test runs from first to last."""
     section = re.search(r"^## Your own task\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
     return re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)[1].splitlines()
 
 
 # command: where it is run
 RUN_BY = {
-    "pip install 'lightning-rlhf[vllm]'": "nobody: it needs a GPU; tests/test_packaging.py runs those for a CPU",
+    "pip install 'lightning-rlhf[vllm]'": "not run: it needs a GPU; tests/test_packaging.py runs those for a CPU",
     "lightning-rlhf new my_task": "tests/cli/test_new.py",
     "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
     ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": (
@@ -34,18 +34,18 @@ def test_every_command_is_run_by_a_test():
     assert commands == set(RUN_BY)
 
 
-def test_the_quickstart_recipe_is_the_three_runs_that_are_tested():
+def test_quickstart_recipe_consists_of_the_three_tested_runs():
     recipe = re.search(r"^quickstart:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert re.findall(r"fit --config (\S+)", recipe) == [
         f"configs/quickstart/{s}.yaml" for s in ("sft", "reward", "ppo")
     ]
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
-def test_every_file_that_documents_name_exists():
+def test_files_in_documents_exist():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs/README.md", *ROOT.glob("docs/**/*.md")]
     assert len(documents) > 3
     for document in documents:
@@ -54,7 +54,7 @@ def test_every_file_that_documents_name_exists():
 
 
 def lines_of(file, names):
-    """Return lines of the functions and classes of a file with these names; of the whole file without one."""
+    """Return the number of lines of the named functions and classes of a file, or of the whole file without names."""
     text = (ROOT / file).read_text()
     if not file.endswith(".py"):
         return len(text.splitlines())
@@ -64,7 +64,7 @@ def lines_of(file, names):
     return len(set().union(*spans)) if spans else len(text.splitlines())
 
 
-def test_one_step_is_read_in_few_files():
+def test_one_step_can_be_read_in_few_files():
     section = (ROOT / "docs/ideas.md").read_text().partition("## A step in the code")[2].partition("\n## ")[0]
     items = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
     files = [re.match(r"\[`([^`]+)`\]", item)[1] for item in items]

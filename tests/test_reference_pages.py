@@ -1,4 +1,4 @@
-"""The pages of docs/reference are what the sources give, and have every public name."""
+"""The pages of docs/reference equal the generated ones and contain every public name."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ def writer():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_what_the_sources_give(writer, page):
+def test_pages_equal_the_generated_ones(writer, page):
     assert page.read_text() == writer.content(page), "write it: python -m tests.reference_pages"
 
 
@@ -30,7 +30,7 @@ def test_every_public_name_is_on_a_page():
     assert public - named == set()
 
 
-def test_links_lead_to_one_heading_each():
+def test_links_point_to_exactly_one_heading():
     headings = Counter(
         f"{page.name}#{re.sub(r'[^a-z0-9_]', '', heading.lower())}"
         for page in PAGES
@@ -41,13 +41,13 @@ def test_links_lead_to_one_heading_each():
     assert {link: headings[link] for link in links if headings[link] != 1} == {}
 
 
-def test_an_argument_has_its_type_as_a_link_and_its_default(writer):
+def test_argument_shows_its_type_as_a_link_and_its_default(writer):
     text = writer.documents("lightning_rlhf.callbacks.RolloutLoop", "")
     assert "\n    max_response_tokens: int = 256,\n" in text
     assert "\n| `group_size` | `int` = `1` | responses per prompt, at least 1. |\n" in text
     assert r"| `list[`[`RewardFunction`](rewards.md#rewardfunction)`] \| None` = `None` |" in text
 
 
-def test_an_inherited_constructor_is_the_signature(writer):
+def test_inherited_constructor_is_shown_as_the_signature(writer):
     text = writer.documents("lightning_rlhf.PromptDataModule", "")
     assert "\n    too_long: TooLong = 'bad_row',\n" in text

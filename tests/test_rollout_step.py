@@ -1,4 +1,4 @@
-"""Rollout and update together under a real Trainer: what is asked of the engine, and what reaches the module."""
+"""Rollout and update together under a real Trainer: the calls of the engine, and the data that reach the module."""
 
 from functools import partial
 
@@ -12,15 +12,15 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
 
-SAID = ["a", "ab", "abc", "abcdefg"]
+TEXTS = ["a", "ab", "abc", "abcdefg"]
 
 
 def length(completions):
     return [float(len(text)) for text in completions]
 
 
-class Watch(PPOModule):
-    """Keeps what it learnt from and the rates it logged."""
+class RecordingPPO(PPOModule):
+    """Records the rollouts that it trained on and the learning rates that it logged."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -33,9 +33,9 @@ class Watch(PPOModule):
 
 @pytest.fixture
 def trained(tokenizer, tmp_path):
-    """Three steps of two prompts with two responses each, four mini-batches a step."""
-    engine = ScriptedEngine(SAID, tokenizer)
-    module = Watch(
+    """A run of three steps with two prompts, two responses per prompt and four mini-batches per step."""
+    engine = ScriptedEngine(TEXTS, tokenizer)
+    module = RecordingPPO(
         TinyModel(),
         actor_optimizer=partial(torch.optim.SGD, lr=0.2),
         critic_optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -59,18 +59,18 @@ def test_each_step_pushes_the_weights_once_and_generates_once(trained):
     assert engine.calls[-1] == "close"
 
 
-def test_a_step_is_a_batch_however_many_optimizer_steps_it_takes(trained):
+def test_step_counts_once_regardless_of_its_optimizer_steps(trained):
     trainer, module, _ = trained
     assert trainer.global_step == len(module.seen) == 3
     assert [int(rollout.policy_version.max()) for rollout in module.seen] == [0, 1, 2]
 
 
-def test_a_schedule_moves_once_per_rollout(trained):
+def test_schedule_advances_once_per_rollout(trained):
     assert trained[1].rates == [(0.2, 0.1), (0.2, 0.05), (0.2, 0.025)]
 
 
-def test_the_module_learns_from_the_very_tokens_the_engine_said(trained, tokenizer):
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [2] for text in SAID]
+def test_module_trains_on_exactly_the_generated_tokens(trained, tokenizer):
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [2] for text in TEXTS]
     for rollout in trained[1].seen:
         for row, expected in enumerate(ids):
             output = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
@@ -82,7 +82,7 @@ def test_the_module_learns_from_the_very_tokens_the_engine_said(trained, tokeniz
     assert prompts.prompt_lengths.tolist() == [3, 3, 1, 1]
 
 
-def test_rewards_judge_the_text_and_reach_the_log(trained):
+def test_rewards_receive_the_text_and_are_logged(trained):
     trainer, module, _ = trained
     assert module.seen[0].reward.tolist() == [1, 2, 3, 6]  # the last one was cut
     assert trainer.callback_metrics["reward/length"] == 3

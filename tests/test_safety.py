@@ -1,4 +1,4 @@
-"""What the package must never do: run code from data, hide an error."""
+"""Forbidden constructs in the package: running code from data, and hiding errors."""
 
 import ast
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py"), *ROOT.glob("examples/*.py")])
-# Where every error is caught: the engine's process sends it to the trainer to be raised there, and what a reward
-# function or an environment raises is counted or ends the run, as is configured; threads pass it on
-# to the thread that waits.
+# Number of broad ``except`` clauses per file. The engine's process sends errors to the trainer, which raises them;
+# errors of a reward function or an environment are counted or end the run, depending on the configuration; threads
+# pass errors to the thread that waits.
 PASSED_ON = {
     "lightning_rlhf/tools/commands/doctor.py": 1,
     "lightning_rlhf/tools/commands/doctor_try.py": 1,
@@ -32,7 +32,7 @@ UNSAFE = {"trust_remote_code": True, "weights_only": False, "shell": True}
 
 
 def dangers(source):
-    """Return what is wrong with some code, in words."""
+    """Return descriptions of the forbidden constructs in some code."""
     return [word for node in ast.walk(ast.parse(source)) for word in _dangers_of(node)]
 
 
@@ -59,7 +59,7 @@ def _raises(handler):
     return any(isinstance(node, ast.Raise) for node in ast.walk(handler))
 
 
-def test_files_run_no_code_from_data_and_hide_no_error():
+def test_package_has_no_forbidden_constructs():
     dangerous, swallowed = [], {}
     for path in SOURCES:
         name = path.relative_to(ROOT).as_posix()
@@ -90,5 +90,5 @@ def test_files_run_no_code_from_data_and_hide_no_error():
         ("try:\n    f()\nexcept ValueError:\n    pass", 0),
     ],
 )
-def test_the_rule_sees_what_it_should(source, count):
+def test_forbidden_constructs_are_detected(source, count):
     assert len(dangers(source)) == count

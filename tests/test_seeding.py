@@ -9,14 +9,14 @@ from tests.helpers import properties
 parts = st.lists(st.integers() | st.text(st.characters(exclude_characters="\x1f")), max_size=4)
 
 
-def test_the_run_is_seeded_with_0_unless_told_otherwise(monkeypatch):
+def test_run_seed_is_0_by_default_and_read_from_the_environment(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     assert run_seed() == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "42")
     assert run_seed() == 42
 
 
-def test_the_runs_seed_is_the_one_that_lightning_was_given(monkeypatch):
+def test_run_seed_equals_the_one_given_to_seed_everything(monkeypatch):
     seed_everything = pytest.importorskip("lightning").seed_everything
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that it is restored
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
@@ -30,7 +30,7 @@ def test_the_runs_seed_is_the_one_that_lightning_was_given(monkeypatch):
     [((), 8238016292129134938), ((0,), 6711488920161924273), ((42, "train", 3, 7), 3265404975742534746)],
 )
 def test_seeds_are_the_same_on_every_machine_and_in_every_release(parts, expected):
-    # a change here changes what a resumed run samples
+    # other values would change the samples of a resumed run
     assert derive_seed(*parts) == expected
 
 
@@ -61,7 +61,7 @@ def test_different_parts_give_different_seeds(first, second):
         ((0, 0), (0,)),
     ],
 )
-def test_order_type_and_number_of_parts_count(first, second):
+def test_seed_depends_on_order_type_and_number_of_parts(first, second):
     assert derive_seed(*first) != derive_seed(*second)
 
 

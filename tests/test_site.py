@@ -1,4 +1,4 @@
-"""The documentation site is built without a warning, loads nothing from other machines, and names what exists."""
+"""The documentation site builds without warnings, loads nothing from other servers, and refers to existing names."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src"}
 
 
 class Loaded(HTMLParser):
-    """Addresses that a browser loads by itself when it shows a page."""
+    """Addresses that a browser loads automatically when it shows a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -53,7 +53,7 @@ def site(tmp_path_factory):
     return directory
 
 
-def test_pages_load_nothing_from_other_machines(site):
+def test_pages_load_nothing_from_other_servers(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 60
     for page in pages:
@@ -63,14 +63,14 @@ def test_pages_load_nothing_from_other_machines(site):
             assert not re.match(r"(https?:)?//", address), f"{page.name} loads {address}"
 
 
-def test_the_search_works_in_pages_that_are_opened_from_disk(site, browser):
+def test_search_works_in_pages_opened_from_disk(site, browser):
     browser.open((site / "reference/callbacks.html").as_uri(), ready="document.readyState === 'complete'")
     browser.evaluate("document.querySelector('#__search').click(), document.querySelector('.md-search__input').focus()")
     browser.call("Input.insertText", text="RolloutLoop")
     browser.wait("document.querySelectorAll('.md-search-result__item').length > 3")
 
 
-def test_links_to_files_outside_the_documents_lead_to_pages_with_their_text(site):
+def test_links_to_files_outside_the_documents_point_to_pages_with_their_text(site):
     page = (site / "real_model.html").read_text(encoding="utf-8")
     assert 'href="files/examples/smollm2/grpo.yaml.html"' in page
     assert "keep_groups" in (site / "files/examples/smollm2/grpo.yaml.html").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_links_to_files_outside_the_documents_lead_to_pages_with_their_text(site
     assert 'href="quickstart/ppo.yaml.html"' in nested
 
 
-def test_a_bar_in_the_code_of_a_table_has_no_backslash(site):
+def test_pipe_in_code_in_a_table_has_no_backslash(site):
     text = (site / "reference/callbacks.html").read_text(encoding="utf-8")
     assert "<code>str | None</code> = <code>None</code></td>" in text
     assert "responses per prompt, at least 1" in text  # an argument line of RolloutLoop
@@ -91,7 +91,7 @@ def test_names_in_tables_break_after_slashes_and_commas(site):
     assert 'href="site.css"' in page
 
 
-def test_entries_of_the_navigation_are_distinct():
+def test_navigation_entries_are_unique():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     names = re.findall(r"^ *- (.+): \S+\.md$", navigation, re.MULTILINE)
     assert len(names) == navigation.count(".md") > 40
@@ -105,7 +105,7 @@ def test_images_are_small():
 
 
 def arguments():
-    """Name of the arguments, methods and attributes of all classes that a configuration can name."""
+    """Return the names of arguments, methods and attributes of all classes that a configuration can refer to."""
     names = set()
     for module in (path for folder in ("lightning_rlhf", "callbacks") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(module.read_text())):
@@ -123,7 +123,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("page", CHANGES_OF_PEERS)
-def test_the_options_that_replace_those_of_a_peer_exist(page):
+def test_options_in_the_comparison_with_other_libraries_exist(page):
     trainer = set(inspect.signature(Trainer).parameters)
     paths = ("PPOModule", "strategies.fsdp.RLHFFSDPStrategy")
     known = arguments() | trainer | {name for path in paths for name in find_class(f"lightning_rlhf.{path}").parameters}

@@ -20,7 +20,7 @@ PER_TOKEN = tuple(field.name for field in dataclasses.fields(Experience))[2:]
 
 @pytest.fixture
 def rollout():
-    """Three responses, the last two to the same prompt; every number tells its row."""
+    """A rollout of three responses, the last two to the same prompt; its numbers identify the rows."""
     row = torch.arange(ROWS)
     return Rollout(
         prompt_ids=row.view(-1, 1).expand(ROWS, PROMPT) + 10,
@@ -42,7 +42,7 @@ def rollout():
 
 @pytest.fixture
 def experience(rollout):
-    """The rollout with eight different (B, T) tensors, so that a mix-up shows."""
+    """An experience for the rollout with eight different (B, T) tensors, so that a swapped field is detected."""
     token = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS).float()
     tensors = {name: token + 100 * i for i, name in enumerate(PER_TOKEN)}
     return Experience(rollout, torch.arange(ROWS).float(), **tensors)
@@ -62,44 +62,44 @@ def _sequences(rows=2, lengths=(3, 2)):
         ({"top_k": -1}, r"^top_k must be 0 \(keep all tokens\) or positive, got -1$"),
     ],
 )
-def test_sampling_parameters_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_sampling_parameters_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"max_tokens": 8} | arguments)
 
 
-def test_sampling_is_from_the_whole_distribution_by_default():
+def test_sampling_uses_the_whole_distribution_by_default():
     assert SamplingParams(1) == SamplingParams(1, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=())
 
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [([], []), ([1, 2], [-1.0]), ([1], [-1.0, -2.0])])
-def test_a_completion_needs_one_logprob_per_token(tokens, logprobs):
+def test_completion_needs_one_logprob_per_token(tokens, logprobs):
     message = "^a completion needs one log-probability per token and at least one token, "
     with pytest.raises(ValueError, match=rf"{message}got {len(tokens)} tokens and {len(logprobs)} log-probabilities$"):
         Completion(tokens, logprobs, "stop", 0)
 
 
-def test_a_completion_of_one_token_is_allowed():
+def test_completion_of_one_token_is_allowed():
     assert Completion([1], [-1.0], "length", 3).policy_version == 3
 
 
-def test_prompts_are_counted_and_live_on_no_device():
+def test_prompt_batch_has_a_length_and_no_device():
     prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]})
     assert len(prompts) == 2
     assert prompts.epoch == 0
     assert prompts.to("meta") is prompts
 
 
-def test_a_rollout_counts_its_responses_and_their_tokens(rollout):
+def test_rollout_counts_its_responses_and_tokens(rollout):
     assert len(rollout) == ROWS
     assert rollout.total_lengths.tolist() == [5, 5, 3]
 
 
-def test_a_rollout_is_sampled_at_temperature_1_unless_told_otherwise(rollout):
+def test_rollout_temperature_defaults_to_1(rollout):
     fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(Rollout)}
     assert Rollout(**{name: value for name, value in fields.items() if name != "temperature"}).temperature == 1.0
 
 
-def test_rows_are_taken_from_every_tensor_in_the_order_named(rollout):
+def test_indexing_takes_rows_of_every_tensor_in_the_given_order(rollout):
     taken = rollout[[2, 0, 2]]
     for field in dataclasses.fields(Rollout):
         value = getattr(rollout, field.name)
@@ -110,7 +110,7 @@ def test_rows_are_taken_from_every_tensor_in_the_order_named(rollout):
     assert taken.temperature == 0.7
 
 
-def test_rows_of_an_experience_come_with_the_rows_of_its_rollout(experience):
+def test_indexing_an_experience_also_indexes_its_rollout(experience):
     taken = experience[torch.tensor([1])]
     assert len(taken) == 1
     assert taken.rollout.reward.tolist() == [1]
@@ -118,13 +118,13 @@ def test_rows_of_an_experience_come_with_the_rows_of_its_rollout(experience):
         assert torch.equal(getattr(taken, name), getattr(experience, name)[1:2]), name
 
 
-def test_no_rows_are_a_batch_too(experience):
+def test_empty_selection_is_a_valid_batch(experience):
     nothing = experience[[]]
     assert len(nothing) == 0
     assert nothing.mask.shape == (0, TOKENS)
 
 
-def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
+def test_to_moves_nested_tensors_and_keeps_other_fields(experience):
     moved = experience.to("meta")
     tensors = [*moved._rows(), *moved.rollout.rewards.values()]
     assert len(tensors) == 1 + len(PER_TOKEN) + 12 + 2
@@ -133,7 +133,7 @@ def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
     assert not experience.advantages.is_meta
 
 
-def test_moving_passes_options_on(experience):
+def test_to_passes_its_options_to_tensors(experience):
     moved = experience.to("cpu", dtype=torch.float64, non_blocking=True)
     assert moved.values.dtype == torch.float64
 
@@ -152,29 +152,29 @@ def test_moving_passes_options_on(experience):
         ("policy_version", (ROWS,), (ROWS, TOKENS)),
     ],
 )
-def test_a_rollout_with_a_wrong_shape_names_the_field_and_both_shapes(rollout, name, shape, expected):
+def test_rollout_with_a_wrong_shape_reports_the_field_and_both_shapes(rollout, name, shape, expected):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         dataclasses.replace(rollout, **{name: torch.zeros(shape)})
     assert str(error.value) == f"Rollout.{name} has shape {shape}, expected {expected}"
 
 
-def test_a_reward_with_a_wrong_shape_is_named(rollout):
+def test_reward_with_a_wrong_shape_is_reported(rollout):
     with pytest.raises(ValueError, match=r"^Rollout.rewards\['right'\] has shape \(2,\), expected \(3,\)$"):
         dataclasses.replace(rollout, rewards={"right": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"])
-def test_an_experience_with_a_wrong_shape_names_the_field_and_both_shapes(experience, name):
+def test_experience_with_a_wrong_shape_reports_the_field_and_both_shapes(experience, name):
     with pytest.raises(ValueError, match=rf"^Experience.{name} has shape \(3, 3\), expected \(3, 4\)$"):
         dataclasses.replace(experience, **{name: torch.zeros(ROWS, 3)})
 
 
-def test_batches_cannot_be_changed(rollout):
+def test_batches_are_immutable(rollout):
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout.reward = torch.zeros(ROWS)
 
 
-def test_sequences_are_counted_and_checked():
+def test_sequence_batch_is_counted_and_validated():
     sequences = _sequences()
     assert len(sequences) == 2
     assert sequences.total_lengths.tolist() == [3, 2]
@@ -184,7 +184,7 @@ def test_sequences_are_counted_and_checked():
         dataclasses.replace(sequences, loss_mask=torch.zeros(2, 4))
 
 
-def test_pairs_are_sliced_together_and_take_twice_the_longer_text():
+def test_pairs_are_sliced_together_and_have_twice_the_longer_length():
     pairs = PreferenceBatch(_sequences(2, (3, 1)), _sequences(2, (2, 3)), margin=torch.tensor([0.0, 1.0]))
     assert len(pairs) == 2
     assert pairs.total_lengths.tolist() == [6, 6]
@@ -194,14 +194,14 @@ def test_pairs_are_sliced_together_and_take_twice_the_longer_text():
     assert second.margin.tolist() == [1]
 
 
-def test_pairs_that_do_not_match_are_refused():
+def test_mismatched_pairs_are_rejected():
     with pytest.raises(ValueError, match=r"^PreferenceBatch.margin has shape \(1,\), expected \(2,\)$"):
         PreferenceBatch(_sequences(), _sequences(), margin=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^PreferenceBatch.rejected.lengths has shape \(1,\), expected \(2,\)$"):
         PreferenceBatch(_sequences(), _sequences(1, (3,)), margin=torch.zeros(2))
 
 
-def test_texts_judged_one_by_one_are_sliced_with_their_judgements():
+def test_unpaired_texts_are_sliced_with_their_labels():
     batch = UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True, False]), torch.tensor([4, 2]))
     assert (len(batch), batch.total_lengths.tolist()) == (2, [3, 1])
     assert batch[~batch.desirable].texts.lengths.tolist() == [1]
@@ -215,10 +215,10 @@ def test_prompts_are_sliced_with_their_messages():
     assert (prompts[1:].messages, prompts[1:].columns, prompts[1:].positions) == (chats[1:], {"answer": [2]}, [1])
 
 
-def test_a_mask_picks_the_rows_where_it_is_true(rollout):
+def test_boolean_mask_selects_rows(rollout):
     assert rollout[rollout.truncated].policy_version.tolist() == [[7] * TOKENS]
     assert rollout[~rollout.truncated].group.tolist() == [1, 1]
 
 
-def test_an_experience_is_as_long_as_its_rollout(experience):
+def test_experience_has_the_length_of_its_rollout(experience):
     assert experience.total_lengths.tolist() == [5, 5, 3]

@@ -9,7 +9,7 @@ from tests.helpers import properties
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # sorted: row 1 (9 tokens), rows 3 and 4 (5 each), row 0 (4), row 2 (1); budget 12
     # 9 + another row at width 9 is 18 > 12; 5 + 5 = 10 fits, a third at width 5 is 15; 4 + 4 = 8 fits
     batches = token_budget_batches(torch.tensor([4, 9, 1, 5, 5]), 12)
@@ -18,7 +18,7 @@ def test_a_case_worked_by_hand():
 
 @properties
 @given(lengths_lists, st.integers(1, 120))
-def test_every_row_once_within_the_budget_and_longest_first(lengths, budget):
+def test_every_row_appears_once_within_the_budget_and_longest_first(lengths, budget):
     batches = [rows.tolist() for rows in token_budget_batches(torch.tensor(lengths), budget)]
     assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
     for rows in batches:
@@ -29,7 +29,7 @@ def test_every_row_once_within_the_budget_and_longest_first(lengths, budget):
 
 @properties
 @given(lengths_lists, st.integers(1, 120))
-def test_no_batch_could_take_the_next_row_too(lengths, budget):
+def test_batches_could_not_take_the_next_row(lengths, budget):
     batches = [rows.tolist() for rows in token_budget_batches(torch.tensor(lengths), budget)]
     for rows in batches[:-1]:
         assert (len(rows) + 1) * lengths[rows[0]] > budget
@@ -40,16 +40,16 @@ def test_equal_lengths_keep_their_order():
     assert rows.tolist() == list(range(20))
 
 
-def test_a_row_longer_than_the_budget_goes_alone():
+def test_row_longer_than_the_budget_is_alone_in_its_batch():
     assert [rows.tolist() for rows in token_budget_batches(torch.tensor([50, 60]), 10)] == [[1], [0]]
 
 
-def test_no_rows_make_no_batches():
+def test_empty_input_makes_no_batches():
     assert token_budget_batches(torch.tensor([], dtype=torch.long), 10) == []
 
 
 @pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_must_be_positive(budget):
+def test_budget_must_be_positive(budget):
     with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {budget}$"):
         token_budget_batches(torch.tensor([1]), budget)
 
@@ -66,7 +66,7 @@ GROUPED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1,
 
 @properties
 @given(GROUPED, st.integers(1, 60))
-def test_every_response_once_and_within_the_budget_unless_alone(rows, budget):
+def test_every_response_appears_once_within_the_budget_unless_alone(rows, budget):
     prompts = [prompt for prompt, _ in rows]
     lengths = [3 * prompt + 1 for prompt in prompts]
     responses = [length for _, length in rows]
@@ -79,6 +79,6 @@ def test_every_response_once_and_within_the_budget_unless_alone(rows, budget):
         assert len(batch) == 1 or tokens <= budget
 
 
-def test_the_responses_to_a_prompt_stay_together_where_they_fit():
+def test_responses_to_a_prompt_stay_together_where_they_fit():
     batches = shared_prompt_batches([5] * 6, [4, 3, 2, 4, 3, 2], [0, 0, 0, 1, 1, 1], 20)
     assert [sorted(rows.tolist()) for rows in batches] == [[0, 1, 2], [3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Places of tokens in a row without padding, with and without prompts that several responses share."""
+"""Positions of tokens in a row without padding, with and without prompts that several responses share."""
 
 import torch
 from hypothesis import given
@@ -18,7 +18,7 @@ def test_texts_worked_by_hand():
     assert packing.row_index(index).tolist() == [[0, 2, 2], [3, 3, 3], [5, 4, 4]]
 
 
-def test_a_shared_prompt_worked_by_hand():
+def test_shared_prompt_worked_by_hand():
     # Rows 0 and 2 have the prompt [5, 6], row 1 has the prompt [8]; the row is 5 6 | 8 9 | 7 | 3 4.
     ids = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [5, 6, 3, 4]])
     packing = pack_responses([2, 1, 2], [1, 1, 2], [4, 0, 4], 4)
@@ -54,8 +54,8 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max
 
 @properties
 @given(ROWS, st.integers(0, 3))
-def test_every_token_is_found_at_the_place_of_its_position(rows, extra):
-    """The prompt of group g has g + 1 tokens; the ids of a row are unlike those of all others, except in its prompt."""
+def test_every_token_is_found_at_its_position(rows, extra):
+    """The prompt of group g has g + 1 tokens; its ids differ from those of all other rows, except in its prompt."""
     groups = [group for group, _ in rows]
     prompts = [group + 1 for group in groups]
     responses = [length for _, length in rows]

@@ -13,7 +13,7 @@ def test_rows_are_padded_on_the_right():
     assert ids.dtype == lengths.dtype == torch.int64
 
 
-def test_padding_is_0_unless_told_otherwise():
+def test_padding_is_0_by_default():
     assert pad_right([[5], [6, 7]])[0].tolist() == [[5, 0], [6, 7]]
 
 
@@ -21,14 +21,14 @@ def test_joining_a_case_worked_by_hand():
     rollout = rollout_of([Response([1, 2, 3], [4, 5]), Response([6], [7, 8, 9])], extra_columns=1)
     ids, index = join(rollout)
     assert ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]
-    # the token before: 3 predicts 4, 4 predicts 5; what lies beyond the response stays inside the row
+    # the token before: 3 predicts 4, 4 predicts 5; positions after the response stay inside the row
     assert index[:, :2].tolist() == [[2, 3], [0, 1]]
     assert index.tolist() == [[2, 3, 4, 4], [0, 1, 2, 3]]
 
 
 @properties
 @given(seeds)
-def test_each_response_follows_its_prompt_and_each_index_points_before_its_token(seed):
+def test_each_response_follows_its_prompt_and_each_index_points_to_the_previous_token(seed):
     rows = responses(5, seed % 1000)
     rollout = rollout_of(rows, extra_columns=seed % 3)
     ids, index = join(rollout)
@@ -41,7 +41,7 @@ def test_each_response_follows_its_prompt_and_each_index_points_before_its_token
     assert index.max() < ids.shape[1]
 
 
-def test_rollouts_below_each_other_keep_their_rows_and_number_their_groups_on():
+def test_concatenated_rollouts_keep_their_rows_and_renumber_their_groups():
     first = rollout_of([Response([1], [2, 3], 0.5), Response([4, 5], [6], 1.0)])
     second = rollout_of([Response([7, 8, 9], [1, 2, 3], -1.0)])
     first.group[:] = 0

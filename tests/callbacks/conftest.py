@@ -1,4 +1,4 @@
-"""A PPO run of a few steps with a scripted engine, whose parts a test can replace."""
+"""Fixtures for tests of callbacks: a PPO run of a few steps with a scripted engine, whose parts a test can replace."""
 
 from functools import partial
 
@@ -20,7 +20,8 @@ def exact(completions, answer):
 
 
 class Run:
-    """Parts of a run; ``loop``, ``model``, ``data`` and ``trainer`` are dictionaries of arguments that replace ours."""
+    """A small run; ``loop``, ``model``, ``data`` and ``trainer`` are dictionaries of arguments that override the
+    defaults."""
 
     def __init__(
         self, directory, loop=(), model=(), data=(), trainer=(), callbacks=(), texts=("a", "b"), kind=PPOModule
@@ -48,5 +49,5 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    """Makes a :class:`Run`; call its ``fit``."""
+    """A function that builds a :class:`Run`; call its ``fit``."""
     return partial(Run, tmp_path)

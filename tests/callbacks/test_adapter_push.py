@@ -1,4 +1,4 @@
-"""Syncs of an engine that swaps adapters: base weights once, then only adapters."""
+"""Weight pushes to an engine that swaps adapters: base weights once, then only adapters."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ NAMES = [name for name, _ in TinyModel().causal().lm.named_parameters()]
 
 
 class Swapping(ScriptedEngine):
-    """Remembers what it was sent."""
+    """Records the weights and adapters that it receives."""
 
     traits = EngineTraits(swaps_adapters=True)
     differs = None
@@ -42,7 +42,7 @@ def swapping():
     return Swapping(["a", "b"], CharacterTokenizer("abcdefg").load())
 
 
-def test_weights_are_sent_once_and_adapters_before_every_rollout(run, swapping):
+def test_base_weights_are_sent_once_and_adapters_before_every_rollout(run, swapping):
     made = run(loop={"engine": swapping}, model={"actor": TinyModel(lora=LORA)})
     made.fit()
     pushes = [call for call in swapping.calls if call.startswith("update")]
@@ -55,13 +55,13 @@ def test_weights_are_sent_once_and_adapters_before_every_rollout(run, swapping):
     assert any(tensor.any() for name, tensor in swapping.adapters.items() if ".lora_B." in name)  # of the second push
 
 
-def test_another_run_with_the_same_loop_sends_the_weights_again(run, swapping):
+def test_second_run_with_the_same_loop_sends_the_base_weights_again(run, swapping):
     for _ in range(2):
         run(loop={"engine": swapping}, model={"actor": TinyModel(lora=LORA)}, trainer={"max_steps": 1}).fit()
     assert swapping.calls.count("update_weights 0") == 2
 
 
-def test_a_lost_adapter_is_named(run, swapping):
+def test_lost_adapter_is_reported_by_name(run, swapping):
     sgd = partial(torch.optim.SGD, lr=5.0)
     made = run(
         loop={"engine": swapping, "check_rows": 2, "max_logprob_diff": 1e-9},

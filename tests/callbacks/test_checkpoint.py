@@ -1,4 +1,4 @@
-"""RunCheckpoint: files of a run and of a killed run."""
+"""RunCheckpoint: files of finished, interrupted and killed runs."""
 
 import logging
 import warnings
@@ -24,12 +24,12 @@ def trainer_with(directory, *callbacks, **options):
     return quiet_trainer(callbacks=list(callbacks), **options)
 
 
-def test_last_and_best_keep_their_states_apart():
+def test_last_and_best_have_separate_states():
     keys = {RunCheckpoint().state_key, RunCheckpoint(best="val/a").state_key, RunCheckpoint(best="val/b").state_key}
     assert len(keys) == 3
 
 
-def test_only_half_written_files_of_a_killed_run_are_removed(tmp_path):
+def test_only_partial_files_of_a_killed_run_are_removed(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for name in ("last.ckpt", "last.ckpt.sha256", "last.ckpt.new", "last.ckpt.sha256.new", "best.ckpt.new", "my.new"):
@@ -43,7 +43,7 @@ def test_only_half_written_files_of_a_killed_run_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_versions_that_a_killed_run_did_not_finish_are_taken_away_before_a_fit(tmp_path, stage):
+def test_partial_versions_of_a_killed_run_are_removed_before_fit(tmp_path, stage):
     folder = tmp_path / "checkpoints"
     for name in ("last.ckpt", "best.ckpt"):
         manifest.publish(manifest.begin(folder / name))
@@ -57,7 +57,7 @@ def test_versions_that_a_killed_run_did_not_finish_are_taken_away_before_a_fit(t
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_the_last_checkpoint_is_found_before_setup(tmp_path, kind):
+def test_last_checkpoint_is_found_before_setup(tmp_path, kind):
     last, path = RunCheckpoint(), tmp_path / "checkpoints/last.ckpt"
     trainer = trainer_with(tmp_path, last)
     path.parent.mkdir()
@@ -71,7 +71,7 @@ def test_the_last_checkpoint_is_found_before_setup(tmp_path, kind):
 
 
 @pytest.mark.parametrize("others", [(), ("best.ckpt",)])
-def test_an_empty_folder_of_the_last_checkpoint_is_an_error_and_not_a_new_start(tmp_path, others):
+def test_empty_folder_of_the_last_checkpoint_raises_instead_of_starting_a_new_run(tmp_path, others):
     last, path = RunCheckpoint(), tmp_path / "checkpoints/last.ckpt"
     trainer = trainer_with(tmp_path, last)
     path.mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_an_empty_folder_of_the_last_checkpoint_is_an_error_and_not_a_new_start(
         manifest.verified(path)
 
 
-def test_a_missing_last_checkpoint_is_logged_and_not_an_error(tmp_path, caplog):
+def test_missing_last_checkpoint_is_logged_without_an_error(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         logging.getLogger("lightning_rlhf").addHandler(caplog.handler)  # it hands nothing on to the root
         result = RunCheckpoint()._find_last_checkpoints(SimpleNamespace(default_root_dir=str(tmp_path)))
@@ -96,7 +96,7 @@ def test_a_missing_last_checkpoint_is_logged_and_not_an_error(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("names", [("val/a", "val/b"), (None, None)])
-def test_two_callbacks_for_one_file_raise(tmp_path, names):
+def test_two_callbacks_with_the_same_file_raise(tmp_path, names):
     both = [RunCheckpoint(every_n_steps=i + 1, best=name) for i, name in enumerate(names)]
     trainer = SimpleNamespace(checkpoint_callbacks=both, default_root_dir=str(tmp_path))
     with pytest.raises(ValueError, match="two RunCheckpoint callbacks would write"):
@@ -108,19 +108,19 @@ def test_zero_steps_between_saves_raise():
         RunCheckpoint(every_n_steps=0)
 
 
-def test_a_run_without_a_configured_checkpoint_can_be_resumed_too(tmp_path):
+def test_run_without_a_configured_checkpoint_can_be_resumed(tmp_path):
     trainer = trainer_with(tmp_path)
     saved = [callback for callback in complete(trainer.callbacks) if isinstance(callback, ModelCheckpoint)]
     assert [(type(callback), callback.filename) for callback in saved] == [(RunCheckpoint, "last")]
 
 
-def test_a_configured_checkpoint_stays_and_without_checkpoints_there_is_none(tmp_path):
+def test_configured_checkpoint_is_kept_and_disabled_checkpointing_adds_none(tmp_path):
     mine = ModelCheckpoint(monitor="val/x")
     assert [c for c in complete([mine]) if isinstance(c, ModelCheckpoint)] == [mine]
     assert not [c for c in complete(quiet_trainer().callbacks) if isinstance(c, ModelCheckpoint)]
 
 
-def test_last_without_a_callback_that_saves_it_is_refused(tmp_path):
+def test_ckpt_path_last_without_a_saving_callback_is_rejected(tmp_path):
     trainer = quiet_trainer(callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
     with pytest.raises(ValueError, match="--ckpt_path last needs a callback that saves the last checkpoint: add"):
         checkpoint_to_resume(trainer)
@@ -129,7 +129,7 @@ def test_last_without_a_callback_that_saves_it_is_refused(tmp_path):
 
 
 class EndsAfter(Callback):
-    """Ends a run as a signal does that comes within a step."""
+    """Ends a run as a signal within a step does."""
 
     def __init__(self, step):
         self.step, self.ends_now = step, False
@@ -166,14 +166,14 @@ def train(trainer):
     trainer.fit(module, datamodule=PreferenceDataModule(rows, CharacterTokenizer("abc"), batch_size=1))
 
 
-def test_the_checkpoint_of_a_run_that_a_signal_ends_is_written_without_a_copy(tmp_path, copied):
+def test_checkpoint_of_a_run_ended_by_a_signal_is_written_without_a_copy(tmp_path, copied):
     last = RunCheckpoint(every_n_steps=1)
     train(trainer_with(tmp_path, EndsAfter(3), last, strategy="rlhf_single"))
     assert copied == [1, 2]
     assert last.saved_step == 3
 
 
-def test_the_state_between_two_steps_is_written_without_a_copy(tmp_path, copied):
+def test_checkpoint_between_two_steps_is_written_without_a_copy(tmp_path, copied):
     last = RunCheckpoint(every_n_steps=100)
     trainer = trainer_with(tmp_path, FailsAfter(2), GracefulShutdown(), last, strategy="rlhf_single")
     with pytest.raises(RuntimeError, match="between two steps"):
@@ -181,9 +181,7 @@ def test_the_state_between_two_steps_is_written_without_a_copy(tmp_path, copied)
     assert (copied, last.saved_step) == ([], 2)
 
 
-def test_a_run_directory_without_a_checkpoint_does_not_promise_one_when_the_grace_period_is_over(
-    tmp_path, monkeypatch, capfd
-):
+def test_expired_grace_period_without_a_checkpoint_promises_none(tmp_path, monkeypatch, capfd):
     codes = []
     monkeypatch.setattr("os._exit", codes.append)
     shutdown = GracefulShutdown(grace_seconds=3)

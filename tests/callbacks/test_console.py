@@ -19,7 +19,7 @@ from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 
 
-def test_the_description_has_models_data_and_batch_arithmetic(run, capsys, tmp_path):
+def test_description_has_models_data_and_batch_arithmetic(run, capsys, tmp_path):
     run(loop={"group_size": 4}, model={"update_epochs": 3}, data={"val": InMemory(ROWS)}, callbacks=[Console()]).fit()
     screen = capsys.readouterr().out
     assert "PPOModule: actor " in screen
@@ -29,7 +29,7 @@ def test_the_description_has_models_data_and_batch_arithmetic(run, capsys, tmp_p
     assert f"run directory: {tmp_path}" in screen
 
 
-def test_one_line_per_step_and_one_per_validation(run, capsys):
+def test_one_line_is_printed_per_step_and_per_validation(run, capsys):
     run(data={"val": InMemory(ROWS)}, callbacks=[Console()]).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2", "step 2"]
@@ -41,13 +41,13 @@ def test_one_line_per_step_and_one_per_validation(run, capsys):
         assert name not in lines[1]
 
 
-def test_lines_can_be_rarer(run, capsys):
+def test_lines_can_be_printed_every_n_steps(run, capsys):
     run(trainer={"max_epochs": 2}, callbacks=[Console(every_n_steps=3)]).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3"]
 
 
-def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path):
+def test_module_without_rollouts_is_described_too(run, capsys, tmp_path):
     from lightning_rlhf import ConversationDataModule
     from lightning_rlhf.data.tokenizers import CharacterTokenizer
 
@@ -66,7 +66,7 @@ class Feeder(Callback):
         pl_module.receive(rollout_of(responses(4, seed=0)))
 
 
-def test_rollouts_may_come_from_a_callback_of_ones_own(run, capsys):
+def test_rollouts_may_come_from_a_custom_callback(run, capsys):
     made = run(callbacks=[Console(), Feeder()])
     made.trainer.callbacks.remove(made.loop)
     made.fit()
@@ -74,7 +74,7 @@ def test_rollouts_may_come_from_a_callback_of_ones_own(run, capsys):
     assert made.metrics["reward/given"] != 0
 
 
-def test_the_accuracy_of_the_reward_model_is_printed(run, tmp_path):
+def test_accuracy_of_the_reward_model_is_printed(run, tmp_path):
     module = run(model={"reward_model": Pretrained(str(tmp_path))}).module
     assert reward_model_accuracy(module) == []
     (tmp_path / "metrics.json").write_text(json.dumps({"val/pair_accuracy": 0.987, "val/policy_order": 0.5}))
@@ -89,12 +89,12 @@ def test_the_accuracy_of_the_reward_model_is_printed(run, tmp_path):
 @pytest.mark.parametrize(
     ("number", "shown"), [(7, "7"), (999, "999"), (1000, "1.00k"), (2_380_000, "2.38M"), (8 * 10**9, "8.00B")]
 )
-def test_counts_are_short(number, shown):
+def test_counts_are_abbreviated(number, shown):
     assert _count(number) == shown
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.12345, "0.123"), (-3.0, "-3"), (12345.6, "12346"), (1e-5, "1e-05")])
-def test_numbers_are_short(value, shown):
+def test_numbers_are_abbreviated(value, shown):
     assert number(value) == shown
 
 
@@ -103,7 +103,7 @@ def slow(completions):
     return [0.0] * len(completions)
 
 
-def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
+def test_long_step_prints_its_progress(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_HEARTBEAT_SECONDS", 0.1)
     made = run(
         loop={"rewards": [RewardFunction(slow, dry_call=False)]}, trainer={"max_steps": 1}, callbacks=[Console()]
@@ -116,7 +116,7 @@ def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
     assert "running" not in capsys.readouterr().out
 
 
-def test_it_prints_what_the_run_waits_for_before_the_first_step(run, capsys, monkeypatch):
+def test_waiting_before_the_first_step_is_explained(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_WAITING_SECONDS", 0.1)
     rewards = [RewardFunction(slow, dry_call=False)]
     made = run(loop={"rewards": rewards}, data={"val": InMemory(ROWS)}, trainer={"max_steps": 1}, callbacks=[Console()])
@@ -134,7 +134,7 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_a_metric_that_was_shown_stays_when_it_equals_another_one_later(capsys):
+def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
     console, metrics = Console(), {"val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5}
     trainer = SimpleNamespace(
         sanity_checking=False, is_global_zero=True, global_step=8, callbacks=[], progress_bar_callback=None
@@ -148,7 +148,7 @@ def test_a_metric_that_was_shown_stays_when_it_equals_another_one_later(capsys):
     assert "val/parts_sampled 0.5" in second
 
 
-def test_no_number_of_a_validation_is_shown_twice():
+def test_validation_metrics_are_shown_once():
     names = ["val/share_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
     assert shown_names(METRICS) == names
     assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
@@ -159,7 +159,7 @@ def test_no_number_of_a_validation_is_shown_twice():
 
 
 @pytest.mark.parametrize(
-    ("greedy", "sampled", "sentence"),
+    ("greedy", "sampled", "expected"),
     [
         (0.0, 0.0, "nothing to learn from. Use easier prompts"),
         (0.25, 0.0, "few responses have a reward, so that learning begins slowly"),
@@ -169,11 +169,11 @@ def test_no_number_of_a_validation_is_shown_twice():
         (3.0, 0.3, ""),
     ],
 )
-def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, sampled, sentence):
+def test_validation_before_training_estimates_the_room_for_improvement(greedy, sampled, expected):
     for pair in (("val/share_correct_greedy", "val/share_correct_sampled"), ("val/right_greedy", "val/right_sampled")):
         message = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
-        assert sentence in message
-        assert bool(message) == bool(sentence)
+        assert expected in message
+        assert bool(message) == bool(expected)
     graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
     assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
         "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones, but val/graded "
@@ -185,7 +185,7 @@ def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, samp
     assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})
 
 
-def test_the_first_and_last_validation_are_compared():
+def test_first_and_last_validation_are_compared():
     def row(step, **changes):
         return {"step": step, **{name: str(value) for name, value in {**METRICS, **changes}.items()}}
 
@@ -211,7 +211,7 @@ def test_the_first_and_last_validation_are_compared():
     )
 
 
-def test_the_last_lines_are_the_comparison(run, capsys):
+def test_output_ends_with_the_comparison(run, capsys):
     run(data={"val": InMemory(ROWS)}, callbacks=[Console(), MetricsCSV()]).fit()
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("validation at step 0 -> step 2, 95 % intervals in brackets:")
@@ -219,7 +219,7 @@ def test_the_last_lines_are_the_comparison(run, capsys):
     assert any(line.startswith("  val/share_correct_greedy") and line.count("to") == 2 for line in lines[first:])
 
 
-def test_the_learning_rates_are_printed(run, capsys):
+def test_learning_rates_are_printed(run, capsys):
     run(callbacks=[Console()]).fit()
     assert re.search(r"learning rate: actor [\d.]+ \(\w+\), critic [\d.]+ \(\w+\)\n", capsys.readouterr().out)
 
@@ -234,17 +234,17 @@ def test_the_learning_rates_are_printed(run, capsys):
         (float("inf"), [1000.0] * 3, ""),
     ],
 )
-def test_the_remaining_time_is_estimated(steps, seconds, line):
+def test_remaining_time_is_estimated(steps, seconds, line):
     assert remaining_time(steps, seconds) == line
 
 
-def test_the_remaining_time_is_that_of_max_time_if_it_ends_the_run_before():
+def test_remaining_time_is_limited_by_max_time():
     assert remaining_time(21, [60.0] * 3, limit=600) == "10 minutes left of max_time: about 10 more steps"
     assert remaining_time(21, [60.0] * 3, limit=-1) == ""  # the time is over
     assert remaining_time(21, [60.0] * 3, limit=3000).startswith("21 steps left: about 21 minutes")
 
 
-def test_the_remaining_time_is_printed_after_three_steps_and_each_quarter(run, capsys, monkeypatch):
+def test_remaining_time_is_printed_after_three_steps_and_each_quarter(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
     run(callbacks=[Console()], trainer={"max_steps": 7, "max_epochs": 10}).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if "left: about" in line]
@@ -253,7 +253,7 @@ def test_the_remaining_time_is_printed_after_three_steps_and_each_quarter(run, c
     ]
 
 
-def test_a_run_without_a_number_of_steps_has_no_estimate(run, capsys, monkeypatch):
+def test_run_of_unknown_length_has_no_estimate(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
     run(callbacks=[Console()], trainer={"max_steps": -1, "max_epochs": -1, "max_time": "00:00:00:01"}).fit()
     shown = capsys.readouterr().out
@@ -262,7 +262,7 @@ def test_a_run_without_a_number_of_steps_has_no_estimate(run, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(("at_ends", "interval", "printed"), [(False, 2, True), (True, 2, False), (False, 1, False)])
-def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, interval, printed):
+def test_unused_validation_data_are_reported(run, capsys, at_ends, interval, printed):
     settings = {"max_steps": 1, "val_check_interval": interval}
     loop = {"validate_at_ends": at_ends}
     run(loop=loop, data={"val": InMemory(ROWS)}, trainer=settings, callbacks=[Console()]).fit()

@@ -1,4 +1,4 @@
-"""Default callbacks, their order, and the clock."""
+"""Default callbacks, their order, and the timer."""
 
 import time
 
@@ -29,7 +29,7 @@ def kinds(callbacks):
     return [type(callback) for callback in callbacks]
 
 
-def test_the_defaults_come_in_order():
+def test_default_callbacks_have_the_documented_order():
     assert kinds(complete([])) == [
         GracefulShutdown,
         Throughput,
@@ -46,7 +46,7 @@ def test_rollouts_are_logged_by_default():
     assert RolloutLog in kinds(complete([RolloutLoop([])]))
 
 
-def test_given_ones_take_their_turn_and_replace_a_default():
+def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     console = Console(every_n_steps=7)
     inputs = [
         RunCheckpoint(every_n_steps=1),
@@ -64,14 +64,14 @@ def test_given_ones_take_their_turn_and_replace_a_default():
     assert console in ordered
 
 
-def test_a_subclass_of_a_default_replaces_it():
+def test_subclass_of_a_default_replaces_it():
     class MyConsole(Console):
         pass
 
     assert kinds(complete([MyConsole()])).count(Console) == 0
 
 
-def test_a_custom_callback_runs_after_the_rollout_and_before_the_files():
+def test_custom_callback_runs_after_the_rollout_and_before_the_files_are_written():
     class Own(Callback):
         pass
 
@@ -79,7 +79,7 @@ def test_a_custom_callback_runs_after_the_rollout_and_before_the_files():
     assert order.index(RolloutLoop) < order.index(Own) < order.index(MetricsCSV)
 
 
-def test_the_clock_counts_the_rollout_and_all_its_tokens(run):
+def test_timer_counts_the_rollout_and_all_its_tokens(run):
     def slow(completions):
         time.sleep(0.2)
         return [0.0] * len(completions)

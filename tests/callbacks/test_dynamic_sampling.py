@@ -1,4 +1,4 @@
-"""Dynamic sampling replaces prompts without contrast up to a bound, and does not train on the others."""
+"""Dynamic sampling replaces prompts without contrast up to a limit, and does not train on those that remain."""
 
 import re
 from functools import partial
@@ -20,11 +20,11 @@ def prompts(count):
     return PromptBatch(list(range(count)), [[5]] * count, ["x"] * count, {})
 
 
-def rolling(rewards, requested, size=2):
-    """Return responses of growing length whose rewards are given per prompt."""
+def rolling(rewards, requested_indices, size=2):
+    """Return a rollout function with responses of growing length and the given rewards per prompt."""
 
     def roll(batch):
-        requested.append(batch.indices)
+        requested_indices.append(batch.indices)
         rows = [Response([i], [1] * (i + 1), reward) for i in batch.indices for reward in rewards[i]]
         rollout = rollout_of(rows)
         rollout.group[:] = torch.arange(len(batch)).repeat_interleave(size)
@@ -45,7 +45,7 @@ SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
         ([SAME] * 4, 2, [0, 1], 0),
     ],
 )
-def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, saved):
+def test_rounds_repeat_until_enough_prompts_have_contrast(rewards, rounds, learnt, saved):
     requested = []
     sampling = DynamicSampling(2)
     rollout, counts = sampling(prompts(len(rewards)), rolling(rewards, requested))
@@ -62,7 +62,7 @@ def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, save
     }
 
 
-def test_ranks_find_their_part_of_the_prompts_and_tell_of_all_together():
+def test_ranks_sample_their_share_of_prompts_and_report_common_metrics():
     requested, sampling = [], DynamicSampling(4)
     shares = [[SAME, DIFFERENT, DIFFERENT, SAME], [SAME] * 4]
     both = [sampling(prompts(4), rolling(rewards, requested), 2) for rewards in shares]
@@ -77,7 +77,7 @@ def test_ranks_find_their_part_of_the_prompts_and_tell_of_all_together():
     }
 
 
-def test_the_reward_that_must_differ_can_be_named():
+def test_reward_that_must_differ_can_be_selected():
     def roll(batch):
         rollout = rollout_of([Response([3], [4], 0.5 * i) for i in range(4)])
         rollout.group[:] = torch.tensor([0, 0, 1, 1])
@@ -89,7 +89,7 @@ def test_the_reward_that_must_differ_can_be_named():
     assert_close(rollout.reward, [1.0, 1.5, 0.0, 0.5])
 
 
-def test_a_prompt_without_any_reward_has_no_contrast():
+def test_prompt_without_any_reward_has_no_contrast():
     def roll(batch):
         rollout = rollout_of([Response([3], [4])] * 4)
         rollout.group[:] = torch.tensor([0, 0, 1, 1])
@@ -130,19 +130,19 @@ def test_a_prompt_without_any_reward_has_no_contrast():
         (DynamicSampling(2), 4, 2, ["a"], ReMax(), "does not support the greedy responses of ReMax"),
     ],
 )
-def test_settings_that_cannot_work_raise(sampling, batch_size, group_size, rewards, advantages, message):
+def test_invalid_settings_raise(sampling, batch_size, group_size, rewards, advantages, message):
     weights = dict.fromkeys(rewards, 1.0)
     with pytest.raises(ValueError, match=re.escape(message)):
         sampling.check(batch_size, group_size, weights, advantages, ranks=1)
 
 
-def test_at_least_one_prompt():
+def test_prompts_per_step_must_be_at_least_one():
     with pytest.raises(ValueError, match=r"^prompts_per_step must be at least 1, got 0$"):
         DynamicSampling(0)
 
 
 class GroupRun(Run):
-    """A run of GRPO: two responses to each prompt, of which every other one is right for the first prompt alone."""
+    """A GRPO run with two responses per prompt; every second response to the first prompt has a reward."""
 
     def __init__(self, directory, **options):
         super().__init__(directory, **options)
@@ -150,8 +150,8 @@ class GroupRun(Run):
         self.module = GRPOModule(TinyModel(), actor_optimizer=decaying, minibatch_size=2, max_grad_norm=None)
 
 
-def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_there(tmp_path):
-    """Answers a b c d; "c" and "b" are said to each: the first prompt has no contrast, the second has."""
+def test_step_trains_on_the_prompt_with_contrast_as_if_it_were_the_only_one(tmp_path):
+    """Each prompt gets the responses "c" and "b": the first prompt has no contrast, the second has."""
     sampling = DynamicSampling(prompts_per_step=1)
     loop = {"group_size": 2, "dynamic_sampling": sampling, "validate_at_ends": False}
     data = {"batch_size": 4, "shuffle": False}
@@ -164,7 +164,7 @@ def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_th
     assert run.module.last_step.experience.mask.any(dim=1).tolist() == [True, True]
 
 
-def test_a_step_without_contrast_changes_no_weights(tmp_path):
+def test_step_without_contrast_changes_no_weights(tmp_path):
     loop = {"group_size": 2, "dynamic_sampling": DynamicSampling(prompts_per_step=2), "validate_at_ends": False}
     run = GroupRun(tmp_path, loop=loop, data={"batch_size": 4}, trainer={"max_steps": 1}, texts=("e",))
     run.module.configure_model()

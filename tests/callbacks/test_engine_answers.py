@@ -1,4 +1,4 @@
-"""Completions of an engine are compared with the request; a wrong one ends the run with a message."""
+"""Completions of an engine are checked against the request; an invalid one ends the run with a message."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def changed(**fields):
     ],
     ids=["version", "length", "token", "NaN", "minus infinity", "negative token"],
 )
-def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message):
+def test_invalid_completion_ends_the_run_before_the_update(run, change, message):
     made = run()
     made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change)
     with pytest.raises(RuntimeError, match=message):
@@ -57,7 +57,7 @@ def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message)
     assert made.trainer.global_step == 0
 
 
-def test_a_missing_answer_ends_the_run(run):
+def test_missing_completion_ends_the_run(run):
     made = run()
     made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [])
     with pytest.raises(RuntimeError, match=r"the engine returned \d completions for \d prompts"):
@@ -65,19 +65,19 @@ def test_a_missing_answer_ends_the_run(run):
 
 
 @pytest.mark.parametrize("value", [0.5, float("inf")])
-def test_an_impossible_log_probability_raises(value):
+def test_impossible_log_probability_raises(value):
     with pytest.raises(ValueError, match=rf"must not be positive, got {value} at token 1"):
         Completion([3, 4], [-1.0, value], "stop", 0)
 
 
-def test_a_log_probability_that_rounds_to_zero_is_one():
+def test_log_probability_slightly_above_zero_is_accepted():
     assert Completion([3], [1e-6], "stop", 0).logprobs == [1e-6]
 
 
-def test_an_answer_of_vllm_without_a_field_is_named():
+def test_missing_field_in_a_vllm_answer_is_reported():
     with pytest.raises(RuntimeError, match="vLLM's completion lacks 'logprobs'; it has id, token_ids"):
         as_completion({"id": "0", "token_ids": [1]})
 
 
-def test_a_plain_function_is_a_reward(run):
+def test_plain_function_is_accepted_as_a_reward(run):
     assert "reward/exact" in run(loop={"rewards": [exact], "val_metric": "exact"}).fit().metrics

@@ -1,4 +1,4 @@
-"""Comparison of engine and actor: a few tokens may differ by much, a lost weight is detected."""
+"""Comparison of log-probabilities of engine and actor: a few large differences pass, a lost weight is detected."""
 
 import math
 import re
@@ -24,12 +24,12 @@ from tests.callbacks.conftest import Run
     ],
     ids=["none", "one", "99 tokens", "100 tokens", "200 tokens", "nan"],
 )
-def test_the_statistics_of_a_rollout(gaps, expected):
+def test_statistics_of_a_rollout(gaps, expected):
     assert gap_statistics(torch.tensor(gaps)).tolist() == pytest.approx(expected)
 
 
 class Noisy(TransformersEngine):
-    """Adds a difference to the log-probabilities of every n-th token."""
+    """Adds a difference to the log-probability of every n-th token."""
 
     def __init__(self, nats, every):
         super().__init__()
@@ -52,7 +52,7 @@ def fit(tmp_path, nats, every, bound, precision="32-true"):
     ).fit()
 
 
-def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
+def test_one_of_many_tokens_may_differ_by_any_amount(tmp_path):
     # 64 rows of up to 8 tokens: one of 200 tokens differs by 9 nats, 0.045 on average
     assert fit(tmp_path, 9.0, 200, 1.0).metrics["rollout/logprob_diff_max"] == pytest.approx(9, abs=1e-3)
 
@@ -66,12 +66,12 @@ def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
     ],
     ids=["all a little", "some much", "not a number"],
 )
-def test_many_tokens_that_differ_are_an_error(tmp_path, nats, every, message):
+def test_differences_in_many_tokens_raise(tmp_path, nats, every, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(tmp_path, nats, every, 1.0)
 
 
-def test_in_bfloat16_on_a_cpu_the_mean_may_differ_by_a_tenth_of_the_percentile(tmp_path):
+def test_mean_difference_in_bfloat16_on_a_cpu_is_limited_to_a_tenth_of_the_percentile(tmp_path):
     assert fit(tmp_path, 0.07, 1, None, "bf16-mixed").metrics["rollout/logprob_diff_mean"] > 0.05
     with pytest.raises(RuntimeError, match=re.escape("nats on average (allowed: 0.1) and 0.1")):
         fit(tmp_path, 0.15, 1, None, "bf16-mixed")
@@ -88,11 +88,11 @@ def test_in_bfloat16_on_a_cpu_the_mean_may_differ_by_a_tenth_of_the_percentile(t
         ("bf16-mixed", "bfloat16", "bfloat16"),
     ],
 )
-def test_the_engine_computes_in_the_dtype_of_the_actor(tmp_path, precision, source, engine):
+def test_engine_computes_in_the_dtype_of_the_actor(tmp_path, precision, source, engine):
     assert engine_dtype(precision, source) == engine
 
 
-def test_under_mixed_precision_the_engine_starts_in_bfloat16(tmp_path):
+def test_engine_starts_in_bfloat16_with_mixed_precision(tmp_path):
     for precision, dtype in (("32-true", "float32"), ("bf16-mixed", "bfloat16")):
         made = Run(
             tmp_path,
@@ -102,7 +102,7 @@ def test_under_mixed_precision_the_engine_starts_in_bfloat16(tmp_path):
         assert made.loop.engine_description == f"transformers' generate on cpu in {dtype}"
 
 
-def test_a_lost_weight_is_found_under_mixed_precision(tmp_path):
+def test_lost_weight_is_detected_with_mixed_precision(tmp_path):
     class Forgetful(TransformersEngine):
         def update_weights(self, parameters, version):
             super().update_weights(parameters, version)

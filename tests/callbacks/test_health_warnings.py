@@ -1,4 +1,4 @@
-"""Warnings of health checks while a run continues."""
+"""Warnings of health checks during a run."""
 
 import json
 
@@ -16,7 +16,7 @@ def none_right(completions, answer):
     return [0.7 * (text == 7) + 0.1 for text in completions]  # a text never equals a number
 
 
-def told_apart_at_last(completions, trainer_state):
+def differs_in_last_step(completions, trainer_state):
     return [float(number > 0 and trainer_state.global_step == 2) for number in range(len(completions))]
 
 
@@ -28,11 +28,11 @@ def of_nothing(completions):
     return [None for _ in completions]
 
 
-def test_a_constant_reward_of_the_first_steps_warns_once(run, caplog):
+def test_constant_reward_in_the_first_steps_warns_once(run, caplog):
     rewards = [
         RewardFunction(none_right),
         RewardFunction(none_right, name="only_logged", weight=0.0),
-        RewardFunction(told_apart_at_last),
+        RewardFunction(differs_in_last_step),
         RewardFunction(half_of_them),
         RewardFunction(of_nothing, dry_call=False),
     ]
@@ -56,7 +56,7 @@ class FarFromReference(Callback):
         pl_module.log("kl/ref", self.values[trainer.global_step - 1] * float(tokens))
 
 
-def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run, caplog):
+def test_kl_above_the_limit_warns_once_with_value_limit_and_remedy(run, caplog):
     callbacks = [FarFromReference(0.09, 0.25, 0.5), HealthChecks()]
     loop = {"rewards": [RewardFunction(none_right)]}
     run(loop=loop, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
@@ -66,8 +66,8 @@ def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run
     assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
 
 
-def test_a_resumed_run_warns_as_the_whole_run(run, caplog, tmp_path):
-    """A warning of the steps before the checkpoint is not repeated; the first steps are those of the run."""
+def test_resumed_run_warns_like_an_uninterrupted_run(run, caplog, tmp_path):
+    """A warning of steps before the checkpoint is not repeated; the first steps are those of the whole run."""
     rewards = [RewardFunction(none_right)]
 
     def callbacks():
@@ -92,8 +92,8 @@ def test_a_resumed_run_warns_as_the_whole_run(run, caplog, tmp_path):
     assert warned() == whole[1:]
 
 
-def test_the_report_has_the_checks_of_the_run(run, tmp_path, caplog):
-    """A reward that is only logged, and a check that the callback skips, do not appear in the report either."""
+def test_report_has_the_checks_of_the_run(run, tmp_path, caplog):
+    """A reward that is only logged and a check that the callback skips do not appear in the report."""
     rewards = [RewardFunction(half_of_them), RewardFunction(none_right, name="only_logged", weight=0.0)]
     callbacks = [FarFromReference(0.25, 0.5, 0.5, 0.5), MetricsCSV(), HealthChecks()]
     made = run(loop={"rewards": rewards}, trainer={"max_epochs": 4, "max_steps": 4}, callbacks=callbacks)
@@ -110,7 +110,7 @@ def test_the_report_has_the_checks_of_the_run(run, tmp_path, caplog):
 
 
 def test_steps_after_the_checkpoint_are_not_counted_twice(run, tmp_path):
-    """The table has rows behind the checkpoint of a run that was killed; the resumed run makes these steps again."""
+    """The table has rows after the checkpoint of a killed run; the resumed run repeats these steps."""
 
     def start(steps, *callbacks):
         return run(trainer={"max_epochs": 4, "max_steps": steps}, callbacks=[*callbacks, MetricsCSV()])
@@ -124,7 +124,7 @@ def test_steps_after_the_checkpoint_are_not_counted_twice(run, tmp_path):
     assert [row["step"] for row in checks.monitor._history.recent] == [1, 2]
 
 
-def test_bounds_that_do_not_apply_are_not_checked(run):
+def test_checks_that_do_not_apply_are_skipped(run):
     plain = run(callbacks=[HealthChecks()], trainer={"max_steps": 1})
     assert not skipped_checks(plain.module, [plain.loop])
     other = run(model={"policy_loss": GSPOLoss()}, loop={"max_staleness": 1})

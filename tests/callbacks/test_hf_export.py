@@ -1,4 +1,4 @@
-"""transformers loads the export, which contains the trained weights."""
+"""Exports can be loaded by transformers and contain the trained weights."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_every_n_steps_writes_separate_directories(run, tmp_path):
     assert same(last, made.module.actor.lm)
 
 
-def test_an_earlier_export_and_a_half_written_one_are_replaced(run, tmp_path):
+def test_earlier_and_partial_exports_are_replaced(run, tmp_path):
     for name in ("export", "export.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "pytorch_model.bin").write_text("old")
@@ -59,7 +59,7 @@ def test_an_earlier_export_and_a_half_written_one_are_replaced(run, tmp_path):
     assert not (tmp_path / "export.new").exists()
 
 
-def test_a_trial_run_leaves_nothing(run, tmp_path):
+def test_trial_run_leaves_no_files(run, tmp_path):
     run(callbacks=[HFExport(every_n_steps=1)], trainer={"fast_dev_run": 1}).fit()
     assert not list(tmp_path.glob("export*"))
 
@@ -74,7 +74,7 @@ def logits(lm):
         return lm(torch.tensor([[3, 4, 5, 6]])).logits
 
 
-def test_a_trained_adapter_is_exported_merged(run, tmp_path):
+def test_trained_adapter_is_exported_merged(run, tmp_path):
     made = run(callbacks=[HFExport()], model={"actor": TinyModel(lora=LORA)}).fit()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", use_safetensors=True)
     assert [name for name, _ in loaded.named_parameters()] == [
@@ -84,7 +84,7 @@ def test_a_trained_adapter_is_exported_merged(run, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(made.module.actor.lm), atol=1e-5, rtol=0)
 
 
-def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
+def test_adapter_is_exported_separately_for_peft(run, tmp_path):
     made = run(callbacks=[HFExport(every_n_steps=1, adapter=True)], model={"actor": TinyModel(lora=LORA)}).fit()
     written = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "metrics.json"} <= written
@@ -100,6 +100,6 @@ def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
     assert (tmp_path / "export-1" / "adapter_model.safetensors").is_file()
 
 
-def test_a_missing_adapter_raises_before_the_run(run):
+def test_missing_adapter_raises_before_the_run(run):
     with pytest.raises(ValueError, match=r"^HFExport\(adapter=True\) exports only LoRA adapters, but this run exp"):
         run(callbacks=[HFExport(adapter=True)]).fit()

@@ -1,4 +1,4 @@
-"""KLControl: updates after each rollout, and continues from the coefficient of a checkpoint."""
+"""KLControl: the coefficient is updated after each rollout and restored from a checkpoint."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def begun(module, state=None):
     return control
 
 
-def test_the_coefficient_follows_the_rule_with_the_responses_of_all_ranks():
+def test_coefficient_follows_the_rule_for_the_responses_of_all_ranks():
     module = a_module()
     control = begun(module)
     step(control, module, 4.0, ranks=2)
@@ -47,7 +47,7 @@ def test_the_coefficient_follows_the_rule_with_the_responses_of_all_ranks():
     assert module.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 0.8), rel=1e-12)
 
 
-def test_a_resumed_run_steers_as_the_undisturbed_one():
+def test_resumed_run_continues_like_an_uninterrupted_run():
     measured = [4.0, 0.3, 2.2, 1.9, 7.0]
     undisturbed, resumed = a_module(), a_module()
     control = begun(undisturbed)
@@ -61,29 +61,29 @@ def test_a_resumed_run_steers_as_the_undisturbed_one():
     assert resumed.kl_coef == undisturbed.kl_coef != 0.1
 
 
-def test_a_module_without_a_kl_to_the_reference_is_an_error():
+def test_module_without_kl_to_the_reference_raises():
     module = a_module()
     with pytest.raises(RuntimeError, match="KLControl needs the KL to the reference"):
         begun(module).on_train_batch_end(None, module, None, None, 0)
 
 
-def test_a_training_step_that_does_not_set_its_results_is_an_error():
+def test_training_step_without_recorded_results_raises():
     module = a_module()
     module.last_step = None
     with pytest.raises(RuntimeError, match="KLControl needs the results of the step, but training_step of"):
         begun(module).on_train_batch_end(None, module, None, None, 0)
 
 
-def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
+def test_checkpoint_before_the_first_step_holds_the_configured_coefficient():
     assert begun(a_module(0.3)).state_dict() == {"kl_coef": 0.3}
 
 
-def test_a_module_without_kl_in_the_reward_raises():
+def test_module_without_kl_in_the_reward_raises():
     with pytest.raises(ValueError, match=r"set kl_reward with a positive coef, got 0\.0"):
         KLControl(RULE).setup(None, a_module(0.0), "fit")
 
 
-def test_the_coefficient_stays_while_only_the_critic_learns():
+def test_coefficient_does_not_change_while_only_the_critic_trains():
     module = a_module()
     module.last_step = replace(module.last_step, roles=("critic",))
     step(begun(module), module, kl=0.0)

@@ -1,4 +1,4 @@
-"""metrics.csv: no row is lost, repeated or incomplete."""
+"""The file metrics.csv: rows are not lost, repeated or incomplete."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def train(table, directory, step, **metrics):
 
 
 def validate(table, directory, step, before=(), **options):
-    """A validation; ``before`` are the metrics that training has logged."""
+    """Run a validation; ``before`` are the metrics that training has logged."""
     trainer = a_trainer(directory, step, **options)
     earlier = {name: torch.tensor(value) for name, value in dict(before).items()}
     trainer.callback_metrics |= earlier
@@ -46,7 +46,7 @@ def validate(table, directory, step, before=(), **options):
 
 
 def written(directory, steps, validations, every=1):
-    """Return a table of these training steps, with a validation behind some of them."""
+    """Return a table of these training steps, with a validation after some of them."""
     table = MetricsCSV(every)
     if 0 in validations:
         validate(table, directory, 0, val_x=0.0)
@@ -62,21 +62,21 @@ def lines(path):
     return [(int(row["step"]), row["loss/x"] != "") for row in read_metrics(path)]
 
 
-def test_a_row_per_step_and_per_validation_the_one_before_training_included(tmp_path):
+def test_every_step_and_validation_has_a_row_including_the_one_before_training(tmp_path):
     path = written(tmp_path, range(1, 4), {0, 2})
     assert lines(path) == [(0, False), (1, True), (2, True), (2, False), (3, True)]
     assert read_metrics(path)[1] == {"step": "1", "val/x": "", "loss/x": repr(float(torch.tensor(1 / 3)))}
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_resumed_table_keeps_the_rows_before_the_checkpoint(tmp_path, at):
+def test_resumed_table_keeps_the_rows_before_the_checkpoint(tmp_path, at):
     path = written(tmp_path, range(1, 4), {0, 2})
     MetricsCSV().on_train_start(a_trainer(tmp_path, at, resumed=True), None)
     whole = [(0, False), (1, True), (2, True), (2, False), (3, True)]
     assert lines(path) == {1: whole[:2], 2: whole[:3], 3: whole}[at]  # the validation behind step 2 is run again
 
 
-def test_a_validation_between_start_and_first_row_of_a_resumed_run_finds_the_table(tmp_path):
+def test_validation_before_the_first_row_of_a_resumed_run_keeps_the_table(tmp_path):
     path = written(tmp_path, range(1, 4), {0, 2})
     table = MetricsCSV()
     validate(table, tmp_path, 2, resumed=True, val_x=9.0)
@@ -85,7 +85,7 @@ def test_a_validation_between_start_and_first_row_of_a_resumed_run_finds_the_tab
     assert read_metrics(path)[-1]["val/x"] == "9.0"
 
 
-def test_the_command_validate_writes_nothing(tmp_path):
+def test_validate_command_writes_nothing(tmp_path):
     path = written(tmp_path, range(1, 4), {0, 2})
     before = path.read_bytes()
     validate(MetricsCSV(), tmp_path, 2, resumed=True, fn="validate", val_x=9.0)
@@ -93,14 +93,14 @@ def test_the_command_validate_writes_nothing(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_new_run_begins_a_new_table(tmp_path):
+def test_new_run_starts_a_new_table(tmp_path):
     path = written(tmp_path, range(1, 4), {0})
     MetricsCSV().on_train_start(a_trainer(tmp_path), None)
     assert path.read_text().splitlines() == ["step"]
 
 
 @pytest.mark.parametrize("cut", [2, 5, 30])
-def test_an_incomplete_last_line_is_ignored(tmp_path, cut):
+def test_incomplete_last_line_is_ignored(tmp_path, cut):
     path = written(tmp_path, range(1, 4), {0})
     path.write_bytes(path.read_bytes()[:-cut])
     assert set(lines(path)) <= {(0, False), (1, True), (2, True)}
@@ -115,7 +115,7 @@ def test_new_columns_are_added_and_old_rows_keep_their_values(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_every_n_steps_counts_rollout_steps_and_not_validations(tmp_path):
+def test_every_n_steps_counts_training_steps_and_not_validations(tmp_path):
     assert lines(written(tmp_path, range(1, 6), {0, 3}, every=2)) == [(0, False), (2, True), (3, False), (4, True)]
 
 
@@ -124,7 +124,7 @@ def test_zero_steps_between_rows_raise():
         MetricsCSV(0)
 
 
-def test_a_second_fit_with_the_same_callback_has_a_new_table(tmp_path):
+def test_second_fit_with_the_same_callback_starts_a_new_table(tmp_path):
     table = MetricsCSV()
     for name in ("first", "second"):
         table.setup(a_trainer(tmp_path / name), None, "fit")
@@ -133,8 +133,8 @@ def test_a_second_fit_with_the_same_callback_has_a_new_table(tmp_path):
     assert [lines(tmp_path / name / "metrics.csv") for name in ("first", "second")] == [[(1, True)]] * 2
 
 
-class Mine(Callback):
-    """Metrics of a user: one of validations, and one that steps and validations have."""
+class CustomMetrics(Callback):
+    """Logs custom metrics: one only in validation, and one both in steps and in validation."""
 
     def on_validation_epoch_end(self, trainer, pl_module):
         pl_module.log("eval/mine", 10.0 + trainer.global_step)
@@ -146,7 +146,7 @@ class Mine(Callback):
 
 
 class SavesAt(Callback):
-    """Saves a checkpoint behind a step."""
+    """Saves a checkpoint after a step."""
 
     def __init__(self, step, path):
         self.step, self.path = step, path
@@ -158,7 +158,7 @@ class SavesAt(Callback):
 
 def run_with_mine(run, steps, *more, **options):
     trainer = {"max_epochs": 9, "max_steps": steps, "val_check_interval": 2}
-    callbacks = [Mine(), MetricsCSV(), HealthChecks(), RunState(), *more]
+    callbacks = [CustomMetrics(), MetricsCSV(), HealthChecks(), RunState(), *more]
     return run(data={"val": InMemory(ROWS)}, trainer=trainer, callbacks=callbacks).fit(**options)
 
 
@@ -174,7 +174,7 @@ def with_mine(path):
     return [(row["step"], row["val/exact_greedy"] != "", row["eval/mine"], row["both"]) for row in rows]
 
 
-def test_metrics_of_a_validation_without_the_prefix_are_in_its_row_alone(run, tmp_path):
+def test_validation_metrics_without_the_prefix_are_only_in_the_validation_row(run, tmp_path):
     run_with_mine(run, 5)
     assert with_mine(tmp_path / "metrics.csv") == WITH_MINE
     (data,) = run_data([RunDirectory(tmp_path)])
@@ -186,7 +186,7 @@ def test_metrics_of_a_validation_without_the_prefix_are_in_its_row_alone(run, tm
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_resumed_run_has_these_metrics_in_the_same_rows(run, tmp_path, at):
+def test_resumed_run_has_custom_metrics_in_the_same_rows(run, tmp_path, at):
     run_with_mine(run, 5, SavesAt(at, tmp_path / "x.ckpt"))
     run_with_mine(run, 5, ckpt_path=tmp_path / "x.ckpt")
     assert with_mine(tmp_path / "metrics.csv") == WITH_MINE
@@ -198,7 +198,7 @@ class Unprefixed(Regression):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_validation_without_any_prefix_is_marked(tmp_path, monkeypatch):
+def test_validation_without_prefixed_metrics_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.callbacks.test_other_modules.Regression", Unprefixed)
     fit_other(tmp_path, MetricsCSV(), HealthChecks())
     rows = read_metrics(tmp_path / "metrics.csv")

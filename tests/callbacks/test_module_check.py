@@ -1,4 +1,4 @@
-"""Callbacks that read the roles of a module raise a clear error for a module of another kind."""
+"""Callbacks that use the roles of a module raise a clear error for other modules."""
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -20,7 +20,7 @@ from tests.stand_ins import quiet_trainer
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_another_module_raises_before_training(callback, kind, tmp_path):
+def test_unsupported_module_raises_before_training(callback, kind, tmp_path):
     trainer = quiet_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
     message = rf"{type(callback).__name__} needs a lightning_rlhf {kind} \(.*\), got BoringModel: remove the"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Callbacks of this library with a LightningModule that is not of this library: those that work, and the others."""
+"""Callbacks of this library with a LightningModule from elsewhere: the supported ones work, the others are rejected."""
 
 import csv
 
@@ -67,7 +67,7 @@ def test_metrics_checks_pages_checkpoints_and_the_progress_bar_work(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_such_a_run_continues_it(tmp_path):
+def test_run_continues_from_its_checkpoint(tmp_path):
     whole = fit(tmp_path / "whole", RunCheckpoint(), epochs=3)
     fit(tmp_path / "half", RunCheckpoint(), epochs=2)
     last = str(tmp_path / "half/checkpoints/last.ckpt")
@@ -78,6 +78,6 @@ def test_a_checkpoint_of_such_a_run_continues_it(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("callback", [Console, Throughput, RunState, Report, RolloutLog, HFExport])
-def test_callbacks_that_read_rollouts_or_roles_are_refused_in_one_sentence(callback, tmp_path):
+def test_callbacks_that_need_rollouts_or_roles_raise_a_one_line_error(callback, tmp_path):
     with pytest.raises(ValueError, match=rf"^{callback.__name__} needs "):
         fit(tmp_path, callback())

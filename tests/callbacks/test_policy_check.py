@@ -25,8 +25,8 @@ def begins_late(completions, letter):
     return [float(text[:1] > "c") for text in completions]
 
 
-class Watch(PolicyCheck):
-    """Keeps what it sampled and the scores before they are normalised."""
+class RecordingCheck(PolicyCheck):
+    """Records the rollout that it sampled and the scores before normalization."""
 
     def _scores(self, module, rollout):
         self.rollout, self.raw = rollout, super()._scores(module, rollout)
@@ -38,8 +38,8 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
 
     def checked(precision="32-true", **arguments):
-        inputs = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
-        check = Watch(**{**inputs, "max_response_tokens": 6, **arguments})
+        defaults = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
+        check = RecordingCheck(**{**defaults, "max_response_tokens": 6, **arguments})
         data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
         module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
         trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path, precision=precision)
@@ -49,7 +49,7 @@ def checked(tmp_path, monkeypatch):
     return checked
 
 
-def test_the_share_of_rightly_ordered_samples_is_the_one_of_all_pairs(checked):
+def test_share_of_correctly_ordered_samples_is_over_all_pairs(checked):
     check, _, metrics = checked()
     right = torch.tensor(begins_late(texts_of(check.rollout), None)) >= 1
     assert 0 < right.sum() < len(right) == 16
@@ -57,7 +57,7 @@ def test_the_share_of_rightly_ordered_samples_is_the_one_of_all_pairs(checked):
     assert metrics["val/policy_order"] == pytest.approx(ordered_share(check.raw[right], check.raw[~right]))
 
 
-def test_the_report_has_the_metrics_and_the_bounds_of_the_check(tmp_path, monkeypatch):
+def test_report_has_the_metrics_and_limits_of_the_check(tmp_path, monkeypatch):
     bounds = {"min_policy_order": 1.01, "min_pair_accuracy": 0.0}
     check = PolicyCheck(TinyModel(seed=1), PROMPTS, RewardFunction(begins_late), max_response_tokens=6, **bounds)
     data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
@@ -81,7 +81,7 @@ def texts_of(rollout):
     return tokenizer.batch_decode([ids[:length] for ids, length in rows], skip_special_tokens=True)
 
 
-def test_scores_are_those_of_whole_texts_one_by_one(checked):
+def test_scores_equal_those_of_whole_texts_scored_one_by_one(checked):
     check, module, _ = checked()
     model, rollout = module.reward_model, check.rollout
     for i in range(len(rollout)):
@@ -92,7 +92,7 @@ def test_scores_are_those_of_whole_texts_one_by_one(checked):
         assert check.raw[i].item() == pytest.approx(raw, abs=1e-5)
 
 
-def test_scores_are_computed_in_the_precision_that_the_model_was_trained_in(checked):
+def test_scores_are_computed_in_the_training_precision_of_the_model(checked):
     check, module, _ = checked(precision="bf16-mixed")
     ((rows, _),) = module.micro_batches.split(check.rollout)
     rollout = check.rollout[rows]
@@ -110,7 +110,7 @@ def test_scores_are_computed_in_the_precision_that_the_model_was_trained_in(chec
     assert (check.raw[rows] - raw()).abs().max() > 1e-3
 
 
-def test_afterwards_the_scores_have_mean_0_and_deviation_1(checked):
+def test_normalized_scores_have_mean_0_and_deviation_1(checked):
     check, module, metrics = checked()
     again = PolicyCheck._scores(check, module, check.rollout)
     assert again.mean().item() == pytest.approx(0, abs=1e-5)
@@ -119,7 +119,7 @@ def test_afterwards_the_scores_have_mean_0_and_deviation_1(checked):
     assert metrics["val/policy_score_std"] == pytest.approx(check.raw.std().item(), abs=1e-6)
 
 
-def test_a_reward_model_below_the_bounds_is_warned_of(checked, caplog):
+def test_reward_model_below_the_limits_is_warned_about(checked, caplog):
     caplog.set_level("INFO", "lightning_rlhf")
     checked(min_policy_order=1.01, min_pair_accuracy=0.0)
     output = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -131,20 +131,20 @@ def test_a_reward_model_below_the_bounds_is_warned_of(checked, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_without_a_rule_it_only_sets_the_scale(checked):
+def test_check_without_a_rule_only_sets_the_scale(checked):
     _, module, metrics = checked(rule=None)
     assert "val/policy_order" not in metrics
     assert "val/policy_score_std" in metrics
     assert module.reward_model.score_std.item() != 1.0
 
 
-def test_the_samples_are_the_same_at_every_run(checked):
+def test_samples_are_the_same_in_every_run(checked):
     first, second = checked()[0].rollout, checked()[0].rollout
     assert torch.equal(first.response_ids, second.response_ids)
     assert checked(num_samples=5)[0].rollout.response_ids.shape[0] == 5
 
 
-def test_a_policy_of_another_tokenizer_raises_before_training(checked, tmp_path):
+def test_policy_with_another_tokenizer_raises_before_training(checked, tmp_path):
     TinyModel().causal().save_pretrained(tmp_path / "policy")
     CharacterTokenizer("gfedcba").load().save_pretrained(tmp_path / "policy")
     message = (
@@ -172,7 +172,7 @@ def test_a_policy_of_another_tokenizer_raises_before_training(checked, tmp_path)
     ],
     ids=["small vocabulary", "large vocabulary", "path", "prompts", "column", "samples"],
 )
-def test_prompts_and_rules_that_cannot_be_used_raise_before_training(checked, arguments, message, monkeypatch):
+def test_invalid_prompts_and_rules_raise_before_training(checked, arguments, message, monkeypatch):
     monkeypatch.setattr(RewardModule, "training_step", lambda *args: pytest.fail("it trained"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         checked(**arguments)

@@ -1,4 +1,4 @@
-"""Report: first and last validation, changed responses first, and seconds that add up."""
+"""Report: first and last validation, changed responses first, and the times of all parts."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def words(table, label):
     return [cell.strip() for cell in line.replace("│", "|").split("|")[1:-1]]
 
 
-def test_a_run_ends_with_all_three_tables_and_a_file(run, capsys, tmp_path):
+def test_run_ends_with_three_tables_and_a_file(run, capsys, tmp_path):
     made = run(data={"val": InMemory(ROWS)}, callbacks=[Report()])
     made.trainer.callbacks = complete(made.trainer.callbacks)
     made.fit()
@@ -41,7 +41,7 @@ def test_a_run_ends_with_all_three_tables_and_a_file(run, capsys, tmp_path):
 ROW = {"step": "0", "val/share_correct_greedy": "", "val/share_correct_sampled": "", "reward/mean": "", "kl/ref": ""}
 
 
-def test_progress_is_from_the_first_to_the_last_validation():
+def test_progress_compares_the_first_and_the_last_validation():
     rows = [
         {**ROW, "val/share_correct_greedy": "0.25", "val/share_correct_sampled": "0.125"},
         {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.0"},
@@ -56,11 +56,11 @@ def test_progress_is_from_the_first_to_the_last_validation():
 
 
 @pytest.mark.parametrize("rows", [[], [{**ROW, "val/share_correct_greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
-def test_without_validation_or_training_there_is_no_progress_table(rows):
+def test_progress_table_needs_validation_and_training(rows):
     assert Report().progress(rows) is None
 
 
-def test_answers_that_changed_come_first():
+def test_changed_answers_come_first():
     report = Report(num_samples=2)
     report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]
     output = (("p1", "same"), ("p2", "new"), ("p3", "alike"))
@@ -72,7 +72,7 @@ def test_answers_that_changed_come_first():
     assert Report().responses([]) is None
 
 
-def test_columns_of_the_data_leave_the_checkpoint_loadable_and_do_not_stand_where_the_answer_should(run, tmp_path):
+def test_data_columns_keep_the_checkpoint_loadable_and_are_not_shown_as_the_answer(run, tmp_path):
     rows = [{"prompt": letter, "response": "not the policy's", "day": date(2026, 11, 21)} for letter in "abcd"]
     judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
     data, report = {"train": InMemory(rows), "val": InMemory(rows)}, Report()
@@ -83,7 +83,7 @@ def test_columns_of_the_data_leave_the_checkpoint_loadable_and_do_not_stand_wher
     assert json.loads((tmp_path / "report.json").read_text())["before"][0]["day"] == "2026-11-21"
 
 
-def test_the_right_answer_is_shown_under_whatever_name_the_data_has_it(run, capsys):
+def test_right_answer_is_shown_from_any_known_column(run, capsys):
     rows = InMemory([{"prompt": letter, "result": f"{letter}!"} for letter in "abcd"])
     judge = RewardFunction(lambda completions, result: [0.0] * len(completions), name="judge")
     data = {"train": rows, "val": rows, "columns": {"ground_truth": "result"}}
@@ -94,7 +94,7 @@ def test_the_right_answer_is_shown_under_whatever_name_the_data_has_it(run, caps
     assert all(f"{letter}!" in shown for letter in "abcd")
 
 
-def test_seconds_and_shares_add_up_and_the_rest_is_named():
+def test_times_and_shares_add_up_with_a_row_for_the_rest():
     row = {"time/step_s": "10", "time/generate_s": "6", "time/update_s": "3"}
     table = Report().times([row, row, {"val/share_correct_greedy": "1"}])
     assert words(table, "generate") == ["generate", "12.0", "60%"]
@@ -103,14 +103,14 @@ def test_seconds_and_shares_add_up_and_the_rest_is_named():
     assert Report().times([]) is None
 
 
-def test_answers_of_the_first_validation_outlive_a_restart():
+def test_answers_of_the_first_validation_are_restored_after_a_restart():
     report, resumed = Report(), Report()
     report._before = [{"prompt": "p", "response": "r"}]
     resumed.load_state_dict(json.loads(json.dumps(report.state_dict())))
     assert resumed._before == report._before
 
 
-def test_missing_callbacks_are_named(run):
+def test_missing_callbacks_are_reported(run):
     with pytest.raises(ValueError, match="Report needs MetricsCSV among the trainer's callbacks"):
         run(callbacks=[Report()]).fit()
     made = run(callbacks=[Report(), MetricsCSV()])
@@ -119,7 +119,7 @@ def test_missing_callbacks_are_named(run):
         made.fit()
 
 
-def test_a_trial_run_reports_nothing(run, capsys, tmp_path):
+def test_trial_run_prints_no_report(run, capsys, tmp_path):
     run(callbacks=[Report(), MetricsCSV()], trainer={"fast_dev_run": 1}).fit()
     assert "Held-out" not in capsys.readouterr().out
     assert not (tmp_path / "report.json").exists()

@@ -1,4 +1,4 @@
-"""Rewards that are computed outside of the trainer's thread overlap with the forward passes that do not need them."""
+"""Rewards computed outside of the trainer's thread overlap with forward passes that do not need them."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.callbacks.conftest import exact
 
 
 async def same(completions, answer):
-    """Score all completions of a rollout."""
+    """Return 1.0 for completions that equal the answer, otherwise 0.0."""
     await asyncio.sleep(0.01)
     return exact(completions, answer)
 
@@ -43,7 +43,7 @@ def results(made):
     return weights, {name: value for name, value in made.metrics.items() if not name.startswith(clocks)}
 
 
-def test_a_batch_is_scored_while_the_module_evaluates_it(run):
+def test_batch_is_scored_while_the_module_evaluates_it(run):
     evaluated, waited = threading.Event(), []
 
     async def late(completions):
@@ -67,7 +67,7 @@ def test_a_batch_is_scored_while_the_module_evaluates_it(run):
     assert made.metrics["time/reward_s"] >= 0
 
 
-def test_weights_and_metrics_are_those_without_overlap(run):
+def test_weights_and_metrics_equal_those_without_overlap(run):
     overlapping = made_with(run).fit()
     waiting = made_with(run, Reading).fit()
     assert waiting.module.seen.keys() == {"same", "length"}
@@ -79,13 +79,13 @@ def test_weights_and_metrics_are_those_without_overlap(run):
     assert overlapping.metrics.keys() == waiting.metrics.keys()
 
 
-def test_with_dynamic_sampling_rewards_are_known_before_the_evaluation(run):
+def test_rewards_are_known_before_the_evaluation_with_dynamic_sampling(run):
     sampling = DynamicSampling(2, reward="length")
     made = made_with(run, loop={"dynamic_sampling": sampling, "validate_at_ends": False}).fit()
     assert made.module.last_rollout.rewards.keys() == {"same", "length"}
 
 
-def test_functions_of_the_trainer_s_thread_are_not_deferred(run):
+def test_functions_of_the_trainer_thread_are_not_deferred(run):
     made = run(loop={"validate_at_ends": False})
     inputs = []
     made.module.receive = lambda *arguments: (
@@ -96,7 +96,7 @@ def test_functions_of_the_trainer_s_thread_are_not_deferred(run):
     assert all(instance.rewards is None for (instance,) in inputs)
 
 
-def test_a_failure_ends_the_run_with_its_cause(run):
+def test_failure_ends_the_run_with_its_cause(run):
     async def broken(completions):
         await asyncio.sleep(0.05)
         raise ZeroDivisionError("no completions")
@@ -106,7 +106,7 @@ def test_a_failure_ends_the_run_with_its_cause(run):
         made.fit()
 
 
-def test_the_last_finished_step_can_be_saved_until_the_first_update(run):
+def test_last_finished_step_can_be_saved_until_the_first_update(run):
     between_steps = []
 
     class Watched(PPOModule):
@@ -124,7 +124,7 @@ def test_the_last_finished_step_can_be_saved_until_the_first_update(run):
     assert second == [(True, False), *3 * [(False, False)]]
 
 
-def test_a_wait_for_rewards_is_no_part_of_the_evaluation(run):
+def test_waiting_for_rewards_is_not_counted_as_evaluation(run):
     async def slow(completions):
         await asyncio.sleep(1)
         return [1.0] * len(completions)
@@ -137,7 +137,7 @@ def test_a_wait_for_rewards_is_no_part_of_the_evaluation(run):
 
 
 @pytest.mark.parametrize("kind", [PPOModule, Reading], ids=["overlapping", "waiting"])
-def test_the_last_finished_step_is_saved_if_a_function_fails(run, kind, tmp_path):
+def test_last_finished_step_is_saved_if_a_function_fails(run, kind, tmp_path):
     scored = []
 
     async def broken(completions):
@@ -157,7 +157,7 @@ def test_the_last_finished_step_is_saved_if_a_function_fails(run, kind, tmp_path
     assert torch.load(saved, weights_only=True)["global_step"] == 1
 
 
-def test_the_log_of_rollouts_has_the_rewards(run, tmp_path):
+def test_rollout_log_has_the_rewards(run, tmp_path):
     made = made_with(run, callbacks=[RolloutLog()]).fit()
     files = [*tmp_path.rglob("*.jsonl")]
     assert files

@@ -29,7 +29,7 @@ def files_of(directory):
     return sorted(path.name.removesuffix(".jsonl") for path in (directory / "rollouts").iterdir())
 
 
-def test_each_step_leaves_a_file_with_every_response(run, tmp_path):
+def test_each_step_writes_a_file_with_every_response(run, tmp_path):
     run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[RolloutLog()]).fit()
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
     rows = rows_of(tmp_path, 2)
@@ -59,7 +59,7 @@ def test_each_response_has_the_right_answer_from_any_column(run, tmp_path, colum
     assert len({row["prompt"] for row in result}) == 2
 
 
-def test_right_answers_that_json_has_no_words_for_are_written_as_text(run, tmp_path, capsys):
+def test_right_answers_without_a_json_type_are_written_as_text(run, tmp_path, capsys):
     answers = {"a": Decimal("1.50"), "bb": date(2026, 11, 21), "ccc": b"3", "d": "\ud800"}
     rows = InMemory([{"prompt": prompt, "ground_truth": answer} for prompt, answer in answers.items()])
     judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
@@ -74,7 +74,7 @@ def test_at_most_max_rows_are_written(run, tmp_path):
     assert len(rows_of(tmp_path, 1)) == 1
 
 
-def test_a_table_when_it_is_due_best_first(run, capsys):
+def test_table_is_printed_at_its_interval_with_best_responses_first(run, capsys):
     run(callbacks=[RolloutLog(table_every_n_steps=2, table_rows=2)], texts=["d", "c"], data={"shuffle": False}).fit()
     shown = capsys.readouterr().out
     assert shown.count("best to worst") == 1
@@ -89,7 +89,7 @@ def test_reward_text_is_not_interpreted_as_markup(run, capsys):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_the_table_spans_from_best_to_worst(capsys, count):
+def test_table_covers_best_to_worst_responses(capsys, count):
     rows = [{"prompt": "p", "response": f"answer{i}", "reward": float(i), "rewards": {}} for i in range(count)]
     RolloutLog(table_rows=3)._print_table(rows, 1)
     shown = capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_the_table_spans_from_best_to_worst(capsys, count):
     assert "answer0" in shown
 
 
-def test_a_trial_run_leaves_nothing(run, tmp_path):
+def test_trial_run_leaves_no_files(run, tmp_path):
     run(callbacks=[RolloutLog(table_every_n_steps=1)], trainer={"fast_dev_run": 1}).fit()
     assert not (tmp_path / "rollouts").exists()
 
@@ -109,7 +109,7 @@ def test_long_text_is_cut_in_the_middle():
     assert cut.endswith(" ... " + "b" * 150)
 
 
-def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
+def test_token_values_are_written_up_to_their_limit(run, tmp_path):
     log = RolloutLog(max_token_values=10)
     instance = run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[log]).fit()
     rows = rows_of(tmp_path, 2)  # responses of 2, 3, 4 and 2 tokens, end tokens included
@@ -148,17 +148,17 @@ def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
         ([], 100, []),
     ],
 )
-def test_the_first_tokens_of_long_responses_have_values(lengths, most, expected):
+def test_first_tokens_of_long_responses_have_values(lengths, most, expected):
     rewards = {6: [3.0, 0.5, 0.4, 0.3, 2.0, 0.0]}.get(len(lengths), [0.0] * len(lengths))
     assert value_counts(lengths, rewards, most) == expected
     assert sum(expected) <= most
 
 
-def test_responses_without_a_reward_are_the_last_to_have_values():
+def test_responses_without_a_reward_are_last_to_have_values():
     assert value_counts([3000] * 4, [math.nan, 1.0, math.nan, 0.0], 40) == [0, 20, 0, 20]
 
 
-def test_a_step_of_long_responses_has_values_of_each(run, tmp_path):
+def test_step_of_long_responses_has_values_for_each(run, tmp_path):
     texts = ["abcdefgabcdefgabcdefgabcdefg"] * 2
     loop = {"group_size": 2, "max_response_tokens": 28}
     run(texts=texts, loop=loop, callbacks=[RolloutLog(max_token_values=72)]).fit()
@@ -168,7 +168,7 @@ def test_a_step_of_long_responses_has_values_of_each(run, tmp_path):
     assert {len(values) for row in rows for values in row["tokens"].values()} == {18}
 
 
-def test_advantage_length_and_end_of_a_response(run, tmp_path):
+def test_advantage_length_and_end_of_a_response_are_written(run, tmp_path):
     instance = run(
         texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[RolloutLog()]
     ).fit()
@@ -181,7 +181,7 @@ def test_advantage_length_and_end_of_a_response(run, tmp_path):
         assert row["advantage"] == pytest.approx(float(experience.advantages[i, :length].mean()), abs=1e-6)
 
 
-def test_a_response_without_a_token_in_the_loss_has_no_advantage(run, tmp_path):
+def test_response_without_a_token_in_the_loss_has_no_advantage(run, tmp_path):
     sampling = DynamicSampling(prompts_per_step=4)
     judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
     loop = {"rewards": [judge], "group_size": 2, "dynamic_sampling": sampling}
@@ -189,14 +189,14 @@ def test_a_response_without_a_token_in_the_loss_has_no_advantage(run, tmp_path):
     assert {row["advantage"] for row in rows_of(tmp_path, 1)} == {None}
 
 
-def test_a_reward_that_does_not_apply_is_null(run, tmp_path):
+def test_reward_that_does_not_apply_is_null(run, tmp_path):
     judge = RewardFunction(lambda completions: [None, 1.0] * (len(completions) // 2), name="judge")
     run(loop={"rewards": [judge]}, data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()]).fit()
     assert [row["rewards"]["judge"] for row in rows_of(tmp_path, 1)] == [None, 1.0]
     assert None in [row["reward"] for row in rows_of(tmp_path, 0, "validation")]
 
 
-def test_turns_and_ends_of_conversations(run, tmp_path):
+def test_turns_and_ends_of_conversations_are_written(run, tmp_path):
     settings = EnvironmentSettings(worlds.Guess, bridge="plain", max_turns=2, timeout_s=None)
     loop = {"rewards": [], "environment": settings, "group_size": 8, "max_response_tokens": 9}
     data = {"val": InMemory(ROWS * 4), "shuffle": False}
@@ -210,7 +210,7 @@ def test_turns_and_ends_of_conversations(run, tmp_path):
             assert (row["stop"] == "done") == (row["reward"] > 0.5)
 
 
-def test_each_validation_leaves_a_file_with_its_greedy_responses(run, tmp_path):
+def test_each_validation_writes_a_file_with_its_greedy_responses(run, tmp_path):
     data = {"val": InMemory(ROWS), "val_batch_size": 3}
     instance = run(texts=["a", "gfedc"], data=data, callbacks=[RolloutLog()]).fit()
     assert files_of(tmp_path) == ["step-000001", "step-000002", "validation-000000", "validation-000002"]
@@ -226,7 +226,7 @@ def test_each_validation_leaves_a_file_with_its_greedy_responses(run, tmp_path):
     assert [row["prompt"] for row in rows] == ["a", "bb", "ccc", "d"]
 
 
-def test_without_reward_functions_the_score_is_the_reward(run, tmp_path):
+def test_score_is_the_reward_without_reward_functions(run, tmp_path):
     model, data = {"reward_model": TinyModel(seed=5)}, {"val": InMemory(ROWS)}
     run(loop={"rewards": []}, model=model, data=data, callbacks=[RolloutLog()]).fit()
     rows = rows_of(tmp_path, 0, "validation")
@@ -234,7 +234,7 @@ def test_without_reward_functions_the_score_is_the_reward(run, tmp_path):
     assert all(row["rewards"] == {"score": row["reward"]} for row in [*rows, *rows_of(tmp_path, 1)])
 
 
-def test_a_resumed_run_leaves_no_files_of_steps_after_the_checkpoint(run, tmp_path):
+def test_resumed_run_removes_files_of_steps_after_the_checkpoint(run, tmp_path):
     def start(steps):
         trainer = {"max_epochs": 4, "max_steps": steps}
         return run(data={"val": InMemory(ROWS)}, trainer=trainer, callbacks=[RolloutLog()])
@@ -251,20 +251,20 @@ def test_a_resumed_run_leaves_no_files_of_steps_after_the_checkpoint(run, tmp_pa
     assert files_of(tmp_path) == ["notes", *steps, *validations]
 
 
-def test_a_new_run_leaves_no_files_of_an_earlier_one(run, tmp_path):
+def test_new_run_removes_files_of_an_earlier_one(run, tmp_path):
     run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()]).fit()
     run(trainer={"max_steps": 1}, callbacks=[RolloutLog()]).fit()
     assert files_of(tmp_path) == ["step-000001"]
 
 
-def test_the_command_validate_writes_no_file(run, tmp_path):
+def test_validate_command_writes_no_file(run, tmp_path):
     instance = run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()])
     instance.trainer.validate(instance.module, datamodule=instance.data)
     assert not (tmp_path / "rollouts").exists()
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
+def test_run_without_a_reference_has_no_kl(run, tmp_path, coef):
     instance = run(
         model={"kl_loss": KLTerm(coef, "k3"), "kl_reward": KLTerm(0.0, "k1")}, callbacks=[RolloutLog()]
     ).fit()
@@ -289,5 +289,5 @@ def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
         (["a\nb", "a\nb\nb"], ["... b", "... b\nb"]),
     ],
 )
-def test_the_common_start_of_prompts_is_left_out(prompts, instance):
+def test_common_prefix_of_prompts_is_omitted(prompts, instance):
     assert own_parts(prompts) == instance

@@ -1,4 +1,4 @@
-"""RolloutLoop: invalid settings, requests to the engine, and the end of the engine."""
+"""RolloutLoop: invalid settings, requests to the engine, and shutdown of the engine."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ def wider(size):
 
 
 class Listening(TransformersEngine):
-    """Remembers the requests."""
+    """Records the requests."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def test_invalid_arguments_raise(arguments, message):
     ],
     ids=["minibatch", "large minibatch", "tokenizer", "no judge", "val_metric", "column", "vocabularies"],
 )
-def test_settings_that_cannot_work_raise_before_any_model_is_loaded(run, monkeypatch, parts, message):
+def test_invalid_settings_raise_before_any_model_is_loaded(run, monkeypatch, parts, message):
     monkeypatch.setattr(TinyModel, "causal", None)
     made = run(**parts)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -114,7 +114,7 @@ def test_settings_that_cannot_work_raise_before_any_model_is_loaded(run, monkeyp
     assert made.engine.calls[-1:] in ([], ["close"])  # not started, or ended
 
 
-def test_it_needs_a_module_that_learns_from_rollouts_and_prompts(tokenizer, tmp_path, run):
+def test_module_must_train_on_rollouts_and_data_must_be_prompts(tokenizer, tmp_path, run):
     rows = InMemory([{"prompt": "a", "completion": "b"}] * 2)
     conversations = ConversationDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=2)
     trainer = quiet_trainer(callbacks=[RolloutLoop([RewardFunction(exact)])], default_root_dir=tmp_path)
@@ -142,7 +142,7 @@ class Stale(TransformersEngine):
                 dict(self._running.named_parameters())[self.name].copy_(saved + 0.05)
 
 
-def test_a_lost_weight_is_an_error_that_names_it(run):
+def test_lost_weight_raises_an_error_with_its_name(run):
     name = "model.layers.1.self_attn.v_proj.weight"
     made = run(loop={"engine": Stale(name), "check_rows": 2})
     with pytest.raises(
@@ -155,24 +155,24 @@ def test_a_lost_weight_is_an_error_that_names_it(run):
     assert made.loop.engine._model is None  # closed
 
 
-def test_a_lost_weight_is_distinguished_from_another_computation(run):
-    made = run(loop={"check_rows": 2})  # the script says -1 for every token
+def test_lost_weight_is_distinguished_from_a_different_computation(run):
+    made = run(loop={"check_rows": 2})  # the scripted log-probability is -1 for every token
     with pytest.raises(RuntimeError, match="all weights of the last push were transferred correctly, so the engine"):
         made.fit()
 
 
-def test_the_bound_can_be_set_and_the_check_switched_off(run):
+def test_limit_can_be_set_and_the_check_disabled(run):
     run(loop={"check_rows": 2, "max_logprob_diff": 100.0}).fit()
     run(loop={"check_rows": 0}).fit()
 
 
-def test_the_check_passes_and_its_metric_is_small_with_a_real_engine(run):
+def test_check_passes_with_a_real_engine_and_its_metric_is_small(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2, "group_size": 2, "temperature": 0.7}).fit()
     assert made.metrics["rollout/logprob_diff_max"] < 1e-5
 
 
 class Holding:
-    """A reward that holds something, and fails at a step."""
+    """A reward that holds a resource and fails at a given step."""
 
     calls, holds, dry_call = 0, False, False
 
@@ -189,7 +189,7 @@ class Holding:
         self.holds = False
 
 
-def test_rewards_are_closed_at_every_kind_of_end(run):
+def test_rewards_are_closed_however_the_run_ends(run):
     good, bad = Holding(fails_at=0), Holding(fails_at=2)
     run(loop={"rewards": [RewardFunction(good)], "validate_at_ends": False}).fit()
     with pytest.raises(RuntimeError, match="'Holding' raised OSError: gone"):
@@ -198,8 +198,8 @@ def test_rewards_are_closed_at_every_kind_of_end(run):
     assert (good.calls > 1, bad.calls) == (True, 2)
 
 
-class Asked(PPOModule):
-    """Keeps the actor's log-probabilities whenever it is asked for them."""
+class RecordingPPO(PPOModule):
+    """Records the actor's log-probabilities of each evaluation."""
 
     def actor_scores(self, role, rollout, squares=False):
         scores = super().actor_scores(role, rollout, squares)
@@ -208,11 +208,11 @@ class Asked(PPOModule):
         return scores
 
 
-def test_the_check_uses_the_mixed_precision_of_training(run):
+def test_check_uses_the_mixed_precision_of_training(run):
     checked = {}
     for precision in ("32-true", "bf16-mixed"):
         made = run(loop={"check_rows": 2, "max_logprob_diff": 100.0}, trainer={"precision": precision})
-        made.module.__class__ = Asked
+        made.module.__class__ = RecordingPPO
         made.fit()
         at_check, at_learning = made.module.evaluated[:2]
         assert_close(at_check, at_learning)
@@ -249,11 +249,11 @@ def test_every_sample_has_a_different_seed_in_every_epoch(run):
     assert not set(of_training) & set(of_validation)
 
 
-def test_a_second_run_asks_the_same_and_gets_the_same(run):
+def test_second_run_sends_the_same_requests(run):
     assert requests(run) == requests(run)
 
 
-def test_another_seed_asks_something_else(run, monkeypatch):
+def test_another_seed_sends_different_requests(run, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     first = requests(run)
     monkeypatch.setenv("PL_GLOBAL_SEED", "2")
@@ -261,14 +261,14 @@ def test_another_seed_asks_something_else(run, monkeypatch):
     assert not {seed for _, seeds, _ in first for seed in seeds} & {seed for _, seeds, _ in second for seed in seeds}
 
 
-def test_the_request_carries_temperature_limit_and_end_token(run):
+def test_request_has_temperature_limit_and_end_token(run):
     (sampling, _, completions), *_ = requests(run, loop={"temperature": 0.5, "max_response_tokens": 3})
     assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids) == (0.5, 3, (2,))
     assert (sampling.top_p, sampling.top_k) == (1.0, 0)
     assert all(len(completion.token_ids) <= 3 for completion in completions)
 
 
-def test_a_response_ends_after_any_of_the_further_stop_tokens(run):
+def test_response_ends_after_any_additional_stop_token(run):
     stops = {2, 5, 7}
     (sampling, _, completions), *_ = requests(
         run, loop={"max_response_tokens": 24, "group_size": 8, "stop_token_ids": [5, 7]}
@@ -279,11 +279,11 @@ def test_a_response_ends_after_any_of_the_further_stop_tokens(run):
     assert not any(stops & set(completion.token_ids[:-1]) for completion in completions)
 
 
-def test_transformers_accepts_a_temperature_that_vllm_does_not(run):
+def test_transformers_accepts_a_temperature_that_vllm_rejects(run):
     run(loop={"engine": TransformersEngine(), "temperature": 2.5, "check_rows": 2}).fit()
 
 
-def test_a_trial_run_keeps_responses_short(run):
+def test_trial_run_limits_the_response_length(run):
     made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
     assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.requested] == [16]
 
@@ -291,7 +291,7 @@ def test_a_trial_run_keeps_responses_short(run):
 # -- start and end -----------------------------------------------------------------------------------------------------
 
 
-def test_auto_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
+def test_auto_engine_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: False)
     caplog.set_level("INFO", "lightning_rlhf")
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
@@ -301,7 +301,7 @@ def test_auto_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
     assert output == ["Rollouts by TransformersEngine: vLLM is not installed."]
 
 
-def test_the_engine_starts_before_the_models_load(run, monkeypatch):
+def test_engine_starts_before_the_models_load(run, monkeypatch):
     made, order = run(), []
     made.engine.start = lambda setup: order.append("start")
     made.engine.wait = lambda: order.append("wait") or "a script"
@@ -311,7 +311,7 @@ def test_the_engine_starts_before_the_models_load(run, monkeypatch):
     assert order == ["start", "actor", "critic", "wait"]
 
 
-def test_the_engine_gets_the_architecture_before_the_weights(run, tmp_path):
+def test_engine_gets_the_architecture_before_the_weights(run, tmp_path):
     made, seen = run(loop={"max_response_tokens": 5}), []
     made.engine.start = seen.append
     made.fit()
@@ -333,7 +333,7 @@ class Boom(Callback):
 @pytest.mark.parametrize(
     "hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_train_batch_end", "on_train_end"]
 )
-def test_the_engine_ends_whatever_happens(run, hook):
+def test_engine_is_closed_after_any_error(run, hook):
     made = run(callbacks=[Boom(hook)], data={"val": InMemory(ROWS)})
     with pytest.raises(ValueError, match="boom"):
         made.fit()
@@ -341,14 +341,14 @@ def test_the_engine_ends_whatever_happens(run, hook):
     assert made.engine.calls[-1] == "close"
 
 
-def test_the_engine_ends_on_an_interrupt(run):
+def test_engine_is_closed_on_an_interrupt(run):
     made = run(callbacks=[Boom("on_train_batch_end", KeyboardInterrupt)])
     with pytest.raises(SystemExit):
         made.fit()
     assert made.engine.calls[-1] == "close"
 
 
-def test_a_reward_function_that_raises_ends_the_engine_and_is_named(run):
+def test_failing_reward_function_closes_the_engine_and_is_reported(run):
     def faulty(completions):
         return [1 / 0 for _ in completions]
 
@@ -359,7 +359,7 @@ def test_a_reward_function_that_raises_ends_the_engine_and_is_named(run):
     assert made.engine.calls[-1] == "close"
 
 
-def test_an_unusable_reward_function_raises_before_any_model_is_loaded(run, monkeypatch):
+def test_unusable_reward_function_raises_before_any_model_is_loaded(run, monkeypatch):
     def untried(completions):
         raise RuntimeError("costs money")
 
@@ -385,7 +385,7 @@ def test_weights_are_synced_once_per_step(run):
     assert pushes == ["update_weights 0", "update_weights 1", "update_weights 2"]
 
 
-def test_the_same_loop_can_run_again_and_syncs_again(run):
+def test_same_loop_can_run_again_and_syncs_again(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2}, data={"val": InMemory(ROWS)}).fit()
     before = made.metrics
     (measured,) = made.trainer.validate(made.module, datamodule=made.data, verbose=False)  # another start of the engine
@@ -421,7 +421,7 @@ def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     assert greedy.rewards.keys() == {"exact"}
 
 
-def test_an_estimator_that_compares_responses_needs_at_least_two(run):
+def test_estimator_that_compares_responses_needs_at_least_two(run):
     loop = run().loop
     module = GRPOModule(TinyModel(), minibatch_size=2)
     data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
@@ -432,7 +432,7 @@ def test_an_estimator_that_compares_responses_needs_at_least_two(run):
 
 
 @pytest.mark.parametrize(("minibatch_size", "warned"), [(2, 1), (4, 0)])
-def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, minibatch_size, warned):
+def test_loss_without_a_ratio_warns_about_a_second_update(tmp_path, caplog, minibatch_size, warned):
     loop = RolloutLoop([RewardFunction(exact)], TransformersEngine(), group_size=2, max_response_tokens=2)
     data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
     module = RLOOModule(TinyModel(), minibatch_size=minibatch_size)
@@ -483,7 +483,7 @@ def test_ranks_without_prompts_or_responses_raise(run, monkeypatch, loop, data, 
         run(loop=loop, data=data, model=model).fit()
 
 
-def test_temporary_files_of_engines_of_a_killed_run_with_more_ranks_are_removed(run, tmp_path):
+def test_temporary_engine_files_of_a_killed_run_with_more_ranks_are_removed(run, tmp_path):
     names = ["rank0.tmp", "rank1.tmp", "rank12.tmp", "rank1.log", "rankings.tmp", "rank1"]
     for name in names:
         (tmp_path / "engine" / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""RunState: all random generators, the metrics, and a validation that was still to come."""
+"""RunState: all random generators, the metrics, and a validation that was still pending."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def test_every_generator_continues_after_a_file_without_pickled_code():
+def test_every_random_generator_continues_from_a_file_without_pickled_code():
     random.gauss(0, 1)
     numpy.random.randn()
     draws()
@@ -44,7 +44,7 @@ def test_every_generator_continues_after_a_file_without_pickled_code():
     assert [draws() for _ in range(3)] == following
 
 
-def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
+def test_each_rank_gets_its_state_back_for_an_unchanged_number_of_ranks(monkeypatch):
     states, following = [], []
     for seed in range(3):
         random.seed(seed)
@@ -59,7 +59,7 @@ def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
         assert draws() == following[number]
 
 
-def test_on_another_number_of_ranks_each_is_seeded_by_step_and_rank(monkeypatch):
+def test_ranks_are_seeded_by_step_and_rank_for_a_changed_number_of_ranks(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
 
@@ -84,6 +84,6 @@ def test_env_json_has_versions_and_command(tmp_path):
     assert environment["python"].startswith("3.")
 
 
-def test_a_checkpoint_without_random_state_raises():
+def test_checkpoint_without_random_state_raises():
     with pytest.raises(ValueError, match="it was written without the RunState callback"):
         RunState().on_load_checkpoint(None, None, {"state_dict": {}})

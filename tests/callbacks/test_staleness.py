@@ -1,4 +1,4 @@
-"""Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
+"""Rollouts requested before the step that trains on them: schedule, limit, metrics, checkpoints and errors."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -40,12 +40,14 @@ CORRECTION = {"correction": RolloutCorrection(level="token")}
         ([1], list(range(20)), 64, ([1], list(range(16)))),
     ],
 )
-def test_a_compared_text_has_the_first_token_and_the_border_of_prompt_and_response(prompt, response, longest, expected):
+def test_shortened_text_keeps_the_first_token_and_the_boundary_of_prompt_and_response(
+    prompt, response, longest, expected
+):
     assert shortened(prompt, response, longest) == expected
 
 
 class Recorder(Callback):
-    """Stores the rollout of each step."""
+    """Records the rollout of each step."""
 
     def __init__(self):
         self.rollouts = []
@@ -61,7 +63,7 @@ class Recorder(Callback):
 
 
 class Requested(ScriptedEngine):
-    """Scripted engine that stores (version, prompts, seeds) of each request."""
+    """Scripted engine that records (version, prompts, seeds) of each request."""
 
     def __init__(self, texts, tokenizer):
         super().__init__(texts, tokenizer)
@@ -92,12 +94,12 @@ def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
     ("max_staleness", "versions"),
     [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2]), (9, [0, 0, 0, 0, 0])],
 )
-def test_the_version_of_a_step_is_a_function_of_the_step(run, max_staleness, versions):
+def test_version_of_a_step_is_a_function_of_the_step(run, max_staleness, versions):
     assert recorded(run, max_staleness).recorder.versions() == [[version] for version in versions]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
-def test_each_step_trains_on_its_own_prompts_with_the_same_seeds_in_every_epoch(run, max_staleness):
+def test_each_step_trains_on_its_prompts_with_the_same_seeds_in_every_epoch(run, max_staleness):
     on_policy, ahead = recorded(run, 0), recorded(run, max_staleness)
     assert ahead.recorder.prompts() == on_policy.recorder.prompts()
     assert [request[1:] for request in ahead.engine.requests] == [request[1:] for request in on_policy.engine.requests]
@@ -119,7 +121,7 @@ def test_nothing_is_requested_for_steps_after_the_end(run, trainer, steps):
 
 @pytest.mark.parametrize("shares_cores", [True, False])
 @pytest.mark.parametrize(("max_staleness", "instance", "engine"), [(0, 3, 3), (1, 2, 1)])
-def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, max_staleness, instance, engine):
+def test_trainer_and_engine_divide_the_threads_during_the_run(run, shares_cores, max_staleness, instance, engine):
     threads = {}
 
     class Sharing(Requested):
@@ -147,7 +149,7 @@ def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, ma
 
 
 class Echoing(TransformersEngine):
-    """An engine that stores (version, prompts) of each request with ``echo``, and damages one push."""
+    """An engine that records (version, prompts) of each request with ``echo``, and corrupts one push."""
 
     def __init__(self, damaged=None):
         super().__init__()
@@ -196,7 +198,7 @@ def test_engine_and_actor_evaluate_the_ends_of_responses_after_each_push(run, ma
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_a_damaged_push_ends_the_run_before_its_responses_are_used(run, max_staleness, damaged):
+def test_corrupted_push_ends_the_run_before_its_responses_are_used(run, max_staleness, damaged):
     made = echoing(run, max_staleness, damaged)
     with pytest.raises(
         RuntimeError, match=f"the same weights, but after the push of step {damaged} .* all weights of the"
@@ -206,7 +208,7 @@ def test_a_damaged_push_ends_the_run_before_its_responses_are_used(run, max_stal
     assert max(map(max, made.recorder.versions())) < damaged
 
 
-def test_a_push_that_is_damaged_every_time_names_the_parameter(run):
+def test_repeatedly_corrupted_push_reports_the_parameter(run):
     class Damaged(TransformersEngine):
         def update_weights(self, parameters, version):
             super().update_weights(parameters, version)
@@ -220,20 +222,20 @@ def test_a_push_that_is_damaged_every_time_names_the_parameter(run):
         made.fit()
 
 
-def test_a_validation_waits_for_the_comparisons_of_earlier_pushes(run):
+def test_validation_waits_for_the_comparisons_of_earlier_pushes(run):
     made = echoing(run, 3, damaged=1, data={"val": InMemory([ROWS[0]])})
     with pytest.raises(RuntimeError, match="the push of step 1"):
         made.fit()
     assert made.trainer.global_step == 2  # an epoch has two steps, and the responses of the push were for step 4
 
 
-def test_no_rows_disable_the_comparison(run):
+def test_zero_rows_disable_the_comparison(run):
     made = echoing(run, 2, damaged=1, loop={"check_rows": 0}).fit()
     assert made.trainer.global_step == 6
     assert not made.engine.echoed
 
 
-def test_the_comparison_does_not_change_the_responses(run):
+def test_comparison_does_not_change_the_responses(run):
     made = [echoing(run, 2, loop={"check_rows": rows}).fit() for rows in (0, 2)]
     first, second = ([rollout.response_ids.tolist() for rollout in each.recorder.rollouts] for each in made)
     assert first == second
@@ -264,7 +266,7 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
 
 
 def change_echoed(engine, **changes):
-    """Return change fields of the completions of requests with ``echo``."""
+    """Make the engine replace fields of the completions of requests with ``echo``."""
     request = engine.request
 
     def changed(prompts, sampling, seeds):
@@ -284,27 +286,27 @@ def change_echoed(engine, **changes):
     ],
     ids=["no echo", "older weights"],
 )
-def test_an_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(run, changes, message):
+def test_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(run, changes, message):
     made = echoing(run, 2)
     change_echoed(made.engine, **changes)
     with pytest.raises(RuntimeError, match=message):
         made.fit()
 
 
-def test_texts_that_were_evaluated_with_later_weights_are_not_compared(run):
+def test_texts_evaluated_with_later_weights_are_not_compared(run):
     made = echoing(run, 2, damaged=1)
     change_echoed(made.engine, policy_version=9)
     made.fit()
 
 
-def test_a_validation_finds_a_damaged_push_of_its_own(run):
+def test_validation_detects_a_corrupted_push_of_its_weights(run):
     loop = {"validate_at_ends": True, "val_samples": 2}
     made = echoing(run, 2, damaged=4, steps=4, loop=loop, data={"val": InMemory([ROWS[0]])})
     with pytest.raises(RuntimeError, match="the first parameter that differs is"):
         made.fit()
 
 
-def test_later_rounds_of_dynamic_sampling_are_from_current_weights(run):
+def test_later_rounds_of_dynamic_sampling_use_current_weights(run):
     rewards = [RewardFunction(lambda completions: [float("a" in text) for text in completions], name="first")]
     made = recorded(
         run,
@@ -327,7 +329,7 @@ def test_later_rounds_of_dynamic_sampling_are_from_current_weights(run):
     ]
 
 
-def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
+def test_greedy_responses_are_requested_in_advance_too(run, tmp_path):
     received = []
 
     class Stored(ReMaxModule):
@@ -342,18 +344,18 @@ def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
     assert received == [(0, 0), (0, 0), (1, 1)]
 
 
-def test_staleness_and_idle_shares_are_metrics(run):
+def test_staleness_and_idle_shares_are_logged(run):
     metrics = recorded(run, 1).metrics
     assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 1
     assert 0 <= metrics["perf/trainer_idle_share"] <= 1
     assert 0 <= metrics["perf/engine_idle_share"] <= 1
 
 
-def test_a_run_without_staleness_logs_none(run):
+def test_run_without_staleness_logs_no_staleness_metrics(run):
     assert not [name for name in recorded(run, 0).metrics if "staleness" in name or "idle" in name]
 
 
-def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
+def test_too_old_token_ends_the_run(run, monkeypatch):
     made = run(loop={"max_staleness": 1}, model=CORRECTION)
     generate = made.engine.generate
     made.engine.generate = lambda *request: [replace(item, policy_version=-2) for item in generate(*request)]
@@ -396,7 +398,7 @@ def sampled(run, directory, max_staleness, resume=None, interrupted_after=None):
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, tmp_path, max_staleness):
+def test_resumed_run_trains_on_the_responses_requested_before_the_checkpoint(run, tmp_path, max_staleness):
     whole = sampled(run, tmp_path / "whole", max_staleness)
     sampled(run, tmp_path / "cut", max_staleness, interrupted_after=5)
     last = str(tmp_path / "cut" / "checkpoints" / "last.ckpt")
@@ -406,7 +408,7 @@ def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, t
     assert len({str(item) for item in whole}) == 7
 
 
-def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog):
+def test_run_with_an_ended_engine_is_saved_without_the_responses(run, caplog):
     class Ended(Generation):
         def completions(self):
             raise EngineDied("it ended")
@@ -424,17 +426,17 @@ def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(run, caplog
 # -- errors and warnings ------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_does_not_correct_for_older_weights_is_a_warning(run, caplog):
+def test_module_without_correction_for_older_weights_warns(run, caplog):
     recorded(run, 1, model={})
     assert "max_staleness is 1, so responses are from older weights, and the module does not correct" in caplog.text
 
 
-def test_an_engine_that_does_not_overlap_is_a_warning(run, caplog):
+def test_engine_without_overlap_warns(run, caplog):
     recorded(run, 1)
     assert "max_staleness 1 saves no time with Requested, which generates in the trainer's process" in caplog.text
 
 
-def test_an_engine_that_sleeps_while_learning_raises(run):
+def test_engine_that_sleeps_during_training_raises(run):
     class Sleeping(ScriptedEngine):
         traits = EngineTraits(sleeps=True)
 
@@ -442,7 +444,7 @@ def test_an_engine_that_sleeps_while_learning_raises(run):
         recorded(run, 1, engine=Sleeping)
 
 
-def test_a_data_loader_whose_later_batches_are_unknown_raises(run):
+def test_data_loader_without_known_later_batches_raises(run):
     class Plain(PromptDataModule):
         def train_dataloader(self):
             loader = super().train_dataloader()
@@ -454,6 +456,6 @@ def test_a_data_loader_whose_later_batches_are_unknown_raises(run):
         made.fit()
 
 
-def test_a_negative_staleness_raises():
+def test_negative_staleness_raises():
     with pytest.raises(ValueError, match="max_staleness must be at least 0, got -1"):
         RolloutLoop(max_staleness=-1)

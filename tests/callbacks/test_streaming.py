@@ -1,4 +1,4 @@
-"""A run computes the same whether its engine reports completions as they finish or not."""
+"""A run is the same whether or not its engine reports completions as they finish."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ DRAW = random.Random(0)
 
 
 class Unordered(Listening):
-    """Finishes its completions in any order."""
+    """Finishes its completions in random order."""
 
     seconds = 0.0
 
@@ -48,7 +48,7 @@ several.per_sample = True
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("validates", [False, True])
-def test_a_run_is_the_same_with_and_without_streaming(run, validates):
+def test_run_is_the_same_with_and_without_streaming(run, validates):
     result = []
     for engine in (Listening(), Unordered(), Unordered()):
         rewards = [RewardFunction(exact), RewardFunction(letters), RewardFunction(several, weight=0.5)]
@@ -73,7 +73,7 @@ class Slow(Unordered):
     seconds = 0.5
 
 
-def test_the_reward_time_is_the_wait_after_the_last_response(run):
+def test_reward_time_is_the_wait_after_the_last_response(run):
     def slow(solution_str):
         time.sleep(0.4)
         return 0.0

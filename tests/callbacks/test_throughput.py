@@ -1,4 +1,4 @@
-"""Time, memory and use of a step: on the CPU, over two ranks, and for a device with a known peak."""
+"""Time, memory and utilization of a step: on the CPU, over two ranks, and for a device with a known peak."""
 
 import time
 from functools import partial
@@ -30,7 +30,7 @@ def measured(module, rows=ROWS, **options):
     }
 
 
-def test_tokens_and_seconds_of_a_step():
+def test_tokens_and_seconds_of_a_step_are_measured():
     started = time.perf_counter()
     result = measured(ppo())
     parts = result["time/evaluate_s"] + result["time/update_s"]
@@ -46,7 +46,7 @@ def test_tokens_and_seconds_of_a_step():
     assert not absent & result.keys()
 
 
-def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
+def test_custom_training_step_has_the_metrics_of_the_whole_step():
     class Own(PPOModule):
         def training_step(self, batch, batch_idx):
             rollout = self.pop_rollout().rollout
@@ -57,7 +57,7 @@ def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
     assert not {"time/update_ms_per_token", "perf/mfu_update"} & result.keys()
 
 
-def test_a_batch_without_rollout_is_measured_too():
+def test_batch_without_rollout_is_measured():
     module = SFTModule(TinyModel())
     ids = torch.tensor([[1, 3, 4, 2], [1, 5, 2, 0]])
     batch = SequenceBatch(
@@ -69,7 +69,7 @@ def test_a_batch_without_rollout_is_measured_too():
     assert not {"perf/mfu_update", "time/update_ms_per_token"} & result.keys()
 
 
-def test_two_ranks_add_their_tokens_and_wait_for_the_slower_one():
+def test_two_ranks_add_their_tokens_and_use_the_slower_time():
     class Slow(Throughput):
         def on_train_batch_end(self, *args):
             time.sleep(0.3)
@@ -98,11 +98,11 @@ SQUARES = sum((len(row.prompt) + len(row.tokens)) ** 2 for row in ROWS)
 
 
 def once(parameters):
-    """Return operations to learn once from all rows."""
+    """Return the number of operations of one training pass over all rows."""
     return 6 * parameters * TOKENS + 12 * 2 * 32 * SQUARES
 
 
-def test_operations_of_an_update_are_those_of_the_formula():
+def test_operations_of_an_update_match_the_formula():
     module = ppo(update_epochs=3)
     result = measured(module, peak_tflops=0.25)
     assert module.parameter_counts() == {"actor": ACTOR, "critic": CRITIC}
@@ -111,7 +111,7 @@ def test_operations_of_an_update_are_those_of_the_formula():
     assert result["perf/mfu_update"] == pytest.approx(expected / result["time/update_s"] / 0.25e12, rel=1e-4)
 
 
-def test_roles_that_were_not_updated_take_no_operations():
+def test_roles_without_an_update_have_no_operations():
     stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
     result = measured(stopped)
     assert result["policy/updates"] == 2  # the second sees that the first went too far
@@ -132,13 +132,13 @@ def test_roles_that_were_not_updated_take_no_operations():
         ("NVIDIA GeForce GTX 1080", "bf16-mixed", None),
     ],
 )
-def test_a_peak_is_known_of_few_devices_and_of_bfloat16_alone(monkeypatch, device, precision, peak):
+def test_peak_is_known_only_for_some_devices_and_for_bfloat16(monkeypatch, device, precision, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     module = type("Module", (), {"device": torch.device("cuda"), "trainer": type("T", (), {"precision": precision})})
     assert known_peak(module) == peak
 
 
-def test_memory_of_a_gpu_is_in_gib(monkeypatch):
+def test_gpu_memory_is_in_gib(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 5 * 2**30)
     result = memory(torch.device("cuda"))
@@ -148,6 +148,6 @@ def test_memory_of_a_gpu_is_in_gib(monkeypatch):
     assert memory(torch.device("cpu")) == {"perf/cpu_memory_gib": 1.0}
 
 
-def test_a_peak_must_be_positive():
+def test_peak_must_be_positive():
     with pytest.raises(ValueError, match=r"^peak_tflops must be positive or null, got 0$"):
         Throughput(0)

@@ -1,4 +1,4 @@
-"""Validation: metrics by hand, and the steps at which it runs."""
+"""Validation: metrics computed by hand, and the steps at which it runs."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ def judged(rewards, lengths=None, truncated=None):
 
 
 def of_one(reward):
-    """Return what is logged of a reward with four samples."""
+    """Return the names of the metrics that are logged for a reward with four samples."""
     kinds = ["greedy", "sampled", "sampled_std", "best@2", "best@4", "worst@2", "worst@4"]
     kinds += [f"{name}_{bound}" for name in ("greedy", "sampled") for bound in ("low", "high")]
     return {f"val/{reward}_{kind}" for kind in kinds}
@@ -66,7 +66,7 @@ def test_means_of_greedy_and_sampled_responses(measured):
     assert result["val/truncated_fraction"] == 1 / 8
 
 
-def test_intervals_of_the_shares_of_correct_responses(measured):
+def test_shares_of_correct_responses_have_confidence_intervals(measured):
     result = measured.metrics(ONE_RANK)
     # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
     for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
@@ -75,7 +75,7 @@ def test_intervals_of_the_shares_of_correct_responses(measured):
         )
 
 
-def test_graded_rewards_have_intervals_too(tokenizer):
+def test_graded_rewards_have_confidence_intervals(tokenizer):
     validation = Validation(4, ["given"])
     validation.add(*judged([3.0, 1.0, 2.0, 3.0, 2.0, 5.0, 6.0, 5.0, 7.0, 6.0]), tokenizer)
     result = validation.metrics(ONE_RANK)
@@ -89,7 +89,7 @@ def test_graded_rewards_have_intervals_too(tokenizer):
     assert math.isnan(one.metrics(ONE_RANK)["val/given_sampled_low"])  # one prompt has no variance
 
 
-def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
+def test_confidence_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
     batch, rollout = judged(REWARDS)
 
     def rank(number, ranks):
@@ -103,7 +103,7 @@ def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
         )
 
 
-def test_without_a_correctness_of_any_response_there_is_no_interval(tokenizer):
+def test_interval_needs_the_correctness_of_some_response(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([math.nan] * 10), tokenizer)
     assert math.isnan(validation.metrics(ONE_RANK)["val/share_correct_greedy_low"])
@@ -123,7 +123,7 @@ def test_pass_at_k_is_unbiased(measured):
     assert result["val/given_worst@4"] == 0.0
 
 
-def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
+def test_pass_at_k_of_a_whole_run_of_batches_equals_its_expectation(tokenizer):
     """The mean over all ways to draw 2 of 4 samples is the estimate."""
     for outcome in product([0, 1], repeat=4):
         validation = Validation(4, ["given"], "given")
@@ -132,7 +132,7 @@ def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
         assert validation.metrics(ONE_RANK)["val/pass@2"] == pytest.approx(sum(direct) / len(direct))
 
 
-def test_scores_of_right_samples_should_be_higher(tokenizer):
+def test_score_order_is_the_share_of_pairs_whose_right_sample_scores_higher(tokenizer):
     measured = Validation(4, ["given"], "given", scored=True)
     measured.add(*judged(REWARDS), tokenizer)
     #                                 right                        wrong: 0.1 0.9 0.9 0.3 / right: 0.5 | 0.8 0.9 0.2
@@ -145,14 +145,14 @@ def test_scores_of_right_samples_should_be_higher(tokenizer):
 
 
 @pytest.mark.parametrize("reward", [0, 1])
-def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, reward):
+def test_score_order_without_right_or_wrong_samples_is_nan(tokenizer, reward):
     validation = Validation(4, ["given"], "given", scored=True)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
     assert math.isnan(validation.metrics(ONE_RANK)["val/score_orders_right_first"])
 
 
-def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
+def test_reward_that_does_not_apply_is_not_counted(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     result = validation.metrics(ONE_RANK)
@@ -161,7 +161,7 @@ def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
     assert result["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
 
 
-def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
+def test_only_lengths_and_scores_are_known_without_reward_functions(tokenizer):
     batch, rollout = judged(REWARDS)
     validation = Validation(4, scored=True)
     validation.add(batch, type(rollout)(**{**vars(rollout), "rewards": {}}), tokenizer)
@@ -169,7 +169,7 @@ def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
     assert set(validation.metrics(ONE_RANK)) == {"val/response_tokens_mean", "val/truncated_fraction", *of_one("score")}
 
 
-def test_without_a_metric_only_the_means_of_each_reward_are_logged(tokenizer):
+def test_only_mean_rewards_are_logged_without_a_metric(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
     validation.add_scores(torch.arange(10.0))
@@ -181,13 +181,13 @@ def test_without_a_metric_only_the_means_of_each_reward_are_logged(tokenizer):
     assert result["val/given_greedy"] == result["val/given_sampled"] == 1.25
 
 
-def test_the_samples_compared_are_powers_of_two_and_all():
+def test_sample_counts_are_powers_of_two_and_the_total():
     assert draw_sizes(1) == [1]
     assert draw_sizes(4) == [1, 2, 4]
     assert draw_sizes(9) == [1, 2, 4, 8, 9]
 
 
-def test_means_and_deviations_are_those_of_verl(tokenizer):
+def test_means_and_deviations_equal_those_of_verl(tokenizer):
     for case in golden("validation")["means"]:
         rewards = case["rewards"]
         rows = [Response([4], [5], reward) for reward in (0.0, *rewards)]
@@ -198,7 +198,7 @@ def test_means_and_deviations_are_those_of_verl(tokenizer):
         assert_close(result["val/given_sampled_std"], case["std"], rtol=1e-9)
 
 
-def test_a_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokenizer):
+def test_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokenizer):
     validation = Validation(4, ["given"], answer=lambda completions: completions)
     validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
     result = validation.metrics(ONE_RANK)
@@ -209,7 +209,7 @@ def test_a_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokeni
     assert result["val/given_maj@4"] == 2.5
 
 
-def test_a_nan_score_is_visible(tokenizer):
+def test_nan_score_is_visible(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged(REWARDS), tokenizer)
     validation.add_scores(torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, 8, math.nan]))
@@ -230,24 +230,24 @@ def test_truncated_responses_count_with_their_reward(tokenizer):
 # -- votes -------------------------------------------------------------------------------------------------------------
 
 
-def spoken(words, rewards):
-    """Return one prompt with a greedy response and samples that say these letters."""
+def responses_with_letters(words, rewards):
+    """Return one prompt with a greedy response and samples that consist of the given letters."""
     rows = [Response([4], [4 + "abcdefg".index(word)], reward) for word, reward in zip(words, rewards, strict=True)]
     return PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows)
 
 
-def test_samples_vote_with_the_answers_they_give(tokenizer):
-    requested = []
+def test_samples_vote_with_their_extracted_answers(tokenizer):
+    extracted_from = []
 
     def answer(completions):
-        requested.append(completions)
+        extracted_from.append(completions)
         return [None if output == "g" else output for output in completions]
 
     validation = Validation(5, ["given"], "given", answer)
-    validation.add(*spoken("aabcag", [0, 1, 0, 0, 1, 0]), tokenizer)  # the greedy response has no vote
-    validation.add(*spoken("accbbg", [0, 0, 0, 1, 1, 0.5]), tokenizer)
+    validation.add(*responses_with_letters("aabcag", [0, 1, 0, 0, 1, 0]), tokenizer)  # the greedy response has no vote
+    validation.add(*responses_with_letters("accbbg", [0, 0, 0, 1, 1, 0.5]), tokenizer)
     result = validation.metrics(ONE_RANK)
-    assert requested == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
+    assert extracted_from == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
     # a b c a -: of all five a wins;  c c b b -: c and b tie
     assert result["val/given_maj@5"] == result["val/maj@5"] == pytest.approx((1 + 0.5) / 2)
     # of four: a b c a, a b a -, a c a - for a, and a b c - twice a tie of three;  then b wins as often as c
@@ -258,7 +258,7 @@ def test_samples_vote_with_the_answers_they_give(tokenizer):
 
 
 @pytest.mark.parametrize("answers", [["a"], [["a"]] * 4])
-def test_answers_that_cannot_vote_are_an_error(tokenizer, answers):
+def test_invalid_answers_of_the_vote_raise(tokenizer, answers):
     validation = Validation(4, ["given"], answer=lambda completions: answers)
     with pytest.raises(RuntimeError, match=r"^val_answer returned .* for 4 completions, expected a text or a number"):
         validation.add(*judged(REWARDS), tokenizer)
@@ -310,7 +310,7 @@ def test_sources_are_found_in_all_validation_data():
     assert sources_in(SimpleNamespace(examples={"train": []})) == []
 
 
-def test_a_column_that_describes_each_row_makes_no_sources(caplog):
+def test_column_that_is_unique_per_row_defines_no_sources(caplog):
     caplog.set_level(logging.INFO, "lightning_rlhf")
     assert len(sources_in(data_with(range(32)))) == 32
     assert sources_in(data_with(range(33))) == []
@@ -321,7 +321,7 @@ def test_a_column_that_describes_each_row_makes_no_sources(caplog):
 
 
 def validation_of(tokenizer, prompts, seed=7):
-    """Return a validation of some of six prompts: real-valued rewards, some of which do not apply, votes, sources, scores."""
+    """Return a validation of some of six prompts, with real-valued and missing rewards, votes, sources and scores."""
     validation = Validation(4, ["given"], "given", lambda output: output, ["x", "y"], scored=True)
     rewards, scores = normal(6, 5, seed=seed).round().tolist(), normal(6, 5, seed=seed + 1)
     rewards[2][3] = math.nan
@@ -337,8 +337,8 @@ def validation_of(tokenizer, prompts, seed=7):
 
 
 @pytest.mark.parametrize("shares", [((0, 1, 2), (3, 4, 5)), ((5, 0), (1, 2, 3, 4)), ((0, 1, 2, 3, 4, 5), ())])
-def test_prompts_shared_out_over_ranks_give_the_metrics_of_one(tokenizer, shares):
-    """Also where a rank has none of a source, or nothing at all."""
+def test_prompts_divided_over_ranks_give_the_metrics_of_one_rank(tokenizer, shares):
+    """This includes ranks without prompts of a source, and ranks without prompts."""
     expected = validation_of(tokenizer, range(6)).metrics(ONE_RANK)
 
     def rank(number):
@@ -366,8 +366,8 @@ def test_at_most_64_samples_are_stored(tokenizer):
 # -- under a Trainer ---------------------------------------------------------------------------------------------------
 
 
-class Diary(Callback):
-    """The step of every validation and its metrics."""
+class ValidationRecorder(Callback):
+    """Records the step and the metrics of every validation."""
 
     def __init__(self):
         self.entries = []
@@ -392,14 +392,14 @@ class Diary(Callback):
         ({}, {"fast_dev_run": 1}, [1]),
     ],
 )
-def test_validation_before_and_after_training_and_in_between(run, loop, trainer, steps):
-    diary = Diary()
+def test_validation_runs_before_during_and_after_training(run, loop, trainer, steps):
+    diary = ValidationRecorder()
     run(loop=loop, trainer=trainer, data={"val": InMemory(ROWS)}, callbacks=[diary]).fit()
     assert diary.steps == steps
 
 
-def test_without_validation_data_nothing_is_generated(run):
-    diary = Diary()
+def test_nothing_is_generated_without_validation_data(run):
+    diary = ValidationRecorder()
     made = run(callbacks=[diary]).fit()
     assert diary.entries == []
     assert [call for call in made.engine.calls if call.startswith("generate")] == ["generate 2", "generate 2"]
@@ -411,8 +411,8 @@ SAMPLED = {"a": "ab", "bb": "ac", "ccc": "cc", "d": "da"}
 RIGHT = {row["prompt"]: row["answer"] for row in ROWS}
 
 
-def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
-    diary = Diary()
+def test_metrics_under_a_trainer_equal_those_computed_by_hand(run, monkeypatch):
+    diary = ValidationRecorder()
     made = run(
         loop={"val_samples": 2},
         data={"val": InMemory(ROWS), "val_batch_size": 3},
@@ -457,13 +457,13 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     assert result["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
 
 
-def test_without_a_metric_a_run_logs_rewards_and_no_accuracy(run):
+def test_run_without_a_metric_logs_rewards_and_no_accuracy(run):
     made = run(loop={"val_metric": None}, data={"val": InMemory(ROWS)}).fit()
     assert made.metrics["val/exact_greedy"] > 0
     assert not {"val/share_correct_greedy", "val/share_correct_sampled"} & set(made.metrics)
 
 
-def test_the_metric_can_be_chosen(run):
+def test_metric_can_be_selected(run):
     def never(completions):
         return [0.0] * len(completions)
 
@@ -474,11 +474,11 @@ def test_the_metric_can_be_chosen(run):
 
 
 def first_letters(completions):
-    """Return the answer of each completion, for YAML by its dotted path."""
+    """Return the first letter of each completion, for a dotted path in YAML."""
     return [text[:1] or None for text in completions]
 
 
-def test_answers_are_extracted_by_a_function_that_yaml_names():
+def test_answers_are_extracted_by_a_configured_function():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutLoop, "loop")
     parsed = parser.parse_object({"loop": {"val_answer": f"{first_letters.__module__}.first_letters"}})
@@ -495,7 +495,7 @@ def test_votes_and_sources_under_a_trainer(run):
         assert result[f"val/{name}"] == pytest.approx((result[f"val/ends/{name}"] + result[f"val/middle/{name}"]) / 2)
 
 
-def test_a_validation_draws_no_global_random_numbers(run):
+def test_validation_does_not_change_the_global_random_state(run):
     states = []
 
     class Watch(Callback):
@@ -513,7 +513,7 @@ def test_a_validation_draws_no_global_random_numbers(run):
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-def test_a_validation_uses_averaged_weights_and_training_continues_with_the_actors(run, monkeypatch):
+def test_validation_uses_averaged_weights_and_training_continues_with_the_actor_weights(run, monkeypatch):
     made = run(data={"val": InMemory(ROWS)}, trainer={"max_steps": 2}, callbacks=[EMAWeightAveraging(decay=0.5)])
     pushed, push = [], made.engine.update_weights
 

@@ -1,4 +1,4 @@
-"""What engine and actor say after a step, noted by a callback."""
+"""A callback that records the outputs of the engine and of the actor after a step."""
 
 import copy
 
@@ -11,11 +11,11 @@ from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import greedy, largest_gap
 
 PROMPTS = [[5], [6, 7, 8], [9, 10] * 8, list(range(4, 40))]
-FOUND = {}
+RECORDED = {}
 
 
-class AfterTheStep(Callback):
-    """Has the engine take the new weights and answer, and notes what the actor would."""
+class RecordAfterStep(Callback):
+    """Syncs the new weights to the engine after a step, and records the outputs of the engine and of the actor."""
 
     def on_train_start(self, trainer, pl_module):
         self.before = copy.deepcopy(pl_module.actor)
@@ -26,7 +26,7 @@ class AfterTheStep(Callback):
         actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
         sampled = generate(loop.engine, PROMPTS, SamplingParams(12), range(4))
         likeliest = generate(loop.engine, PROMPTS, SamplingParams(12, temperature=0), range(4))
-        FOUND.update(
+        RECORDED.update(
             gap=largest_gap(actor, PROMPTS, sampled),
             gap_before=largest_gap(self.before, PROMPTS, sampled),
             engine=[list(completion.token_ids) for completion in likeliest],

@@ -1,4 +1,4 @@
-"""A configuration that runs in a second, and the command line in this process."""
+"""Fixtures for tests of the command line: a configuration that runs in a second, and a runner in this process."""
 
 import copy
 import logging
@@ -70,7 +70,7 @@ PPO = {
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """Runs leave their files in a directory of the test's own; loggers are put back."""
+    """Run in a temporary directory and restore the loggers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-rlhf"])
     loggers = [logging.getLogger(name) for name in ("lightning_rlhf", "lightning.pytorch", "lightning.fabric")]
@@ -84,13 +84,13 @@ def _elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def config():
-    """The configuration, to be changed."""
+    """A copy of the configuration, which tests change."""
     return copy.deepcopy(PPO)
 
 
 @pytest.fixture
 def cli(capsys):
-    """Runs the command line; what came of it in ``code``, ``out``, ``err`` and ``warned``."""
+    """Run the command line; returns ``code``, ``out``, ``err`` and the warnings in ``warned``."""
 
     def cli(*arguments):
         launch_environment.apply()  # as __main__ does
@@ -112,7 +112,7 @@ def cli(capsys):
 
 @pytest.fixture
 def fit(cli, tmp_path):
-    """Runs ``fit`` with a configuration."""
+    """Run ``fit`` with a configuration."""
 
     def fit(config, *arguments):
         path = tmp_path / "config.yaml"
@@ -130,7 +130,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_export(tmp_path_factory):
-    """A directory with a small language model of printable characters, which chats; vLLM's CPU attention takes it."""
+    """A directory with a small chat model for printable characters, which vLLM's attention on CPUs supports."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     changes = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
     FromConfig({**LLAMA, **changes}, seed=0).causal().save_pretrained(directory)

@@ -1,6 +1,6 @@
-"""What the ``config.json`` of the models that recipes name say, as their authors publish them; no hub is asked.
+"""The ``config.json`` of the models in the recipes, as published by their authors, so that tests need no download.
 
-``parameters`` is the published number, in billions, and ``small`` what a copy with two layers and tiny widths changes.
+``parameters`` is the published number in billions; ``small`` has the changes for a copy with two tiny layers.
 """
 
 _QWEN = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}

@@ -1,4 +1,4 @@
-"""A recipe at the size of a test: the same modules, data and callbacks, with a model of two small layers."""
+"""A recipe reduced to the size of a test: the same modules, data and callbacks, with a model of two small layers."""
 
 import copy
 from pathlib import Path
@@ -22,7 +22,7 @@ LOOP = "lightning_rlhf.callbacks.RolloutLoop"
 
 
 def saved_tokenizer(directory):
-    """Return a tokenizer with a chat template; where it is saved it says in ``directory``."""
+    """Save a tokenizer with a chat template and return it; its attribute ``directory`` is the path."""
     made = CharacterTokenizer("".join(sorted(set(CHARACTERS)))).load()
     made.chat_template = TEMPLATE
     made.save_pretrained(directory)
@@ -31,29 +31,29 @@ def saved_tokenizer(directory):
 
 
 def spread(completions):
-    """Return a reward of untrained text: all of it is wrong, and nothing could be learnt from that."""
+    """Return pseudo-random rewards, because rewards of random text would all be zero and give no gradient."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
-def as_written(path):
-    """Return the configuration as it stands in the file."""
+def load_config(path):
+    """Return the configuration of a file without changes."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def published(model):
-    """Return published architecture of a model, or of the one that a recipe trains it from."""
+    """Return the published architecture of a model; for a model that another recipe trains, that of its base model."""
     return PUBLISHED[TRAINED_HERE.get(model, model)][0]
 
 
 def models_of(config):
-    """Return paths or hub ids of the models that a configuration names, by role."""
+    """Return paths or hub ids of the models in a configuration, by role."""
     options = config["model"]["init_args"]
     result = {role: options[role] for role in ("actor", "reward_model") if role in options}
     return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in result.items()}
 
 
 def small(model, tokenizer, lora=None):
-    """Return source of a copy of the model with two layers and tiny widths, of the same configuration class."""
+    """Return the source of a copy of the model with two layers and tiny widths, of the same configuration class."""
     architecture = published(model)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     architecture = architecture | SMALL[architecture["model_type"]] | special | {"vocab_size": len(tokenizer)}
@@ -62,15 +62,15 @@ def small(model, tokenizer, lora=None):
 
 
 def rows_of(source):
-    """Return rows in verl's layout, as its preparation of this data writes them."""
+    """Return rows in verl's layout, as its preprocessing of this data set writes them."""
     if "/rm/" in source:
-        return [{"prompt": f"say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
+        return [{"prompt": f"write {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
     tests = '{"inputs": ["1"], "outputs": ["2"]}'
     truth = tests if "code" in source else "2"
     return [
         {
             "data_source": source.split("/")[2],
-            "prompt": [{"role": "user", "content": f"what is {i}+{i}?"}],
+            "prompt": [{"role": "user", "content": f"compute {i}+{i}?"}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {"split": "train", "index": i},
@@ -80,8 +80,8 @@ def rows_of(source):
 
 
 def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
-    """Return the recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
-    config = copy.deepcopy(as_written(path))
+    """Return the recipe at a small size with other models, devices and engine, and varying rewards."""
+    config = copy.deepcopy(load_config(path))
     options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     for role, model in models_of(config).items():
         lora = options[role]["init_args"].get("lora") if isinstance(options[role], dict) else None
@@ -103,7 +103,7 @@ def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
 
 
 def write_data(config):
-    """The files that a recipe names, at the places where it looks for them."""
+    """Write the data files of a recipe to the paths in its configuration."""
     options = config["data"]["init_args"]
     for sources in (options["train"], options["val"]):
         for source in [sources] if isinstance(sources, str) else sources:

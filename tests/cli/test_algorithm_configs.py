@@ -1,4 +1,4 @@
-"""Every algorithm has a YAML, a page and a bound it must reach; the YAML runs, and the page says what the YAML says."""
+"""Every algorithm has a configuration that runs, a page that agrees with it, and a lower bound for its result."""
 
 import re
 
@@ -19,14 +19,14 @@ from tests.learning.test_preference_tasks import BOUNDS as PREFERENCE_BOUNDS
 PREFERENCES = sorted((ROOT / "configs/preferences").glob("*.yaml"))
 PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.name != "README.md")
 OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
-# What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and
+# Parts of a step that only some algorithms use: greedy responses, squared probabilities, chosen tokens, a critic and
 # resampling, replaced prompts, two rewards, no forward pass before the update.
 FAST = ("remax", "optimal_token_baseline", "pf_ppo", "dapo")  # each needs another part of a step
 LIKE_THEM = ("kl_cov", "gdpo", "bypass")
 
 
 def tiny(path):
-    """Return the values of a run with a small random actor, its tokenizer, and no engine process."""
+    """Return the configuration of a run with a small random actor, its tokenizer, and no engine process."""
     config = values(path)
     config["model"]["init_args"]["actor"] = {
         "class_path": "lightning_rlhf.FromConfig",
@@ -41,18 +41,18 @@ def tiny(path):
     return config
 
 
-def stands_in(part, whole):
-    """Return whether everything that the part says is said by the whole."""
+def contains(part, whole):
+    """Return whether ``whole`` contains all keys and values of ``part``."""
     if isinstance(part, dict):
-        return isinstance(whole, dict) and all(key in whole and stands_in(part[key], whole[key]) for key in part)
+        return isinstance(whole, dict) and all(key in whole and contains(part[key], whole[key]) for key in part)
     if isinstance(part, list) and any(isinstance(item, dict) for item in part):
-        return isinstance(whole, list) and all(any(stands_in(item, other) for other in whole) for item in part)
+        return isinstance(whole, list) and all(any(contains(item, other) for other in whole) for item in part)
     return part == whole
 
 
 @pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
-def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
+def test_every_configuration_builds_its_objects(cli, path, monkeypatch):
     made = []
     monkeypatch.setattr(RLHFCLI, "needs_files", False)
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
@@ -78,7 +78,7 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
         ("pf_ppo", {"resampling": ScoreResampling("max_random")}),
     ],
 )
-def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypatch):
+def test_configured_objects_have_the_documented_values(cli, name, objects, monkeypatch):
     made = []
     monkeypatch.setattr(RLHFCLI, "needs_files", False)
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
@@ -92,7 +92,7 @@ STEPS += [pytest.param(path, marks=pytest.mark.slow) for path in CONFIGS if path
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
-def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
+def test_step_with_a_random_actor_passes_without_messages(fit, path):
     result = fit(tiny(path), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
 
@@ -107,13 +107,13 @@ def test_every_configuration_has_a_page_and_a_bound():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_the_page_says_what_the_configuration_says(path):
+def test_page_agrees_with_the_configuration(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 60
     (config,) = set(re.findall(r"\]\((?:\.\./)+(configs/\S+\.yaml)\)", text))
     inputs = values(ROOT / config)
     (snippet,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert stands_in(yaml.safe_load(snippet), inputs)
+    assert contains(yaml.safe_load(snippet), inputs)
     touched = set(re.findall(r"\]\((?:\.\./)+((?:lightning_rlhf|tests|configs|callbacks)/[^)]+)\)", text))
     assert config in touched
     assert any(name.startswith("tests/") for name in touched)
@@ -126,7 +126,7 @@ def test_tables_are_generated_from_the_configurations():
         assert page.read_text() == text, f"{page}: run python -m tests.algorithm_tables"
 
 
-def test_what_the_overview_puts_together_runs(fit):
+def test_combined_example_of_the_overview_runs(fit):
     (snippet,) = re.findall(r"```yaml\n(.*?)```", OVERVIEW, re.DOTALL)
     config, inputs = tiny(BASE.with_stem("grpo")), yaml.safe_load(snippet)["model"]
     saved = ("actor", "update_epochs", "minibatch_size")
@@ -136,8 +136,8 @@ def test_what_the_overview_puts_together_runs(fit):
     assert (result.code, result.err, result.warned) == (0, "", [])
 
 
-def test_a_page_that_says_something_else_is_seen():
+def test_disagreement_of_a_page_is_detected():
     whole = {"a": {"b": 1, "c": [{"d": 2, "e": 3}, 4], "f": [1, 2]}}
-    assert stands_in({"a": {"c": [{"e": 3}]}}, whole)
+    assert contains({"a": {"c": [{"e": 3}]}}, whole)
     for wrong in ({"a": {"b": 2}}, {"a": {"g": 1}}, {"a": {"c": [{"d": 3}]}}, {"a": {"f": [1]}}, {"b": {"f": [1, 2]}}):
-        assert not stands_in(wrong, whole)
+        assert not contains(wrong, whole)

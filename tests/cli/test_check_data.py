@@ -1,4 +1,4 @@
-"""``lightning-rlhf check-data``: reads a run's data, says what it made of them, and makes no model."""
+"""``lightning-rlhf check-data``: reads the data of a run and reports their interpretation, without building a model."""
 
 import copy
 import json
@@ -34,10 +34,10 @@ def needs_level(completions, level):
 
 
 @pytest.fixture
-def checked(config, tmp_path, capsys):
-    """Runs ``check-data`` with a configuration whose data are these rows."""
+def check_data(config, tmp_path, capsys):
+    """Run ``check-data`` with a configuration and the given rows as data."""
 
-    def checked(
+    def check_data(
         *arguments,
         inputs=None,
         rows=None,
@@ -75,15 +75,15 @@ def checked(config, tmp_path, capsys):
         shown = capsys.readouterr()
         return SimpleNamespace(code=code, out=shown.out, err=shown.err)
 
-    return checked
+    return check_data
 
 
 PROMPTS = [{"question": "why?", "answer": "so"}, {"question": "how do you do?", "answer": "fine\nand you?"}]
 
 
-def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
+def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
     exact = [{"function": "lightning_rlhf.data.addition.exact"}]
-    result = checked(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
+    result = check_data(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines() == [
         "PromptDataModule",
@@ -111,28 +111,28 @@ def of_messages(prompts, completions, **_):
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
-def test_it_refuses_what_fit_refuses_about_sizes_and_rewards(checked):
+def test_size_and_reward_errors_equal_those_of_fit(check_data):
     inputs = {"rows": PROMPTS, "columns": {"prompt": "question"}}
-    result = checked(**inputs, minibatch=4)
+    result = check_data(**inputs, minibatch=4)
     assert result.code == 2
-    sentence = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would"
-    assert result.err == f"lightning-rlhf: {sentence}\n"
+    message = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would"
+    assert result.err == f"lightning-rlhf: {message}\n"
     rewards = [{"function": f"{__file__}:of_messages"}]
-    result = checked(**inputs, rewards=rewards)
+    result = check_data(**inputs, rewards=rewards)
     assert result.code == 2
     assert "it seems to expect chat messages: set messages: true" in result.err
-    assert checked(**inputs, rewards=[{**rewards[0], "messages": True}]).code == 0
+    assert check_data(**inputs, rewards=[{**rewards[0], "messages": True}]).code == 0
 
 
 def needs_an_answer(completions, answer):
     return [0.0] * len(completions)
 
 
-def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_does(checked):
+def test_rows_without_a_column_of_a_reward_are_reported_with_their_line_as_in_fit(check_data):
     rows = [{"question": ""}, *PROMPTS, {"question": "who?"}, {"question": "why?", "answer": None}]
     rewards = [{"function": f"{__file__}:needs_an_answer"}]
     inputs = {"rows": rows, "columns": {"prompt": "question"}, "on_bad_row": "skip"}
-    result = checked(**inputs, rewards=rewards)
+    result = check_data(**inputs, rewards=rewards)
     message = result.out.split("\n\n")[2]
     assert message.startswith(
         "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"
@@ -140,14 +140,14 @@ def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_d
     assert message.endswith("/x.jsonl:4")
     assert "rewards with all their columns" not in result.out
     assert (result.code, result.err) == (0, "")
-    assert json.loads(checked("--json", **inputs, rewards=rewards).out)["warnings"] == [
+    assert json.loads(check_data("--json", **inputs, rewards=rewards).out)["warnings"] == [
         message.removeprefix("warning: ")
     ]
 
 
-def test_texts_show_what_is_learnt_from(checked, config):
+def test_trained_parts_of_texts_are_shown(check_data, config):
     rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
-    result = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
+    result = check_data(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
     assert result.code == 0
     assert "  first text, 8 tokens, 4 of them trained on:\n    | who?⟦ me</s>⟧" in result.out
 
@@ -172,27 +172,27 @@ def test_texts_show_what_is_learnt_from(checked, config):
         ),
     ],
 )
-def test_pairs_and_judged_texts(checked, kind, row, expected):
-    result = checked(rows=[row, row], kind=kind, rewards=[])
+def test_pairs_and_unpaired_texts_are_shown(check_data, kind, row, expected):
+    result = check_data(rows=[row, row], kind=kind, rewards=[])
     assert result.code == 0
     assert "\n".join(expected) in result.out
 
 
-def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skipped(checked):
+def test_bad_rows_are_counted_by_reason_and_exit_with_code_2_unless_skipped(check_data):
     rows = [{"prompt": "why?"}, {"prompt": None}, {"prompt": "how?"}, {"prompt": ""}, {"prompt": "a" * 30}, {}]
-    result = checked(rows=rows, rewards=[])
+    result = check_data(rows=rows, rewards=[])
     assert result.code == 2
     assert "train: 6 rows read, 2 kept" in result.out
     for reason in ("column 'prompt' holds null", "column 'prompt' is empty", "the prompt longer than 16 tokens"):
         assert f"  dropped: 1 row: {reason}" in result.out
     assert "train data: 4 of 6 rows cannot be used" in result.err
     assert "x.jsonl:2: column 'prompt' holds null, expected text" in result.err
-    skipped = checked(rows=rows, rewards=[], on_bad_row="skip")
+    skipped = check_data(rows=rows, rewards=[], on_bad_row="skip")
     assert (skipped.code, skipped.err, skipped.out) == (0, "", f"{result.out}\nthe data can be used\n")
 
 
-def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked):
-    result = checked(
+def test_custom_data_module_is_reported_by_its_class(check_data):
+    result = check_data(
         rows=PROMPTS, rewards=[], kind="lightning_rlhf.PreferenceDataModule", module="lightning_rlhf.SFTModule"
     )
     assert result.code == 2
@@ -201,12 +201,12 @@ def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked)
 
 
 @pytest.mark.slow
-def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
+def test_intentionally_cut_or_dropped_rows_are_not_errors(check_data):
     rows = [{"prompt": "a" * 30}, {"prompt": "why?"}, {"prompt": "how?"}]
-    cut = checked(rows=rows, rewards=[], too_long="cut_end")
+    cut = check_data(rows=rows, rewards=[], too_long="cut_end")
     assert cut.code == 0
     assert "  cut: 1 row: the prompt to 16 tokens (cut_end)" in cut.out
-    dropped = checked(rows=rows, rewards=[], too_long="drop")
+    dropped = check_data(rows=rows, rewards=[], too_long="drop")
     assert dropped.code == 0
     assert "  dropped: 1 row: the prompt longer than 16 tokens" in dropped.out
 
@@ -226,25 +226,25 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
         ({"rewards": [{"function": "tests.cli.test_check_data.nothing"}]}, "'nothing' was not found in"),
     ],
 )
-def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, output):
+def test_errors_that_would_end_a_run_are_one_line_with_code_2(check_data, change, output):
     inputs = {"rows": PROMPTS, "columns": {"prompt": "question"}, "rewards": []}
-    result = checked(**inputs | change)
+    result = check_data(**inputs | change)
     assert result.code == 2
     assert output in result.err
     assert "Traceback" not in result.err
 
 
-def test_two_columns_that_could_be_meant_end_with_the_line_that_would_settle_it(checked):
+def test_ambiguous_columns_are_reported_with_the_option_that_resolves_them(check_data):
     rows = [{"prompt": "why?", "answer": "so", "solution": "no"}] * 2
-    result = checked(rows=rows, rewards=[])
+    result = check_data(rows=rows, rewards=[])
     assert result.code == 2
     assert "x.jsonl:1: both 'answer' and 'solution' could be the ground_truth" in result.err
     assert "'columns: {ground_truth: answer}'" in result.err
-    assert checked(rows=rows, rewards=[], columns={"ground_truth": "answer"}).code == 0
+    assert check_data(rows=rows, rewards=[], columns={"ground_truth": "answer"}).code == 0
 
 
-def test_json_says_the_same(checked):
-    result = checked("--json", rows=PROMPTS, columns={"prompt": "question"})
+def test_json_output_has_the_same_content(check_data):
+    result = check_data("--json", rows=PROMPTS, columns={"prompt": "question"})
     message = json.loads(result.out)
     assert result.code == 0
     assert message["module"] == "PromptDataModule"
@@ -259,18 +259,18 @@ def test_json_says_the_same(checked):
 # -- the data and the models -------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_would_end_the_run(checked):
-    result = checked(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
+def test_model_with_a_smaller_vocabulary_than_the_tokenizer_is_an_error(check_data):
+    result = check_data(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
     assert result.code == 2
     assert "the tokenizer has 36 tokens, the actor only 20: use the tokenizer that belongs to the actor" in result.err
 
 
-def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_run(checked):
+def test_unknown_characters_are_counted_with_examples_and_are_not_an_error(check_data):
     rows = [{"prompt": "naïve café?"}, {"prompt": "why?"}, {"prompt": "à la café"}]
-    result = checked(rows=rows, rewards=[])
+    result = check_data(rows=rows, rewards=[])
     assert result.code == 0
     assert "  the tokenizer does not know 4 parts of the texts in 2 of 3 rows: 'é' 2, 'ï' 1, 'à' 1" in result.out
-    assert "does not know" not in checked(rows=rows[1:2] * 2, rewards=[]).out
+    assert "does not know" not in check_data(rows=rows[1:2] * 2, rewards=[]).out
 
 
 @pytest.mark.slow
@@ -293,10 +293,10 @@ def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_r
         ),
     ],
 )
-def test_texts_longer_than_the_model_s_positions_would_end_the_run_and_fit_says_the_same(
-    checked, fit, config, tmp_path, rows, kind, loop, message
+def test_texts_longer_than_the_positions_of_the_model_are_an_error_as_in_fit(
+    check_data, fit, config, tmp_path, rows, kind, loop, message
 ):
-    actual = checked(rows=rows, rewards=[], kind=kind, loop=loop, max_tokens=100)
+    actual = check_data(rows=rows, rewards=[], kind=kind, loop=loop, max_tokens=100)
     assert actual.code == 2
     assert f"lightning-rlhf: {message}" in actual.err
     inputs = yaml.safe_load((tmp_path / "x.yaml").read_text())
@@ -310,40 +310,40 @@ def test_texts_longer_than_the_model_s_positions_would_end_the_run_and_fit_says_
     assert result.err.startswith(f"lightning-rlhf: {message}")
 
 
-def test_pairs_are_as_long_as_the_longer_of_the_two(checked):
+def test_length_of_a_pair_is_that_of_its_longer_text(check_data):
     row = {"prompt": "a" * 30, "chosen": "b" * 30, "rejected": "c" * 10}
     kind = "lightning_rlhf.PreferenceDataModule"
-    fits = checked(rows=[row, row], kind=kind, rewards=[], loop={"max_response_tokens": 3}, max_tokens=100)
+    fits = check_data(rows=[row, row], kind=kind, rewards=[], loop={"max_response_tokens": 3}, max_tokens=100)
     assert fits.code == 0, fits.err
-    result = checked(rows=[{**row, "chosen": "b" * 60}] * 2, kind=kind, rewards=[], max_tokens=100)
+    result = check_data(rows=[{**row, "chosen": "b" * 60}] * 2, kind=kind, rewards=[], max_tokens=100)
     assert (result.code, "the longest prompt has 91 tokens" in result.err) == (2, True)
 
 
-def test_a_model_that_is_not_there_yet_is_no_fault_of_the_data(checked, config, tmp_path):
+def test_missing_model_is_not_an_error_of_the_data(check_data, config, tmp_path):
     config["model"]["init_args"]["actor"] = "runs/later/export"
     path = tmp_path / "only.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = checked(inputs=config)
+    result = check_data(inputs=config)
     assert (result.code, result.err) == (0, "")
     assert "actor: not compared with the data, because there is no model at 'runs/later/export'" in result.out
 
 
 @pytest.mark.slow
-def test_a_model_by_its_path_is_looked_at_without_its_weights(checked, config, tiny_export, tmp_path):
+def test_model_path_is_checked_without_loading_weights(check_data, config, tiny_export, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "empty" / name).write_bytes((tiny_export / name).read_bytes())
     (tmp_path / "empty/model.safetensors").write_text("no weights at all")
     config["model"]["init_args"]["actor"] = str(tmp_path / "empty")
-    result = checked(inputs=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
+    result = check_data(inputs=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
     assert result.code == 2
     assert "the actor accepts at most 256 (max_position_embeddings)" in result.err
-    other = checked(inputs=config)
+    other = check_data(inputs=config)
     assert "the actor was trained with another tokenizer" in other.err
 
 
-def test_options_of_fit_change_what_is_checked(checked):
-    result = checked("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
+def test_options_of_fit_change_the_checked_data(check_data):
+    result = check_data("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
         "class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 5, "held_out": True}
     }))  # fmt: skip
     assert result.code == 0
@@ -351,7 +351,7 @@ def test_options_of_fit_change_what_is_checked(checked):
     assert "val: 5 rows read, 5 kept" in result.out
 
 
-def test_help_is_short_and_says_where_the_rest_is(capsys):
+def test_help_is_short_and_refers_to_the_rest(capsys):
     for arguments in (["--help"], ["-h", "--config", "none.yaml"]):
         assert command.run(arguments) == 0
         shown = capsys.readouterr().out
@@ -360,7 +360,7 @@ def test_help_is_short_and_says_where_the_rest_is(capsys):
         assert len(shown.splitlines()) < 20
 
 
-def test_it_is_a_command(monkeypatch, capsys):
+def test_check_data_is_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "check-data", "--help"])
     assert __main__.main() == 0
     assert "the trained part in" in capsys.readouterr().out
@@ -370,7 +370,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart"
 
 
 @pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "sft"))])
-def test_the_quickstart_is_understood(name, capsys):
+def test_quickstart_data_are_understood(name, capsys):
     path = QUICKSTART / f"{name}.yaml"
     tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
     code = command.run(["--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
@@ -378,25 +378,26 @@ def test_the_quickstart_is_understood(name, capsys):
 
 
 @pytest.mark.slow
-def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(checked, tiny_export):
-    texts = checked(rows=[{"prompt": "who?"}], tokenizer=str(tiny_export))
+def test_unused_chat_template_for_text_columns_is_a_warning(check_data, tiny_export):
+    texts = check_data(rows=[{"prompt": "who?"}], tokenizer=str(tiny_export))
     assert "warning: the tokenizer has a chat template, but text columns do not use it" in texts.out
     messages = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    assert "chat template, but" not in checked(rows=messages, tokenizer=str(tiny_export)).out
+    assert "chat template, but" not in check_data(rows=messages, tokenizer=str(tiny_export)).out
 
 
 ECHO = {"factory": "tests.environments.worlds:Echo", "bridge": "plain", "max_turns": 2, "timeout_s": None}
 
 
-def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(checked):
-    result = checked(loop={"environment": ECHO})
+def test_conversation_with_the_environment_is_shown_with_its_trained_parts(check_data):
+    result = check_data(loop={"environment": ECHO})
     assert result.code == 0
     assert "a conversation whose turns are '0'; it ended with max_turns:" in result.out
     assert "\u27e60</s>\u27e70\u27e60</s>\u27e7" in result.out
     assert "rewards of its turns: 0, 0" in result.out
     failing = ECHO | {"factory": "tests.environments.worlds:Misbehaves"}
     assert (
-        "environment tests.environments.worlds:Misbehaves raised KeyError" in checked(loop={"environment": failing}).err
+        "environment tests.environments.worlds:Misbehaves raised KeyError"
+        in check_data(loop={"environment": failing}).err
     )
 
 
@@ -429,10 +430,10 @@ def count(word: Literal["ab", "c"]) -> int:
     return len(word)
 
 
-def test_tools_are_called_with_made_up_arguments_and_unknown_parts_of_results_counted(checked):
+def test_tools_are_called_with_generated_arguments_and_unknown_characters_are_counted(check_data):
     rows = [{"prompt": "who?", "answer": "a"}] * 2
     tokenizer = {**TOKENIZER, "init_args": {"characters": CHARACTERS + '<>{}",01_'}}
-    result = checked(
+    result = check_data(
         rows=rows, rewards=[], loop={"environment": CALLS}, tokenizer=tokenizer, architecture={"vocab_size": 99}
     )
     assert result.err == ""
@@ -442,23 +443,23 @@ def test_tools_are_called_with_made_up_arguments_and_unknown_parts_of_results_co
     assert "the tokenizer does not know parts of the environment's texts: 'É' 1, '2' 1" in result.out
 
 
-def test_a_val_metric_that_is_not_a_reward_is_an_error(checked):
-    result = checked(loop={"val_metric": "wrong"})
+def test_val_metric_that_is_not_a_reward_is_an_error(check_data):
+    result = check_data(loop={"val_metric": "wrong"})
     assert result.code == 2
     assert "val_metric must be the name of a reward, one of ['" in result.err
-    alone = checked(rewards=[], loop={"val_metric": "wrong", "environment": ECHO})
+    alone = check_data(rewards=[], loop={"val_metric": "wrong", "environment": ECHO})
     assert "val_metric must be the name of a reward, one of ['environment'], got 'wrong'" in alone.err
 
 
-def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp_path):
+def test_template_that_omits_tools_is_a_warning(check_data, tiny_export, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    result = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)
+    result = check_data(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)
     assert "warning: the chat template does not render tools, so no prompt describes count: describe" in result.out
-    plain = checked(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
+    plain = check_data(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
     assert "does not render tools" not in plain.out
 
 
-def test_a_template_that_ends_turns_with_another_token_is_a_warning(checked, tiny_export, tmp_path):
+def test_template_that_ends_turns_with_another_token_is_a_warning(check_data, tiny_export, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_export)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     end = tokenizer.convert_tokens_to_ids("<end>")
@@ -466,8 +467,8 @@ def test_a_template_that_ends_turns_with_another_token_is_a_warning(checked, tin
     tokenizer.save_pretrained(tmp_path / "other")
     options = {"tokenizer": str(tmp_path / "other"), "max_tokens": 64}
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    result = checked(rows=rows, **options)
+    result = check_data(rows=rows, **options)
     assert f"warning: the chat template ends a message of the assistant with '<end>' (id {end}), but" in result.out
     assert f"set stop_token_ids: [{end}] in RolloutLoop" in result.out
-    assert "ends a message" not in checked(rows=rows, loop={"stop_token_ids": [end]}, **options).out
-    assert "ends a message" not in checked(rows=[{"prompt": "who?"}], **options).out  # no template is used
+    assert "ends a message" not in check_data(rows=rows, loop={"stop_token_ids": [end]}, **options).out
+    assert "ends a message" not in check_data(rows=[{"prompt": "who?"}], **options).out  # no template is used

@@ -1,4 +1,4 @@
-"""The commands of docs/commands.md, run in their order on the files that the document itself describes."""
+"""The commands of docs/commands.md, run in their order on the files that the document describes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def blocks(language):
 
 @pytest.fixture
 def files(config):
-    """What the document says is there."""
+    """The files that the document assumes."""
     config["trainer"] |= {"default_root_dir": "runs/x"}
     config["trainer"]["callbacks"].append(CHECKPOINTS)
     Path("x.yaml").write_text(yaml.safe_dump(config))
@@ -39,7 +39,7 @@ def files(config):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Runs a line as the command line would."""
+    """Run a line as the command line does."""
 
     def call(line):
         monkeypatch.setattr(sys, "argv", shlex.split(line))
@@ -56,7 +56,7 @@ def call(monkeypatch, capsys):
     return call
 
 
-def test_every_command_of_the_document_works(files, call, monkeypatch):
+def test_documented_commands_work(files, call, monkeypatch):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")  # vLLM takes half a minute
     monkeypatch.setattr(response_backends, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
     lines = [line for block in blocks("bash") for line in block.splitlines()]
@@ -71,7 +71,7 @@ def test_every_command_of_the_document_works(files, call, monkeypatch):
     assert Path("models/x/README.md").is_file()
 
 
-def test_the_commands_that_need_a_server_are_understood():
+def test_documented_commands_that_need_a_server_are_parsed():
     served, requested = (
         line for block in blocks("bash") for line in block.splitlines() if {"serve", "--server"} & set(line.split())
     )
@@ -81,6 +81,6 @@ def test_the_commands_that_need_a_server_are_understood():
     assert (inputs.server, inputs.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
 
 
-def test_functions_that_the_document_names_are_there():
+def test_functions_in_the_document_exist():
     for module, name in re.findall(r"`(lightning_rlhf[\w.]*):(\w+)`", DOCUMENT):
         assert callable(getattr(import_module(module), name))

@@ -1,4 +1,4 @@
-"""The script of ``lightning-rlhf completion`` in a real bash."""
+"""The script of ``lightning-rlhf completion`` in bash."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The file of the script for bash."""
+    """The path of the completion script for bash."""
     path = tmp_path_factory.mktemp("completion") / "bash"
     with path.open("w") as file, redirect_stdout(file):
         assert completion.run(["bash"]) == 0
@@ -50,7 +50,7 @@ def script(tmp_path_factory):
         ("completion z", ["zsh"]),
     ],
 )
-def test_bash_completes(script, tmp_path, line, expected):
+def test_bash_completes_commands_and_options(script, tmp_path, line, expected):
     (tmp_path / "runs").mkdir()
     (tmp_path / "data.yaml").touch()
     words = ["lightning-rlhf", *line.split(" ")]
@@ -60,7 +60,7 @@ def test_bash_completes(script, tmp_path, line, expected):
 
 
 @pytest.mark.parametrize(("name", "usage"), [("check-data", check_data._USAGE), ("plan", plan._USAGE)])
-def test_options_of_commands_that_read_a_configuration_are_those_of_their_help(name, usage):
+def test_completed_options_of_commands_with_a_configuration_equal_those_of_the_help(name, usage):
     commands = completion.all_commands()._subparsers._group_actions[0].choices
     command = commands[name]
     named = set(re.findall(r"^  (--[a-z-]+)", usage, re.MULTILINE))
@@ -69,12 +69,12 @@ def test_options_of_commands_that_read_a_configuration_are_those_of_their_help(n
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_other_shells_have_a_script(shell, capsys):
+def test_other_shells_have_a_script(shell, capsys):
     assert completion.run([shell]) == 0
     assert "lightning-rlhf" in capsys.readouterr().out
 
 
-def test_a_missing_shtab_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+def test_missing_shtab_is_reported_with_the_command_that_installs_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert completion.run(["bash"]) == 2
     assert "pip install 'lightning-rlhf[completion]'" in capsys.readouterr().err

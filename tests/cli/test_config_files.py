@@ -1,4 +1,4 @@
-"""Classes beside the configuration are found, and nothing but a class of the right kind is called."""
+"""Classes in files next to the configuration are found, and only classes of the right kind are called."""
 
 import subprocess
 import sys
@@ -40,7 +40,9 @@ def _import_path(monkeypatch):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("beside", ["configuration", "working directory"])
-def test_a_class_in_a_file_here_or_beside_the_configuration_is_found(cli, config, tmp_path, monkeypatch, beside):
+def test_class_in_the_working_directory_or_next_to_the_configuration_is_found(
+    cli, config, tmp_path, monkeypatch, beside
+):
     name = f"own_classes_{beside[:4]}"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -62,7 +64,7 @@ def test_a_class_in_a_file_here_or_beside_the_configuration_is_found(cli, config
     assert "reward/in_a_process" in metrics
 
 
-def test_a_file_here_replaces_no_installed_package(fit, config, tmp_path):
+def test_local_file_does_not_shadow_an_installed_package(fit, config, tmp_path):
     Path("yaml.py").write_text("raise ValueError('not this one')")
     assert fit(config).code == 0
     assert sys.path[-1] == str(tmp_path)
@@ -73,7 +75,7 @@ SHELL = {"class_path": "os.system", "init_args": {"command": "touch ran"}}
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", ["actor_optimizer", "actor_lr_scheduler", "critic_optimizer"])
-def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, config, key):
+def test_function_as_optimizer_or_schedule_is_not_called(cli, config, key):
     config["model"]["init_args"][key] = SHELL
     Path("run.yaml").write_text(yaml.safe_dump(config))
     result = cli("fit", "--config", "run.yaml")
@@ -85,7 +87,7 @@ def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, co
     assert not Path("ran").exists()
 
 
-def test_a_class_of_another_kind_is_not_called(fit, config):
+def test_class_of_the_wrong_kind_is_not_called(fit, config):
     config["model"]["init_args"]["actor_optimizer"] = {
         "class_path": "subprocess.Popen",
         "init_args": {"args": "touch ran", "shell": True},
@@ -97,7 +99,7 @@ def test_a_class_of_another_kind_is_not_called(fit, config):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_plan_reads_a_correction_that_a_class_method_makes(config, monkeypatch, capsys):
+def test_plan_reads_a_correction_built_by_a_class_method(config, monkeypatch, capsys):
     correction = "lightning_rlhf.objectives.corrections.RolloutCorrection.bypass_ppo_clip"
     config["model"]["init_args"]["correction"] = {"class_path": correction}
     Path("run.yaml").write_text(yaml.safe_dump(config))
@@ -106,12 +108,12 @@ def test_plan_reads_a_correction_that_a_class_method_makes(config, monkeypatch, 
     assert "a step: " in capsys.readouterr().out
 
 
-def test_a_class_method_that_returns_something_else_is_not_called():
+def test_class_method_with_another_return_type_is_not_called():
     with pytest.raises(ValueError, match="x: class_path must name a class, got 'pathlib\\.Path\\.cwd'"):
         check_classes({"x": {"class_path": "pathlib.Path.cwd"}})
 
 
-def test_aliases_that_multiply_are_refused_at_once(fit):
+def test_exponentially_nested_aliases_are_rejected_immediately(fit):
     levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 10)]
     result = fit("\n".join(["l0: &l0 [1, 2, 3, 4, 5, 6, 7, 8, 9]", *levels]))
     assert result.code == 2
@@ -119,7 +121,7 @@ def test_aliases_that_multiply_are_refused_at_once(fit):
 
 
 @pytest.mark.slow
-def test_a_class_of_ours_explains_itself_by_its_plain_name():
+def test_help_works_for_the_short_name_of_a_class():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "lightning_rlhf", "fit", "--model.help", "GRPOModule"],

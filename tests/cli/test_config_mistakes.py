@@ -1,4 +1,4 @@
-"""All mistakes of a configuration come at once, from the sources of its classes, which are not imported for it."""
+"""All mistakes of a configuration are reported together, from the sources of its classes, without importing them."""
 
 import inspect
 import re
@@ -68,7 +68,7 @@ MISTAKES = [
 ]
 
 
-def test_all_mistakes_come_at_once_before_torch_is_imported(tmp_path):
+def test_all_mistakes_are_reported_together_before_torch_is_imported(tmp_path):
     (tmp_path / "run.yaml").write_text(WRONG)
     (tmp_path / "reward.py").write_text("import json\n\ndef right(completions):\n    return []\n")
     program = (
@@ -83,7 +83,7 @@ def test_all_mistakes_come_at_once_before_torch_is_imported(tmp_path):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_parameters_read_from_the_source_are_those_of_the_class(name):
+def test_parameters_read_from_the_source_equal_those_of_the_class(name):
     result = find_class(name)
     assert isinstance(result, SourceClass)
     kind = load_function(name)
@@ -98,7 +98,7 @@ def test_the_parameters_read_from_the_source_are_those_of_the_class(name):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_shipped_configurations_have_no_mistake(path, monkeypatch):
+def test_shipped_configurations_have_no_mistakes(path, monkeypatch):
     monkeypatch.syspath_prepend(str(path.parent))
     assert [mistake for mistake in mistakes(yaml.safe_load(path.read_text())) if not PARTIAL.match(mistake)] == []
 
@@ -107,7 +107,7 @@ ALGORITHMS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", [path for path in ALGORITHMS if path.stem != "base"], ids=lambda path: path.stem)
-def test_an_algorithm_and_the_values_that_all_share_have_no_mistake(path):
+def test_algorithm_with_its_shared_base_configuration_has_no_mistakes(path):
     base, instance = (yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithms/base.yaml", path))
     merged = merge(base, instance)
     assert [*mistakes(merged), *mistakes_of_settings(merged)] == []
@@ -126,7 +126,7 @@ def test_an_algorithm_and_the_values_that_all_share_have_no_mistake(path):
     ],
     ids=str,
 )
-def test_policy_losses_that_do_not_exist_are_mistakes(tmp_path, monkeypatch, kind, loss, message):
+def test_unknown_policy_losses_are_reported(tmp_path, monkeypatch, kind, loss, message):
     monkeypatch.chdir(tmp_path)
     find_module.cache_clear()
     Path("losses.py").write_text("def yours(tokens):\n    return -tokens.log_ratio\n")
@@ -137,7 +137,7 @@ def test_policy_losses_that_do_not_exist_are_mistakes(tmp_path, monkeypatch, kin
     assert message is None or result[0].startswith(f"model ({kind}): {message}")
 
 
-def test_lists_of_equal_length_are_merged_entry_by_entry_as_in_a_run(tmp_path):
+def test_lists_of_equal_length_are_merged_elementwise_as_in_a_run(tmp_path):
     first = {
         "rewards": [{"function": "lightning_rlhf.data.addition.exact", "name": "right", "weight": 2.0}],
         "group_size": 8,
@@ -176,7 +176,7 @@ def test_lists_of_equal_length_are_merged_entry_by_entry_as_in_a_run(tmp_path):
         ("def make():\n    class A: pass\n    return A\nclass Mine(make()):\n    pass\n", []),
     ],
 )  # fmt: skip
-def test_classes_of_users_are_read_too(tmp_path, monkeypatch, source, parameters):
+def test_user_classes_are_read_too(tmp_path, monkeypatch, source, parameters):
     monkeypatch.syspath_prepend(str(tmp_path))
     find_module.cache_clear()
     (tmp_path / "users_own.py").write_text(source)
@@ -186,7 +186,7 @@ def test_classes_of_users_are_read_too(tmp_path, monkeypatch, source, parameters
     assert isinstance(find_class("users_own.Yours"), Absent)
 
 
-def test_what_cannot_be_known_is_no_mistake(tmp_path, monkeypatch):
+def test_undecidable_values_are_not_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     find_module.cache_clear()
     (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    return int\n")
@@ -197,7 +197,7 @@ def test_what_cannot_be_known_is_no_mistake(tmp_path, monkeypatch):
     assert class_named("NoSuchClassAnywhere") is None
 
 
-def test_a_short_name_of_a_class_is_no_mistake():
+def test_short_class_name_is_accepted():
     config = yaml.safe_load(WRONG)
     assert not [mistake for mistake in mistakes(config) if "engine" in mistake]
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = "GRPOModule"

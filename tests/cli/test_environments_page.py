@@ -1,4 +1,4 @@
-"""docs/environments.md: each environment of the page is trained with, as its YAML configures it."""
+"""The environments of docs/environments.md can be trained with the documented configuration."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 *
 
 @pytest.fixture
 def metrics(fit, config):
-    """Trains two steps with the arguments of a RolloutLoop, and returns the metrics of the last."""
+    """Train two steps with the given arguments of a RolloutLoop and return the metrics of the last step."""
 
     def metrics(arguments):
         for name, block in FILES.items():
@@ -40,7 +40,7 @@ def metrics(fit, config):
     return metrics
 
 
-def test_the_environment_of_the_page(metrics):
+def test_documented_environment(metrics):
     (loop,) = GUESS["trainer"]["callbacks"]
     arguments = loop["init_args"]
     assert arguments.pop("group_size") == 8
@@ -48,19 +48,19 @@ def test_the_environment_of_the_page(metrics):
     assert 1 <= float(metrics({"rewards": [], **arguments})["env/turns"]) <= 5
 
 
-def test_the_tool_of_the_page(metrics):
+def test_documented_tool(metrics):
     last = metrics(TOOLS)
     assert 1 <= float(last["env/turns"]) <= 4
     assert "env/tool_calls" in last
 
 
-def test_the_tools_with_a_state_of_the_page(metrics):
+def test_documented_stateful_tools(metrics):
     last = metrics(STATEFUL_TOOLS)
     assert 1 <= float(last["env/turns"]) <= 6
     assert "env/tool_calls" in last
 
 
-def test_the_agent_of_the_page(metrics):
+def test_documented_agent(metrics):
     pytest.importorskip("openai")
     last = metrics({"rewards": [], **AGENT})
     assert float(last["env/turns"]) == 1

@@ -1,4 +1,4 @@
-"""Whose error it is: what Lightning refuses is a sentence, and a bug in a user's class can be found."""
+"""Settings that Lightning rejects give a one-line message; bugs in user classes show their location."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Buggy(Callback):
 
 
 class BuggyRows:
-    """One of two types that ``train`` may have, so that jsonargparse keeps the other one's error."""
+    """One of two types that ``train`` accepts, so that jsonargparse also has an error for the other type."""
 
     def __init__(self, columns: int = 1):
         self.columns = {}["prompt"]
@@ -53,7 +53,7 @@ def _by_dotted_path():
     ],
     ids=["accelerator", "devices", "limit", "interval"],
 )
-def test_what_lightning_refuses_before_training_is_one_line_and_code_2(fit, config, settings, message):
+def test_settings_that_lightning_rejects_before_training_give_one_line_and_code_2(fit, config, settings, message):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     config["trainer"] |= settings
     result = fit(config)
@@ -101,9 +101,7 @@ ROLE_STRATEGIES = (
         ({"barebones": True}, "trainer.barebones is True, but it disables the logging and the checkpoints"),
     ],
 )
-def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(
-    fit, config, settings, message, monkeypatch
-):
+def test_unsupported_trainer_setting_is_reported_with_the_supported_one(fit, config, settings, message, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     config["trainer"] |= settings
@@ -122,7 +120,7 @@ def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(
         ("StochasticWeightAveraging", {"swa_lrs": 0.1}, "use lightning.pytorch.callbacks.EMAWeightAveraging"),
     ],
 )
-def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, name, arguments, message):
+def test_callbacks_for_automatic_optimization_are_rejected_by_name(fit, config, name, arguments, message):
     config["trainer"]["callbacks"].append({"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments})
     result = fit(config)
     assert result.code == 2
@@ -130,7 +128,7 @@ def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, na
     assert message in result.err
 
 
-def test_a_monitored_metric_that_nobody_logs_is_one_line_with_those_that_are(fit, config):
+def test_unknown_monitored_metric_gives_one_line_with_the_logged_metrics(fit, config):
     arguments = {"monitor": "val/nothing", "check_on_train_epoch_end": True}
     config["trainer"]["callbacks"].append(
         {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": arguments}
@@ -143,14 +141,14 @@ def test_a_monitored_metric_that_nobody_logs_is_one_line_with_those_that_are(fit
 
 
 @pytest.mark.slow
-def test_a_progress_bar_of_the_configuration_is_used_without_a_terminal(fit, config):
+def test_configured_progress_bar_is_used_without_a_terminal(fit, config):
     config["trainer"]["callbacks"].append({"class_path": "lightning.pytorch.callbacks.RichProgressBar"})
     assert fit(config).code == 0
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
-def test_one_process_of_a_machine_prints_a_mistake(fit, config, monkeypatch, local_rank, lines):
+def test_only_one_process_per_machine_prints_a_mistake(fit, config, monkeypatch, local_rank, lines):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     config["trainer"]["max_step"] = 3
     assert len(fit(config).err.splitlines()) == lines
@@ -159,7 +157,7 @@ def test_one_process_of_a_machine_prints_a_mistake(fit, config, monkeypatch, loc
     assert len(fit(config).err.splitlines()) == lines
 
 
-def test_what_lightning_raises_in_training_keeps_its_traceback(fit, config, monkeypatch):
+def test_lightning_errors_during_training_keep_their_traceback(fit, config, monkeypatch):
     def undo(module, batch, batch_idx):
         module.log("reward/mean", "no number")
 
@@ -168,8 +166,8 @@ def test_what_lightning_raises_in_training_keeps_its_traceback(fit, config, monk
         fit(config)
 
 
-def named(config, part):
-    """Return the configuration with a class of this file in it."""
+def with_class(config, part):
+    """Return the configuration with the given class of this file."""
     path = f"tests.cli.test_errors.{part}"
     if part == "Buggy":
         config["trainer"]["callbacks"].append({"class_path": path})
@@ -189,26 +187,26 @@ def named(config, part):
         ("BuggyRows", 'self.columns = {}["prompt"]', "KeyError: 'prompt'"),
     ],
 )
-def test_a_bug_in_a_user_s_constructor_shows_where_it_is(fit, config, part, where, error):
-    result = fit(named(config, part))
+def test_bug_in_a_user_constructor_shows_its_location(fit, config, part, where, error):
+    result = fit(with_class(config, part))
     assert result.code == 2
-    *shown, sentence = result.err.splitlines()
-    assert sentence.startswith("lightning-rlhf: ")
-    assert sentence.endswith(error.partition(": ")[2])
+    *shown, message = result.err.splitlines()
+    assert message.startswith("lightning-rlhf: ")
+    assert message.endswith(error.partition(": ")[2])
     assert where in [line.strip() for line in shown]
     assert shown[-1] == error
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("settings", [{"minibatch_size": 0}, {"max_grad_norm": -1.0}])
-def test_a_refusal_of_a_constructor_of_ours_shows_no_traceback(fit, config, settings):
+def test_constructor_errors_of_this_package_show_no_traceback(fit, config, settings):
     config["model"]["init_args"] |= settings
     result = fit(config)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_directory_that_cannot_be_made_is_refused(fit, config):
+def test_directory_that_cannot_be_created_is_rejected(fit, config):
     config["trainer"]["default_root_dir"] = "/proc/runs"
     result = fit(config)
     assert result.code == 2
@@ -219,7 +217,7 @@ def test_a_directory_that_cannot_be_made_is_refused(fit, config):
 
 
 @pytest.mark.slow
-def test_a_timer_of_lightning_can_be_given_and_is_written_to_the_configuration(fit, config):
+def test_timer_callback_is_accepted_and_written_to_the_configuration(fit, config):
     timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}
     config["trainer"]["callbacks"].append(timer)
     result = fit(config)
@@ -229,10 +227,10 @@ def test_a_timer_of_lightning_can_be_given_and_is_written_to_the_configuration(f
 
 
 class StoreError(Exception):
-    """An error of a library that keeps metrics, of no built-in kind."""
+    """An error of a metric store that derives from no specific built-in error."""
 
 
-def test_a_logger_of_lightning_that_its_library_refuses_is_one_line_and_code_2(fit, config, monkeypatch):
+def test_logger_error_of_its_library_gives_one_line_and_code_2(fit, config, monkeypatch):
     def refuse(path):
         raise StoreError("The filesystem tracking backend is in maintenance mode.\nUse sqlite:///mlflow.db.")
 
@@ -250,7 +248,7 @@ def test_a_logger_of_lightning_that_its_library_refuses_is_one_line_and_code_2(f
     )
 
 
-def test_swa_is_refused_without_warnings_of_the_parser(fit, config):
+def test_swa_is_rejected_without_parser_warnings(fit, config):
     config["trainer"]["callbacks"].append(
         {"class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging", "init_args": {"swa_lrs": 1e-3}}
     )

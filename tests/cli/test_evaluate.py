@@ -1,4 +1,4 @@
-"""Figures of a file of responses, each worked by hand, and what is said of files and functions that do not fit."""
+"""Statistics of a file of responses, each computed by hand, and errors for invalid files and functions."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ ROWS = [
 
 @pytest.fixture
 def evaluate(capsys):
-    """Runs the command on rows; its exit code, its report, and what it printed."""
+    """Run the command on rows and return its exit code, its report, and its output."""
     Path("rewards.py").write_text(REWARDS)
 
     def evaluate(*arguments, rows=ROWS, file="responses.jsonl", others=()):
@@ -85,7 +85,7 @@ def evaluate(capsys):
     return evaluate
 
 
-def test_every_figure_is_the_one_worked_by_hand(evaluate):
+def test_all_statistics_equal_values_computed_by_hand(evaluate):
     code, report, shown = evaluate("--reward", "rewards.py:right", "--answer", "rewards.py:answers")
     assert code == 0
     a, b = (report["sources"][name] for name in "ab")
@@ -106,7 +106,7 @@ def test_every_figure_is_the_one_worked_by_hand(evaluate):
     assert [line.split("│")[1].strip() for line in shown.splitlines() if "│ right" in line] == ["a", "b", "all"]
 
 
-def test_what_does_not_apply_is_left_out(evaluate):
+def test_statistics_that_do_not_apply_are_omitted(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:some", "--reward", "rewards.py:length")
     result = report["sources"]["a"]["rewards"]
     assert (result["some"]["not_applicable"], result["some"]["mean"]) == (1, 1.0)
@@ -115,7 +115,7 @@ def test_what_does_not_apply_is_left_out(evaluate):
     assert "pass@4" not in result["some"]
 
 
-def test_lengths_and_cuts_are_those_that_generate_counted(evaluate):
+def test_lengths_and_truncation_are_read_from_generate(evaluate):
     message = [{**ROWS[0], "response_tokens": [2, 2, 2, 4], "finish_reasons": ["stop", "stop", "stop", "length"]}]
     _, report, _ = evaluate("--reward", "rewards.py:length", rows=message)
     result = report["sources"]["a"]
@@ -124,7 +124,7 @@ def test_lengths_and_cuts_are_those_that_generate_counted(evaluate):
     assert "response_tokens_mean" not in report["sources"]["a"]
 
 
-def test_what_verls_main_eval_reads_gives_what_it_prints(evaluate):
+def test_result_equals_that_of_verl_main_eval(evaluate):
     from pyarrow import Table, parquet
 
     rows = [
@@ -145,7 +145,7 @@ def test_what_verls_main_eval_reads_gives_what_it_prints(evaluate):
     assert means == {"a": (0.75 + 0.5) / 2, "b": 1.0, "all": (0.75 + 0.5 + 1) / 3}
 
 
-def test_a_built_in_reward_judges_what_its_rule_says(evaluate):
+def test_built_in_reward_follows_its_documented_rule(evaluate):
     rows = [{"prompt": "", "answer": "x #### 42", "response": ["so #### 42", "41"]}]
     arguments = ("--reward", "lightning_rlhf.rewards.rules.gsm8k_strict", "--columns", "responses=response")
     code, report, shown = evaluate(*arguments, rows=rows)
@@ -153,7 +153,7 @@ def test_a_built_in_reward_judges_what_its_rule_says(evaluate):
     assert report["sources"]["data"]["rewards"]["gsm8k_strict"]["mean"] == 0.5
 
 
-def test_a_reward_in_the_working_directory_is_found_by_its_dotted_path(evaluate, monkeypatch):
+def test_reward_in_the_working_directory_is_found_by_its_dotted_path(evaluate, monkeypatch):
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
     Path("rewards_here.py").write_text(
         "def length(completions):\n    return [float(len(text)) for text in completions]"
@@ -163,7 +163,7 @@ def test_a_reward_in_the_working_directory_is_found_by_its_dotted_path(evaluate,
     assert report["sources"]["a"]["rewards"]["length"]["mean"] == 1.0
 
 
-def test_a_reward_of_nine_tenths_is_correct_at_nine_tenths(evaluate):
+def test_correctness_threshold_can_be_set(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.9")
     result = report["sources"]["a"]["rewards"]["nine_tenths"]
     assert result["pass@1"]["mean"] == 1.0
@@ -171,7 +171,7 @@ def test_a_reward_of_nine_tenths_is_correct_at_nine_tenths(evaluate):
     assert report["sources"]["a"]["rewards"]["nine_tenths"]["pass@1"]["mean"] == 0.0
 
 
-def test_how_many_are_left_out_is_in_the_table_where_any_are(evaluate):
+def test_number_of_skipped_rows_is_shown_if_there_are_any(evaluate):
     code, _, shown = evaluate("--reward", "rewards.py:some")
     assert code == 0, shown
     (head,) = (line for line in shown.splitlines() if "left out" in line)
@@ -181,19 +181,19 @@ def test_how_many_are_left_out_is_in_the_table_where_any_are(evaluate):
     assert "left out" not in evaluate("--reward", "rewards.py:length")[2]
 
 
-def test_names_of_sources_are_shown_as_they_are(evaluate):
+def test_names_of_sources_are_shown_unchanged(evaluate):
     rows = [{**ROWS[0], "data_source": "[bold]math[/bold] :smile:"}]
     assert "[bold]math[/bold] :smile:" in evaluate("--reward", "rewards.py:length", rows=rows)[2]
 
 
-def test_the_report_may_go_into_a_new_folder(evaluate):
+def test_report_directory_is_created(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:length")
     arguments = ["responses.jsonl", "--reward", "rewards.py:length", "--json", "new/folder/report.json"]
     assert command.run(arguments) == 0
     assert json.loads(Path("new/folder/report.json").read_text()) == report
 
 
-def test_functions_of_trl_get_messages(evaluate):
+def test_functions_of_trl_receive_messages(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:trl", "--messages", rows=ROWS[:2])
     assert report["sources"]["a"]["rewards"]["trl"]["mean"] == 0.5
     code, _, shown = evaluate("--reward", "rewards.py:trl")
@@ -201,7 +201,7 @@ def test_functions_of_trl_get_messages(evaluate):
     assert "it seems to expect chat messages: set messages: true of the reward (evaluate: --messages)" in shown
 
 
-def test_files_for_the_same_rows_are_compared_row_by_row(evaluate):
+def test_files_with_the_same_rows_are_compared_row_by_row(evaluate):
     after = [{**row, "prompt": "other words", "responses": [row["answer"]] * 2} for row in ROWS]
     Path("after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in after))
     Path("other.jsonl").write_text(json.dumps({**ROWS[0], "prompt": "another", "answer": "2"}) + "\n")
@@ -220,14 +220,14 @@ def test_files_for_the_same_rows_are_compared_row_by_row(evaluate):
     assert (code, "after.jsonl was given twice: name each file once" in shown) == (2, True)
 
 
-def test_the_difference_of_rewards_that_do_not_apply_has_no_interval():
+def test_difference_of_rewards_that_do_not_apply_has_no_interval():
     before = [ScoredResponses("s", {"r": [1.0, math.nan]}), ScoredResponses("s", {"r": [math.nan]})]
     after = [ScoredResponses("s", {"r": [3.0]}), ScoredResponses("s", {"r": [4.0]})]
     assert difference(before, after) == {"r": {"mean": 2.0, "low": None, "high": None}}
     assert difference(before[1:], after[1:]) == {"r": {"mean": None, "low": None, "high": None}}
 
 
-def test_mistakes_are_found_without_torch():
+def test_mistakes_are_found_without_importing_torch():
     Path("rewards.py").write_text("def right(completions, missing):\n    return []\n")
     Path("responses.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     code = (
@@ -240,7 +240,7 @@ def test_mistakes_are_found_without_torch():
     assert "reward function 'right' needs 'missing'" in ended.stderr
 
 
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response():
     for right in itertools.product((0.0, 1.0), repeat=5):
         result = statistics([ScoredResponses("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
         for k in (1, 2, 4, 5):
@@ -248,11 +248,11 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():
             assert_close(result[f"pass@{k}"]["mean"], sum(any(draw) for draw in draws) / len(draws))
 
 
-def test_draws_are_powers_of_two_and_all():
+def test_draw_sizes_are_powers_of_two_and_the_total():
     assert [draw_sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
+def test_pass_at_k_is_limited_by_the_smallest_number_of_responses():
     rows = [
         ScoredResponses("s", {"r": [1.0, 0.0]}, characters=[1, 1]),
         ScoredResponses("s", {"r": [1.0] * 5}, characters=[1] * 5),
@@ -304,7 +304,7 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "--columns needs field=column"),
     ],
 )
-def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, message):
+def test_mistakes_give_a_one_line_message(evaluate, arguments, rows, code, message):
     result, _, shown = evaluate(*arguments, rows=rows)
     assert result == code
     assert f"lightning-rlhf: {message}" in shown

@@ -1,4 +1,4 @@
-"""A checkpoint becomes what the run itself would have exported at that step, file by file."""
+"""Export of a checkpoint: equal to the export that the run itself writes at that step."""
 
 import copy
 import json
@@ -24,13 +24,13 @@ LORA = {"class_path": "lightning_rlhf.models.lora.LoRA", "init_args": {"rank": 2
 
 
 def varied(completions):
-    """Something to learn from in every step."""
+    """Return rewards that vary between responses, so that every step has a gradient."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
 @pytest.fixture
 def trained(fit, config):
-    """A run of two steps with its checkpoints and exports; returns its directory."""
+    """Train two steps with checkpoints and exports, and return the run directory."""
     sys.modules.setdefault("tests.cli.test_export", sys.modules[__name__])
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "tests.cli.test_export.varied"}]
 
@@ -67,7 +67,7 @@ def files_of(directory):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
-def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
+def test_export_is_byte_identical_to_that_of_the_run(trained, export, strategy):
     run = trained(strategy)
     assert (run / "checkpoints/last.ckpt").is_dir() == (strategy is None)
     assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
@@ -76,7 +76,7 @@ def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
 
 
 @pytest.mark.slow
-def test_figures_of_an_earlier_validation_are_not_given_for_the_model_of_a_checkpoint(trained, export, config):
+def test_metrics_of_an_earlier_validation_are_not_reported_for_the_checkpoint(trained, export, config):
     data = config["data"]["init_args"]
     data["val"] = data["train"]
     config["trainer"]["val_check_interval"] = 1
@@ -89,7 +89,7 @@ def test_figures_of_an_earlier_validation_are_not_given_for_the_model_of_a_check
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_configuration(trained, export):
+def test_moved_run_is_found_and_takes_precedence_over_configured_paths(trained, export):
     run = trained()
     shutil.move(run, "elsewhere")
     assert export("--config", "elsewhere/config.yaml", "--to", "out") == (0, "")
@@ -97,7 +97,7 @@ def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_confi
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_or_written_by_themselves(trained, export):
+def test_adapters_are_merged_or_written_separately(trained, export):
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     run = trained(lora=True)
     assert export("--config", str(run / "config.yaml"), "--to", "merged") == (0, "")
@@ -115,7 +115,7 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_or_was_killed_leaves_nothing_half_and_nothing_of_others(trained, export, monkeypatch):
+def test_failed_or_killed_export_leaves_no_partial_files_and_keeps_others(trained, export, monkeypatch):
     run = trained()
     neighbour, killed = Path("out.new"), Path(".out.partial")
     for folder in (neighbour, killed):
@@ -142,7 +142,7 @@ def test_an_export_that_fails_or_was_killed_leaves_nothing_half_and_nothing_of_o
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 @pytest.mark.parametrize("lora", [False, True])
-def test_vllm_and_transformers_give_the_same_answers_of_it(trained, export, capsys, lora):
+def test_vllm_and_transformers_generate_the_same_from_the_export(trained, export, capsys, lora):
     run = trained(lora=lora)
     assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i + 3}="}) + "\n" for i in range(20)))
@@ -155,7 +155,7 @@ def test_vllm_and_transformers_give_the_same_answers_of_it(trained, export, caps
 
 
 @pytest.mark.slow
-def test_another_role_is_a_classifier_of_one_label(trained, export):
+def test_other_roles_are_exported_as_classifiers_with_one_label(trained, export):
     run = trained()
     arguments = ("--config", str(run / "config.yaml"), "--checkpoint", str(run / "checkpoints/last.ckpt"))
     assert export(*arguments, "--to", "critic", "--role", "critic") == (0, "")
@@ -166,7 +166,7 @@ def test_another_role_is_a_classifier_of_one_label(trained, export):
 
 
 @pytest.mark.slow
-def test_the_card_says_where_the_model_comes_from(trained, export):
+def test_model_card_describes_the_origin_of_the_model(trained, export):
     run = trained()
     export("--config", str(run / "config.yaml"), "--to", "out")
     head, body = Path("out/README.md").read_text().removeprefix("---\n").split("---\n", 1)
@@ -181,7 +181,7 @@ def test_the_card_says_where_the_model_comes_from(trained, export):
 
 
 @pytest.mark.slow
-def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained, export):
+def test_exported_model_generates_until_the_end_token_of_its_tokenizer(trained, export):
     run = trained()
     export("--config", str(run / "config.yaml"), "--to", "out")
     model = AutoModelForCausalLM.from_pretrained("out", use_safetensors=True)
@@ -207,7 +207,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
         (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),
     ],
 )
-def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, arguments, message):
+def test_invalid_exports_give_one_line_and_code_2(trained, export, arguments, message):
     run = trained()
     code, output = export("--config", str(run / "config.yaml"), *arguments)
     assert code == 2
@@ -215,7 +215,7 @@ def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, argum
     assert not Path("out").exists()
 
 
-def test_mistakes_are_found_without_torch():
+def test_mistakes_are_found_without_importing_torch():
     Path("run.yaml").write_text("model: {class_path: lightning_rlhf.PPOModule}\n")
     code = (
         "import sys; from lightning_rlhf.tools.commands import export; export.run(sys.argv[1:]); "
@@ -228,7 +228,7 @@ def test_mistakes_are_found_without_torch():
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(trained, export):
+def test_damaged_checkpoint_is_reported(trained, export):
     run = trained()
     (shard,) = (run / "checkpoints/last.ckpt").glob("v*/actor/shard-*.safetensors")
     content = bytearray(shard.read_bytes())
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_named(trained, export):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
-def test_a_checkpoint_of_another_model_is_refused(trained, export, strategy):
+def test_checkpoint_of_another_model_is_rejected(trained, export, strategy):
     run = trained(strategy)
     text = (run / "config.yaml").read_text()
     Path("other.yaml").write_text(text.replace("intermediate_size: 48", "intermediate_size: 64"))

@@ -1,4 +1,4 @@
-"""A file of prompts becomes a file of responses: the same whatever batches and interruptions."""
+"""Generation of responses to a file of prompts: independent of batch sizes and interruptions."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from lightning_rlhf.tools.commands.response_backends import weights_digest
 from lightning_rlhf.tools.commands.responses_file import ResponsesFile, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = [{"prompt": f"what is {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]
-CHATS = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "bcd", "ef")]
+ROWS = [{"prompt": f"compute {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]
+CHATS = [{"prompt": [{"role": "user", "content": f"write {word}"}]} for word in ("a", "bcd", "ef")]
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def prompts():
 
 @pytest.fixture
 def generate(capsys, prompts, tiny_export):
-    """Runs the command with the small model; its exit code, and what it printed."""
+    """Run the command with the small model and return its exit code and its output."""
 
     def generate(*arguments, model=tiny_export, to="out.jsonl", engine="transformers", source=prompts):
         capsys.readouterr()
@@ -62,7 +62,7 @@ def test_each_row_keeps_its_columns_and_gets_its_responses(generate):
     assert len({text for row in rows for text in row["responses"]}) > 20
 
 
-def test_batches_change_nothing_and_the_seed_changes_everything(generate):
+def test_responses_depend_on_the_seed_and_not_on_batches(generate):
     for name, arguments in (("a", ("--batch-size", "2")), ("b", ("--batch-size", "100")), ("c", ("--seed", "1"))):
         assert generate("-n", "2", *arguments, to=f"{name}.jsonl")[0] == 0
     assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
@@ -74,7 +74,7 @@ def test_batches_change_nothing_and_the_seed_changes_everything(generate):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_greedy_responses_are_what_transformers_generates(generate, tiny_export, engine):
+def test_greedy_responses_equal_those_of_transformers(generate, tiny_export, engine):
     if engine == "vllm" and not vllm_installed():
         pytest.skip("vLLM is not installed")
     Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
@@ -88,7 +88,7 @@ def test_greedy_responses_are_what_transformers_generates(generate, tiny_export,
         assert row["prompt_tokens"] == ids.shape[1]
 
 
-def test_a_file_that_was_cut_short_anywhere_is_gone_on_with(generate):
+def test_truncated_output_file_is_continued(generate):
     assert generate("--batch-size", "4")[0] == 0
     whole = Path("out.jsonl").read_bytes()
     for cut in (0, 1, len(whole) // 3, len(whole) // 2 + 7, len(whole) - 1):
@@ -102,7 +102,7 @@ def test_a_file_that_was_cut_short_anywhere_is_gone_on_with(generate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_killed_in_between_and_run_again_it_is_the_same_file(generate, tiny_export, engine):
+def test_killed_and_repeated_command_writes_the_same_file(generate, tiny_export, engine):
     if engine == "vllm" and not vllm_installed():
         pytest.skip("vLLM is not installed")
     assert generate("-n", "2", to="whole.jsonl", engine=engine)[0] == 0
@@ -121,12 +121,12 @@ def test_killed_in_between_and_run_again_it_is_the_same_file(generate, tiny_expo
     rows = killed.read_bytes().count(b"\n")
     assert 2 <= rows <= 11
     with killed.open("ab") as file:
-        file.write(b'{"prompt": "what')
+        file.write(b'{"prompt": "comp')
     assert generate("-n", "2", to="killed.jsonl", engine=engine)[0] == 0
     assert killed.read_bytes() == Path("whole.jsonl").read_bytes()
 
 
-def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export, tmp_path):
+def test_changed_settings_are_rejected(generate, tiny_export, tmp_path):
     assert generate()[0] == 0
     before = Path("out.jsonl").read_bytes()
     Path("prompts.jsonl").write_text(Path("prompts.jsonl").read_text().replace("times", "plus"))
@@ -142,7 +142,7 @@ def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export
     assert Path("out.jsonl").read_bytes() == before
 
 
-def test_other_answers_beside_the_same_prompts_are_other_settings(generate):
+def test_changed_answer_columns_count_as_changed_settings(generate):
     assert generate()[0] == 0
     rows = [{**row, "answer": "another"} for row in ROWS]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -151,7 +151,7 @@ def test_other_answers_beside_the_same_prompts_are_other_settings(generate):
     assert "prompts was '" in err
 
 
-def test_settings_that_were_damaged_are_a_sentence(generate):
+def test_damaged_settings_file_gives_a_one_line_error(generate):
     assert generate()[0] == 0
     Path("out.jsonl.settings.json").write_text('{"n": ')
     code, _, err = generate()
@@ -159,7 +159,7 @@ def test_settings_that_were_damaged_are_a_sentence(generate):
     assert "out.jsonl.settings.json is damaged: remove it and out.jsonl" in err
 
 
-def test_lines_that_hold_line_separators_and_twins_are_gone_on_with(generate):
+def test_file_with_unicode_line_separators_and_equal_prompts_is_continued(generate):
     rows = [{"prompt": f"a\u2028b\u2029c\x85d\x1c{i // 2}", "note": "\u2028\r\n"} for i in range(6)]
     text = "\n".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)  # and blank lines
     Path("prompts.jsonl").write_text(text, encoding="utf-8")
@@ -167,13 +167,13 @@ def test_lines_that_hold_line_separators_and_twins_are_gone_on_with(generate):
     whole = Path("out.jsonl").read_bytes()
     result = read_lines(Path("out.jsonl"))
     assert [{name: row[name] for name in ("prompt", "note")} for row in result] == rows
-    assert result[0]["responses"] != result[1]["responses"]  # twins are drawn from seeds of their own
+    assert result[0]["responses"] != result[1]["responses"]  # equal prompts are sampled with different seeds
     Path("out.jsonl").write_bytes(whole[: len(whole) // 2])
     assert generate()[0] == 0
     assert Path("out.jsonl").read_bytes() == whole
 
 
-def test_a_full_disk_is_a_sentence_and_what_is_there_is_gone_on_with(generate):
+def test_full_disk_gives_a_one_line_error_and_the_file_is_continued(generate):
     assert generate(to="whole.jsonl")[0] == 0
     whole = Path("whole.jsonl").read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -191,7 +191,7 @@ def test_a_full_disk_is_a_sentence_and_what_is_there_is_gone_on_with(generate):
     assert Path("out.jsonl").read_bytes() == whole
 
 
-def test_a_directory_that_is_missing_is_made_and_one_that_cannot_be_is_a_sentence(generate):
+def test_missing_directory_is_created_or_gives_a_one_line_error(generate):
     assert generate(to="new/folder/out.jsonl")[0] == 0
     Path("file").write_text("")
     code, _, err = generate(to="file/out.jsonl")
@@ -199,7 +199,7 @@ def test_a_directory_that_is_missing_is_made_and_one_that_cannot_be_is_a_sentenc
     assert err.startswith("lightning-rlhf: cannot write file/out.jsonl: ")
 
 
-def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
+def test_replaced_weights_count_as_changed_settings(generate, tiny_export):
     model = Path("model")
     model.mkdir()
     for path in tiny_export.iterdir():
@@ -213,7 +213,7 @@ def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
     assert "weights was" in err
 
 
-def test_a_change_of_any_one_tensor_is_seen(tmp_path):
+def test_change_of_any_single_tensor_is_detected(tmp_path):
     def result(**changes):
         tensors = {name: torch.zeros(50_000) for name in "abc"} | changes
         save_file(tensors, tmp_path / "model.safetensors")
@@ -225,7 +225,7 @@ def test_a_change_of_any_one_tensor_is_seen(tmp_path):
     assert result() == every[0]
 
 
-def test_two_processes_do_not_write_one_file(tmp_path):
+def test_two_processes_cannot_write_the_same_file(tmp_path):
     first, second = (ResponsesFile(tmp_path / "x.jsonl", {"n": 1}, 3) for _ in range(2))
     assert first.begin() == 0
     with pytest.raises(ValueError, match="is being written by another process"):
@@ -254,14 +254,14 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         (("--api-key-env", "KEY"), {}, "--api-key-env needs --server"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_code_2(generate, arguments, changes, message):
+def test_mistakes_give_one_line_and_code_2(generate, arguments, changes, message):
     code, _, err = generate(*arguments, **changes)
     assert code == 2
     assert err.startswith(f"lightning-rlhf: {message}")
     assert not Path("out.jsonl").exists()
 
 
-def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
+def test_prompt_without_room_for_a_response_is_a_bad_row(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x" * 245}) + "\n" + json.dumps({"prompt": "y"}) + "\n")
     code, _, err = generate()
     assert code == 2
@@ -270,7 +270,7 @@ def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
     assert [row["prompt"] for row in read_lines(Path("out.jsonl"))] == ["y"]
 
 
-def test_a_row_that_no_file_can_hold_is_a_bad_row_before_anything_is_answered(generate):
+def test_row_that_cannot_be_written_is_a_bad_row_before_any_generation(generate):
     Path("prompts.jsonl").write_text('{"prompt": "x", "note": "\\ud800"}\n{"prompt": "y"}\n')
     code, _, err = generate()
     assert code == 2
@@ -278,7 +278,7 @@ def test_a_row_that_no_file_can_hold_is_a_bad_row_before_anything_is_answered(ge
     assert generate("--on-bad-row", "skip")[0] == 0
 
 
-def test_a_column_that_would_be_written_over_is_refused(generate):
+def test_input_column_with_the_name_of_an_output_column_is_rejected(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x", "responses": ["y"]}) + "\n")
     code, _, err = generate()
     assert code == 2
@@ -288,7 +288,7 @@ def test_a_column_that_would_be_written_over_is_refused(generate):
 @pytest.mark.parametrize(
     "content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", b"", b"\x08" + b"\0" * 7]
 )
-def test_weights_that_are_none_are_told_by_their_file(tmp_path, content):
+def test_invalid_weights_are_reported_with_their_file(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"^the weights in .*model\.safetensors cannot be read, the file is damaged"):
         weights_digest(str(tmp_path))

@@ -51,7 +51,7 @@ ROWS = [{"prompt": f"{word} {i}", "count": 1 + i % 3} for i, word in enumerate([
 
 @pytest.fixture
 def converse(capsys, tiny_export):
-    """Runs generate with an environment; its exit code and messages."""
+    """Run generate with an environment and return its exit code and messages."""
     Path("world.py").write_text(WORLD)
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
@@ -95,7 +95,7 @@ def test_rows_contain_the_conversations(converse):
     assert len(set().union(*replies.values())) > 1
 
 
-def test_batches_and_interruptions_change_nothing(converse):
+def test_result_is_independent_of_batches_and_interruptions(converse):
     assert converse("-n", "2", "--batch-size", "2", to="a.jsonl")[0] == 0
     assert converse("-n", "2", "--batch-size", "100", to="b.jsonl")[0] == 0
     assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
@@ -107,12 +107,12 @@ def test_batches_and_interruptions_change_nothing(converse):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
-def test_vllm_generates_them_too(converse):
+def test_vllm_generates_conversations(converse):
     assert converse("-n", "2", engine="vllm") == (0, "")
     assert evaluate.run(["out.jsonl", "--reward", "world.py:turns_and_last", "--columns", "wanted=count"]) == 0
 
 
-def test_they_are_evaluated_by_the_environment_and_by_functions(converse, capsys):
+def test_conversations_are_evaluated_by_the_environment_and_by_functions(converse, capsys):
     assert converse("-n", "3") == (0, "")
     arguments = ["out.jsonl", "--reward", "world.py:turns_and_last", "--columns", "wanted=count"]
     assert evaluate.run([*arguments, "--json", "report.json"]) == 0
@@ -125,7 +125,7 @@ def test_they_are_evaluated_by_the_environment_and_by_functions(converse, capsys
     assert "environment" in capsys.readouterr().out
 
 
-def test_failures_end_the_command_or_are_left_out(converse):
+def test_failures_end_the_command_or_are_skipped(converse):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "break", "count": 1}) + "\n" + json.dumps(ROWS[0]) + "\n")
     code, error = converse()
     assert code == 1
@@ -137,14 +137,14 @@ def test_failures_end_the_command_or_are_left_out(converse):
     assert json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]["environment"]["not_applicable"]
 
 
-def test_settings_of_the_environment_must_not_change(converse):
+def test_environment_settings_must_not_change(converse):
     assert converse()[0] == 0
     code, error = converse(more=", max_turn_tokens: 3")
     assert code == 2
     assert "environment was" in error
 
 
-def test_the_stop_tokens_of_the_run_end_turns(converse, tiny_export):
+def test_stop_tokens_of_the_run_end_turns(converse, tiny_export):
     tokenizer = AutoTokenizer.from_pretrained(tiny_export)
     letter = "a"
     (stop,) = tokenizer(letter, add_special_tokens=False)["input_ids"]
@@ -172,7 +172,7 @@ def test_the_stop_tokens_of_the_run_end_turns(converse, tiny_export):
         (["--environment", "absent.yaml"], "absent.yaml"),
     ],
 )
-def test_what_cannot_work_is_refused(converse, arguments, message):
+def test_invalid_settings_are_rejected(converse, arguments, message):
     plain = RUN.replace("environment: {{", "stop_token_ids: [1]\n        # {{")
     converse()
     Path("plain.yaml").write_text(plain.format(model="model", more=""))
@@ -181,19 +181,19 @@ def test_what_cannot_work_is_refused(converse, arguments, message):
     assert message in error
 
 
-def test_a_file_without_rewards_needs_a_function(capsys):
+def test_file_without_rewards_needs_a_function(capsys):
     Path("plain.jsonl").write_text(json.dumps({"prompt": "p", "responses": ["a"]}) + "\n")
     assert evaluate.run(["plain.jsonl"]) == 2
     assert "set --reward, because the file has no column 'environment_rewards'" in capsys.readouterr().err
 
 
-def test_the_limit_of_tokens_is_that_of_the_run(converse):
+def test_token_limit_is_that_of_the_run(converse):
     assert converse("-n", "4", limit=())[0] == 0
     tokens = [count for row in read_lines(Path("out.jsonl")) for count in row["response_tokens"]]
     assert max(tokens) == 60
 
 
-def test_a_function_must_not_have_the_name_of_the_environments_rewards(capsys):
+def test_function_must_not_have_the_name_of_an_environment_reward(capsys):
     Path("own.py").write_text("def environment(completions):\n    return [1.0 for _ in completions]\n")
     row = {"prompt": "p", "responses": ["a"], "environment_rewards": [0.5]}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -204,7 +204,7 @@ def test_a_function_must_not_have_the_name_of_the_environments_rewards(capsys):
 
 
 @pytest.mark.parametrize("value", ["0.5", True, [1.0]])
-def test_rewards_that_are_not_numbers_are_bad_rows(capsys, value):
+def test_rewards_that_are_not_numbers_make_bad_rows(capsys, value):
     rows = [{"prompt": "p", "responses": ["a", "b"], "environment_rewards": [item, None]} for item in (value, 0.5)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert evaluate.run(["rows.jsonl"]) == 2

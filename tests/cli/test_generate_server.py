@@ -1,4 +1,4 @@
-"""``generate --server`` before a server that misbehaves as told."""
+"""``generate --server`` with a server that returns scripted errors."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ MODELS = {"data": [{"id": "m"}]}
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers the next of ``answers``, pairs of status and JSON, and then what a good server would."""
+    """Returns the next of ``answers``, pairs of status and JSON, and valid answers after the last one."""
 
     daemon_threads = True
 
@@ -80,7 +80,7 @@ def generate(stub, capsys):
     return generate
 
 
-def test_text_is_completed_and_messages_are_answered(generate, stub):
+def test_text_prompts_are_completed_and_messages_are_answered(generate, stub):
     assert generate("-n", "2", "--temperature", "0.5") == (0, "")
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["cba"] * 2, ["ed"] * 2]
     assert sorted(path for path, _ in stub.requested) == ["/v1/chat/completions"] * 2 + ["/v1/completions"] * 2
@@ -88,21 +88,21 @@ def test_text_is_completed_and_messages_are_answered(generate, stub):
     assert {(body["model"], body["temperature"], body["max_tokens"]) for _, body in stub.requested} == {("m", 0.5, 512)}
 
 
-def test_a_server_that_is_busy_for_long_is_waited_for(generate, stub):
-    stub.answers = [(429, {"error": "come again"})] * 5 * response_backends._TRIES
+def test_busy_server_is_retried(generate, stub):
+    stub.answers = [(429, {"error": "try again later"})] * 5 * response_backends._TRIES
     assert generate() == (0, "")
     assert len(stub.requested) == 5 * response_backends._TRIES + 2
 
 
-def test_a_server_that_stays_busy_is_given_up(generate, stub, monkeypatch):
+def test_permanently_busy_server_ends_the_command(generate, stub, monkeypatch):
     monkeypatch.setattr(response_backends, "_SERVER_SECONDS", 0.05)
-    stub.answers = [(429, {"error": "come again"})] * 10_000
+    stub.answers = [(429, {"error": "try again later"})] * 10_000
     code, output = generate()
     assert code == 1
     assert f"answered {response_backends._TRIES} times: 429" in output
 
 
-def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generate, stub):
+def test_failing_server_is_retried_and_finished_rows_are_kept(generate, stub):
     stub.answers = [(503, {}), (500, {}), (504, {}), (200, b"<html>")]
     assert generate()[0] == 0
     stub.answers = [(200, {"choices": [{"text": "x", "finish_reason": "stop"}]}), (400, {"error": "too odd"})]
@@ -117,7 +117,7 @@ def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generat
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"], ["dnoces"]]
 
 
-def test_a_line_end_behind_a_key_is_no_part_of_it(generate, stub, monkeypatch):
+def test_newline_after_a_key_is_removed(generate, stub, monkeypatch):
     stub.key = KEY
     monkeypatch.setenv("KEY", f"{KEY}\n")
     code, output = generate("--api-key-env", "KEY")
@@ -125,7 +125,7 @@ def test_a_line_end_behind_a_key_is_no_part_of_it(generate, stub, monkeypatch):
     assert KEY not in output
 
 
-def test_a_wrong_key_is_told_and_not_shown(generate, stub):
+def test_wrong_key_is_reported_and_not_shown(generate, stub):
     stub.key = "another-key-than-that"
     code, output = generate("--api-key-env", "KEY")
     assert code == 1
@@ -145,21 +145,21 @@ def test_a_wrong_key_is_told_and_not_shown(generate, stub):
         ((200, {"data": [{"id": "a"}, {"id": "b"}]}), " serves a, b: set --model to one of them"),
     ],
 )
-def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, models, message):
+def test_server_without_a_unique_model_gives_one_line_and_code_2(generate, stub, models, message):
     stub.models = models
     assert generate() == (2, f"lightning-rlhf: {stub.url}{message}\n")
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [3]}, None])
-def test_an_answer_that_is_none_is_a_sentence(generate, stub, answer):
+def test_malformed_answer_gives_a_one_line_error(generate, stub, answer):
     stub.answers = [(200, answer)] * 2
     code, output = generate()
     assert code == 1
     assert "returned an invalid completion: " in output
 
 
-def test_what_a_server_would_not_be_sent_is_a_bad_row(generate):
+def test_unsendable_prompt_is_a_bad_row(generate):
     rows = [{"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False}}]
     code, output = generate(rows=rows)
     assert code == 2

@@ -1,4 +1,4 @@
-"""The table of docs/lightning.md: each row is run, or refused before the models are built."""
+"""The table of docs/lightning.md: each feature works, or is rejected before the models are built."""
 
 import csv
 import re
@@ -21,7 +21,7 @@ ROWS = [
 
 
 def settings_of(cell):
-    """Return the trainer's settings and the callbacks in a cell."""
+    """Return the trainer's settings and the callbacks in a table cell."""
     trainer, callbacks = {}, []
     for part in re.findall(r"`([^`]*)`", cell):
         name, _, value = part.partition(": ")
@@ -36,7 +36,7 @@ def settings_of(cell):
 
 @pytest.fixture
 def with_feature(fit, config):
-    """Runs the row of a feature."""
+    """Run the configuration of a feature."""
 
     def with_feature(row, *arguments):
         config["data"]["init_args"] |= {"val": VAL, "val_batch_size": 4}
@@ -74,7 +74,7 @@ def exported():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("refused")], ids=lambda row: row[1])
-def test_features_of_automatic_optimization_are_refused_with_the_setting_to_use(with_feature, row):
+def test_features_of_automatic_optimization_are_rejected_with_their_replacement(with_feature, row):
     result = with_feature(row)
     assert result.code == 2
     (line,) = result.err.splitlines()
@@ -99,14 +99,14 @@ CHECKS = {
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("feature", CHECKS)
-def test_a_feature_works(with_feature, config, feature):
+def test_feature_works(with_feature, config, feature):
     config["trainer"]["max_steps"] = 8 if feature == "early stop" else 2
     result = with_feature(row_of(feature))
     assert (result.code, result.err, result.warned) == (0, "", [])
     assert CHECKS[feature](result)
 
 
-def test_the_last_checkpoint_of_lightnings_callback_is_found(with_feature):
+def test_last_checkpoint_of_the_lightning_callback_is_found(with_feature):
     row = row_of("best checkpoints")
     assert with_feature(row).code == 0
     assert not Path("runs/tiny/checkpoints").exists()
@@ -116,7 +116,7 @@ def test_the_last_checkpoint_of_lightnings_callback_is_found(with_feature):
 
 
 @pytest.mark.slow
-def test_an_average_of_weights_is_exported(with_feature, config):
+def test_averaged_weights_are_exported(with_feature, config):
     feature, setting, behaviour = row_of("average of weights")
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     exports = []
@@ -135,7 +135,7 @@ def test_every_row_has_a_test():
     assert {row[0] for row in ROWS if not row[2].startswith("refused")} == tested
 
 
-def test_no_batches_are_refused(fit, config):
+def test_zero_batches_are_rejected(fit, config):
     config["trainer"]["limit_train_batches"] = 0
     result = fit(config)
     assert result.code == 2

@@ -1,4 +1,4 @@
-"""The loggers of docs/loggers.md with their libraries: metrics, configuration, tables, one run after a resume."""
+"""The loggers of docs/loggers.md with their libraries: metrics, configuration, tables, and one run after a resume."""
 
 import csv
 import json
@@ -33,14 +33,14 @@ class FarFromReference(Callback):
 
 
 def documented(name):
-    """Return the logger of a section of the document."""
+    """Return the logger configuration of a section of the document."""
     text = (ROOT / "docs/loggers.md").read_text().partition(f"\n## {name}\n")[2]
     return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["trainer"]["logger"]
 
 
 @pytest.fixture
 def twice(fit, config, monkeypatch):
-    """Fits two steps with the logger of a section, resumes for a third, and returns the logger's identifiers."""
+    """Fit two steps with the logger of a section, resume for a third, and return the logger's identifiers."""
 
     def twice(name, between=lambda: None):
         config["trainer"]["logger"] = json.loads(json.dumps(documented(name)).replace("runs/x", "runs/tiny"))
@@ -157,7 +157,7 @@ def test_trackio(twice, monkeypatch, tmp_path):
     assert json.loads(configuration[0])["data"]["init_args"]["batch_size"] == 4
 
 
-def test_a_missing_package_is_named(fit, config, monkeypatch):
+def test_missing_package_is_reported(fit, config, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     config["trainer"]["logger"] = documented("trackio")
     result = fit(config)
@@ -165,7 +165,7 @@ def test_a_missing_package_is_named(fit, config, monkeypatch):
     assert "TrackioLogger needs the package trackio: run pip install 'lightning-rlhf[trackio]'" in result.err
 
 
-def test_damaged_identifiers_are_an_error_before_the_run(fit, config):
+def test_damaged_identifiers_raise_before_the_run(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
     Path("runs/tiny", RUN_IDS).write_text("{")
@@ -191,7 +191,7 @@ def test_configured_identifiers_are_kept(tmp_path):
         assert with_run_ids(plain, tmp_path) is plain
 
 
-def test_texts_of_models_are_only_text_in_tensorboard(tmp_path):
+def test_generated_text_is_not_rendered_as_markup_in_tensorboard(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="", version="a")
     log_table(logger, "rollouts", ("response", "reward"), [(HOSTILE, 0.5)], 1)
     logger.finalize("success")

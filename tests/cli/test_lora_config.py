@@ -1,4 +1,4 @@
-"""LoRA as a configuration says it: the file runs, and docs/lora.md says what it says."""
+"""The LoRA configuration runs and agrees with docs/lora.md."""
 
 import re
 
@@ -10,7 +10,7 @@ from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine
 from tests.cli.conftest import LLAMA
-from tests.cli.test_algorithm_configs import ROOT, stands_in, tiny
+from tests.cli.test_algorithm_configs import ROOT, contains, tiny
 
 PATH = ROOT / "configs/lora/grpo.yaml"
 PAGE = (ROOT / "docs/lora.md").read_text()
@@ -26,17 +26,17 @@ def small():
 
 
 @pytest.mark.slow
-def test_a_step_of_the_configuration_passes_and_says_nothing(fit):
+def test_step_with_the_configuration_passes_without_messages(fit):
     result = fit(small(), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
 
 
-def test_the_page_says_what_the_configuration_says():
-    assert stands_in(MODEL, yaml.safe_load(PATH.read_text()))
+def test_page_agrees_with_the_configuration():
+    assert contains(MODEL, yaml.safe_load(PATH.read_text()))
     assert "lightning-rlhf fit --config configs/lora/grpo.yaml" in PAGE
 
 
-def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, monkeypatch):
+def test_documented_options_of_engine_and_export_are_valid(cli, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     made = []
     monkeypatch.setattr(RLHFCLI, "needs_files", False)
@@ -65,7 +65,7 @@ def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, mo
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(fit, lora, output):
+def test_invalid_lora_options_give_a_one_line_error(fit, lora, output):
     config = small()
     config["model"]["init_args"]["actor"]["init_args"]["lora"] = lora
     result = fit(config, "--trainer.fast_dev_run", "1")

@@ -1,4 +1,4 @@
-"""Runs from the command line: what is left, what is shown, and how they end."""
+"""Runs from the command line: written files, printed output, and exit codes."""
 
 import csv
 import os
@@ -25,7 +25,7 @@ CALLS = []
 
 
 def faulty(completions):
-    """Raise in its second call."""
+    """Raise in the second call."""
     CALLS.append(len(completions))
     if len(CALLS) > 1:
         raise KeyError("the faulty one")
@@ -48,7 +48,7 @@ def judged_by(config):
     return judged_by
 
 
-def test_a_run_leaves_its_files_and_no_warning(fit, config):
+def test_run_writes_its_files_without_warnings(fit, config):
     result = fit(config)
     assert "weights_only" not in result.out + result.err  # Lightning's remark at each save
     assert (result.code, result.err, result.warned) == (0, "", [])
@@ -60,7 +60,7 @@ def test_a_run_leaves_its_files_and_no_warning(fit, config):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_is_resumed_without_a_warning(fit, config):
+def test_moved_run_can_be_resumed_without_warnings(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
     Path("runs/tiny").rename("runs/moved")
@@ -70,7 +70,7 @@ def test_a_run_that_was_moved_is_resumed_without_a_warning(fit, config):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(fit, config):
+def test_resumed_run_prints_its_start_and_finished_run_is_reported(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
     finished = fit(config, "--ckpt_path", "last")
@@ -87,15 +87,15 @@ def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(
 
 
 def optimizers(config, actor, schedule=None):
-    instance = config["model"]["init_args"]
-    instance["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
+    options = config["model"]["init_args"]
+    options["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
     if schedule is not None:
         path = f"torch.optim.lr_scheduler.{schedule.pop('name')}"
-        instance["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
+        options["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
 
 
 @pytest.mark.slow
-def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fit, config):
+def test_resume_reports_settings_that_the_checkpoint_replaces(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     optimizers(config, {"lr": 3e-4, "betas": [0.9, 0.98]}, {"name": "LinearLR", "start_factor": 0.5, "total_iters": 4})
     assert fit(config).code == 0
@@ -115,7 +115,7 @@ def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fi
 
 
 @pytest.mark.slow
-def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
+def test_resume_with_other_kinds_of_schedules_is_rejected(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
     optimizers(config, {"lr": 1e-6}, {"name": "ConstantLR", "factor": 0.5})
@@ -132,7 +132,7 @@ def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
 
 
 @pytest.mark.slow
-def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
+def test_saved_configuration_reproduces_the_run(fit, cli, config):
     assert fit(config).code == 0
     first = Path("runs/tiny/export/model.safetensors").read_bytes()
     result = cli("fit", "--config", "runs/tiny/config.yaml", "--trainer.default_root_dir", "runs/again")
@@ -154,27 +154,27 @@ def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
         ),
     ],
 )
-def test_what_is_found_before_training_is_a_sentence_and_code_2(fit, config, changes, message):
+def test_errors_before_training_give_one_line_and_code_2(fit, config, changes, message):
     for path, value in changes.items():
         section, *keys = path.split(".")
-        position = config[section]["init_args"]
+        section_options = config[section]["init_args"]
         for key in keys[:-1]:
-            position = position[key]
-        position[keys[-1]] = value
+            section_options = section_options[key]
+        section_options[keys[-1]] = value
     result = fit(config)
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert line.startswith(f"lightning-rlhf: {message}")
 
 
-def test_ppo_without_rollouts_is_refused_before_training(fit, config):
+def test_ppo_without_rollouts_is_rejected_before_training(fit, config):
     config["trainer"]["callbacks"] = []
     result = fit(config)
     assert result.code == 2
     assert result.err.startswith("lightning-rlhf: PPOModule trains on rollouts, and no callback provides them: add")
 
 
-def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, judged_by):
+def test_failing_reward_function_gives_code_1_with_its_traceback(fit, judged_by):
     result = fit(judged_by("faulty"))
     assert result.code == 1
     *traceback, last = result.err.splitlines()
@@ -188,7 +188,7 @@ def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, jud
 @pytest.mark.parametrize(
     ("dry_call", "code", "count"), [(True, 2, 2), (False, 1, 4)], ids=["tried before", "in the run"]
 )
-def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by, dry_call, code, count):
+def test_reward_function_with_too_few_values_gives_a_one_line_error(fit, judged_by, dry_call, code, count):
     config = judged_by("short")
     config["trainer"]["callbacks"][0]["init_args"]["rewards"][0]["dry_call"] = dry_call
     result = fit(config)
@@ -198,7 +198,7 @@ def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by,
     assert result.err.startswith(message)
 
 
-def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
+def test_engine_that_cannot_be_built_gives_a_one_line_error(fit, config, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: False)
     engine = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": engine}
@@ -207,7 +207,7 @@ def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
     assert result.err.startswith("lightning-rlhf: VLLMEngine needs vLLM, which is missing: run pip install")
 
 
-def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training(fit, config, monkeypatch):
+def test_temperature_that_the_engine_rejects_is_reported_before_training(fit, config, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
     engine = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
     config["trainer"]["callbacks"][0]["init_args"] |= {"engine": {"class_path": engine}, "temperature": 2.5}
@@ -221,7 +221,9 @@ def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["vllm.engine.VLLMEngine", "transformers.TransformersEngine"])
-def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_starts(fit, config, monkeypatch, engine):
+def test_responses_beyond_the_positions_of_the_model_are_rejected_before_an_engine_starts(
+    fit, config, monkeypatch, engine
+):
     def start(*args):
         raise AssertionError("an engine was started")
 
@@ -238,12 +240,12 @@ def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_sta
 
 
 @pytest.mark.slow
-def test_a_longer_limit_for_prompts_than_the_model_reads_is_no_trouble_where_prompts_are_short(fit, config):
+def test_prompt_limit_above_the_positions_of_the_model_is_accepted_for_short_prompts(fit, config):
     config["data"]["init_args"]["max_tokens"] = 1024
     assert fit(config).code == 0
 
 
-def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, config, monkeypatch):
+def test_unknown_characters_are_reported_before_the_model_loads(fit, config, monkeypatch):
     config["data"]["init_args"]["tokenizer"]["init_args"]["characters"] = "0123456789+: "
     result = fit(config)
     assert result.code == 0
@@ -251,7 +253,7 @@ def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, co
     assert result.out.index(message) < result.out.index("Rollouts by ")
 
 
-def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
+def test_dying_engine_gives_a_one_line_error_and_code_1(fit, config, monkeypatch):
     from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
@@ -264,7 +266,7 @@ def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
     assert result.err == "lightning-rlhf: the engine process 7 died: killed by signal 9 (SIGKILL); its log is x\n"
 
 
-def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
+def test_unexpected_error_keeps_its_traceback(fit, config, monkeypatch):
     def fail(*args, **named):
         raise ZeroDivisionError("not ours")
 
@@ -277,7 +279,7 @@ def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_earlier_run_is_renamed(fit, config):
+def test_earlier_run_is_renamed(fit, config):
     assert fit(config).code == 0
     mark = Path("runs/tiny/mine.txt")
     mark.write_text("mine")
@@ -295,7 +297,7 @@ def test_an_earlier_run_is_renamed(fit, config):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError], ids=["interrupt", "error"])
-def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, monkeypatch, kind):
+def test_earlier_run_is_restored_if_the_new_one_never_starts(fit, config, monkeypatch, kind):
     assert fit(config).code == 0
     Path("runs/tiny/mine.txt").write_text("mine")
     refused = fit(config, "--model.init_args.minibatch_size", "3")
@@ -316,7 +318,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     assert not Path("runs/tiny-1").exists()
 
 
-def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_directory(fit, config, monkeypatch):
+def test_earlier_run_is_not_restored_if_an_engine_log_is_in_the_directory(fit, config, monkeypatch):
     from lightning_rlhf.expected_errors import EngineDied
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
@@ -333,7 +335,7 @@ def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_dire
     assert Path("runs/tiny-1/config.yaml").read_text() == "earlier: true"
 
 
-def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config, monkeypatch):
+def test_earlier_run_is_restored_if_the_first_validation_fails(fit, config, monkeypatch):
     from lightning_rlhf.rollout.transformers import TransformersEngine
 
     Path("runs/tiny").mkdir(parents=True)
@@ -352,7 +354,7 @@ def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config,
 
 
 @pytest.mark.slow
-def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(fit, config):
+def test_run_that_reads_the_directory_it_would_rename_is_rejected_without_moving_files(fit, config):
     assert fit(config).code == 0
     instance = config["model"]["init_args"]
     instance["actor"] = instance["critic"] = "runs/tiny/export"
@@ -366,14 +368,14 @@ def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(f
     assert fit(config, "--trainer.default_root_dir", "runs/next").code == 0
 
 
-def test_texts_that_are_too_long_for_a_path_are_no_paths(tmp_path):
+def test_texts_too_long_for_a_path_are_not_paths(tmp_path):
     long = {"prompt": "x" * 300 + " and/or this"}
     config = Namespace(model=Namespace(), data=Namespace(init_args=Namespace(train=Namespace(items=[long]))))
     check_reads_elsewhere(config, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit, config, judged_by):
+def test_export_that_a_resumed_run_replaces_is_renamed_with_its_step(fit, config, judged_by):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
     weights = Path("runs/tiny/export/model.safetensors").read_bytes()
@@ -388,7 +390,7 @@ def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit
 
 
 @pytest.mark.slow
-def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, config, judged_by):
+def test_earlier_run_stays_renamed_if_the_new_one_fails_during_training(fit, config, judged_by):
     assert fit(config).code == 0
     Path("runs/tiny/mine.txt").write_text("mine")
     assert fit(judged_by("faulty")).code == 1
@@ -397,7 +399,7 @@ def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, c
 
 
 @pytest.mark.slow
-def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
+def test_validation_keeps_the_files_that_describe_the_run(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
     saved = [Path("runs/tiny/config.yaml"), Path("runs/tiny/env.json")]
@@ -410,21 +412,21 @@ def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
 
 
 @pytest.mark.slow
-def test_the_table_of_lightning_is_printed_on_request(fit, cli, config):
+def test_validation_table_of_lightning_is_printed_with_verbose(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
     result = cli("validate", "--config", "config.yaml", "--verbose", "true")
     assert result.out.count("val/response_tokens_mean") == 2
 
 
-def test_a_run_directory_that_is_a_file_is_refused(fit, config):
+def test_run_directory_that_is_a_file_is_rejected(fit, config):
     Path("taken").write_text("mine")
     result = fit(config, "--trainer.default_root_dir", "taken")
     assert (result.code, result.out) == (2, "")
     assert result.err == "lightning-rlhf: trainer.default_root_dir 'taken' is a file: set it to a directory\n"
 
 
-def test_a_trial_run_touches_nothing(fit, config):
+def test_trial_run_writes_no_files(fit, config):
     assert fit(config).code == 0
     before = sorted(Path("runs").rglob("*"))
     assert fit(config, "--trainer.fast_dev_run", "1").code == 0
@@ -433,7 +435,7 @@ def test_a_trial_run_touches_nothing(fit, config):
     ]
 
 
-def test_a_directory_without_a_run_is_left_alone(tmp_path):
+def test_directory_without_a_run_is_not_renamed(tmp_path):
     (tmp_path / "somebodys").mkdir()
     assert rename_earlier_run(tmp_path / "somebodys") is None
     assert rename_earlier_run(tmp_path / "absent") is None
@@ -444,30 +446,30 @@ def test_a_directory_without_a_run_is_left_alone(tmp_path):
 # -- every configuration -----------------------------------------------------------------------------------------------
 
 
-def holds(read, inputs):
-    """Return whether all that was given was read; defaults come on top."""
+def contains(read, inputs):
+    """Return whether ``read`` contains all given values; it may have defaults in addition."""
     if not isinstance(inputs, dict):
         return read == inputs
-    return all(holds(read[name], value) for name, value in inputs.items())
+    return all(contains(read[name], value) for name, value in inputs.items())
 
 
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_configuration_parses(cli, path):
+def test_every_configuration_is_parsed(cli, path):
     result = cli("fit", *algorithm_tables.arguments(path), "--print_config")
     assert result.code == 0, result.err
     read, inputs = yaml.safe_load(result.out), algorithm_tables.values(path)
     assert read["model"]["class_path"].rpartition(".")[2] == inputs["model"]["class_path"].rpartition(".")[2]
     for name, value in inputs["trainer"].items():
         if name not in ("callbacks", "logger"):
-            assert holds(read["trainer"][name], value), name
+            assert contains(read["trainer"][name], value), name
     assert len(read["trainer"]["callbacks"]) == len(inputs["trainer"]["callbacks"])
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_version_is_told_at_once():
+def test_version_is_printed_quickly():
     began = time.monotonic()
     shown = subprocess.run(
         [sys.executable, "-m", "lightning_rlhf", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -476,7 +478,7 @@ def test_the_version_is_told_at_once():
     assert shown.stdout.startswith("lightning-rlhf 0.")
 
 
-def test_the_command_itself_exits_with_the_code_and_prints_no_more(tmp_path, config):
+def test_command_exits_with_the_code_and_one_line(tmp_path, config):
     config["model"]["init_args"]["minibatch_size"] = 3
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"]
@@ -486,7 +488,7 @@ def test_the_command_itself_exits_with_the_code_and_prints_no_more(tmp_path, con
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
-def test_the_quickstart_runs_for_two_steps_each(cli):
+def test_quickstart_runs_for_two_steps_each(cli):
     tiny = ["--data.init_args.train.init_args.num_rows", "256", "--data.init_args.val.init_args.num_rows", "8"]
     for stage in ("sft", "reward", "ppo"):
         config = yaml.safe_load((ROOT / f"configs/quickstart/{stage}.yaml").read_text())
@@ -505,15 +507,15 @@ def test_the_quickstart_runs_for_two_steps_each(cli):
     assert "right answers, greedy" in result.out
 
 
-@pytest.mark.parametrize(("row", "sentence"), [({"a": "b"}, True), (None, False)])
-def test_what_we_raise_on_purpose_is_a_sentence_and_a_bug_of_ours_is_not(row, sentence):
+@pytest.mark.parametrize(("row", "expected"), [({"a": "b"}, True), (None, False)])
+def test_invalid_row_raises_an_expected_error_and_a_bug_does_not(row, expected):
     with pytest.raises((ValueError, TypeError)) as raised:
-        text_of(row, "c")  # a refused row, and a TypeError from inside our package
-    assert isinstance(raised.value, ExpectedError) == sentence
+        text_of(row, "c")  # a rejected row, and a TypeError from inside our package
+    assert isinstance(raised.value, ExpectedError) == expected
 
 
 def interrupted(completions):
-    """Return somebody presses Ctrl-C in the second step; the first call is the dry one."""
+    """Raise KeyboardInterrupt in the second step; the first call is the trial call before the run."""
     CALLS.append(len(completions))
     if len(CALLS) == 3:
         raise KeyboardInterrupt
@@ -522,9 +524,7 @@ def interrupted(completions):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_command_that_goes_on(
-    fit, config, judged_by, every
-):
+def test_interrupted_run_saves_the_last_step_and_prints_the_resume_command(fit, config, judged_by, every):
     judged_by("interrupted")
     checkpoints = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": every}}
     config["trainer"]["callbacks"].append(checkpoints)
@@ -537,7 +537,7 @@ def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_co
 
 
 @pytest.mark.slow
-def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_checkpoint(fit, cli, config, monkeypatch):
+def test_validate_keeps_the_table_of_the_run_and_logs_the_step_of_the_checkpoint(fit, cli, config, monkeypatch):
     rows = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
     config["data"]["init_args"]["val"] = rows
     assert fit(config).code == 0
@@ -553,7 +553,7 @@ def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_chec
         assert Path("runs/tiny/metrics.csv").read_bytes() == table
 
 
-def test_a_resumed_run_keeps_the_responses_of_the_steps_before_its_checkpoint(fit, config):
+def test_resumed_run_keeps_the_responses_of_steps_before_its_checkpoint(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
@@ -568,15 +568,15 @@ def test_a_resumed_run_keeps_the_responses_of_the_steps_before_its_checkpoint(fi
     assert all(after[name] == text for name, text in before.items() if name in after)
 
 
-def test_a_run_without_checkpoints_that_is_interrupted_has_nothing_to_go_on_from(fit, config, judged_by):
+def test_interrupted_run_without_checkpoints_prints_no_resume_command(fit, config, judged_by):
     judged_by("interrupted")
     config["trainer"]["enable_checkpointing"] = False
     result = fit(config)
-    sentence = "lightning-rlhf: ended by Ctrl-C after step 1; it cannot be resumed, because it has no RunCheckpoint\n"
-    assert (result.code, result.err) == (130, sentence)
+    message = "lightning-rlhf: ended by Ctrl-C after step 1; it cannot be resumed, because it has no RunCheckpoint\n"
+    assert (result.code, result.err) == (130, message)
 
 
-def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touched(fit, config, monkeypatch):
+def test_read_only_directory_is_rejected_before_an_earlier_run_is_renamed(fit, config, monkeypatch):
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/config.yaml").write_text("earlier")
     access = os.access
@@ -588,7 +588,7 @@ def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touc
 
 
 class YAMLParser:
-    """Writes a configuration as jsonargparse does, and may be killed in the middle."""
+    """Writes a configuration like jsonargparse, and can be killed while writing."""
 
     killed = False
 
@@ -599,7 +599,7 @@ class YAMLParser:
 
 
 @pytest.mark.parametrize("earlier", ["", yaml.safe_dump({"ckpt_path": None, "seed": 1})])
-def test_a_run_killed_while_it_writes_its_configuration_can_be_resumed(earlier, tmp_path):
+def test_run_killed_while_writing_its_configuration_can_be_resumed(earlier, tmp_path):
     trainer = SimpleNamespace(
         fast_dev_run=False, is_global_zero=True, default_root_dir=tmp_path, loggers=[], global_step=3
     )

@@ -1,4 +1,4 @@
-"""``lightning-rlhf new``: each project passes its own test and check-data, and trains."""
+"""``lightning-rlhf new``: each project passes its test and check-data, and trains."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ ENGINE = "lightning_rlhf.rollout.transformers.TransformersEngine"
 
 @pytest.fixture
 def project(tiny_export, tmp_path, monkeypatch, capsys):
-    """Writes a project for the tiny model, and enters its directory."""
+    """Write a project for the tiny model and change to its directory."""
 
     def project(kind):
         assert new.run([str(tmp_path / "p"), "--kind", kind, "--model", str(tiny_export)]) == 0
@@ -31,7 +31,7 @@ def project(tiny_export, tmp_path, monkeypatch, capsys):
 
 
 def small(path):
-    """Return the configuration of a project, for a model with 256 positions and one step."""
+    """Return the configuration of a project with one step, for a model with 256 positions."""
     config = yaml.safe_load(Path(path).read_text())
     config["data"]["init_args"] |= {"max_tokens": 2048, "batch_size": 4}
     config["trainer"] |= {"max_steps": 1, "accelerator": "cpu"}
@@ -43,7 +43,7 @@ def small(path):
     return config
 
 
-def test_the_page_for_beginners_names_the_files_of_the_project(project):
+def test_beginners_page_lists_the_files_of_the_project(project):
     project("grpo")
     page = (Path(__file__).resolve().parents[2] / "docs/index.md").read_text()
     section = page.partition("\n## Your project")[2].partition("\n## ")[0]
@@ -53,7 +53,7 @@ def test_the_page_for_beginners_names_the_files_of_the_project(project):
 
 
 @pytest.mark.parametrize("kind", WITH_MODEL)
-def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
+def test_test_and_data_check_of_the_project_pass(project, kind, capsys):
     printed = project(kind)
     commands = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
     assert commands == Path("README.md").read_text().partition("```bash\n")[2].partition("```")[0].splitlines()
@@ -73,7 +73,7 @@ def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WITH_MODEL)
 @pytest.mark.parametrize("parameters", [1e6, 1e8], ids=["all weights", "adapters"])
-def test_it_trains(project, kind, parameters, fit, monkeypatch):
+def test_project_trains(project, kind, parameters, fit, monkeypatch):
     monkeypatch.setattr(new, "_parameters_in", lambda file: parameters)
     project(kind)
     for name in sorted(path.name for path in Path().glob("*.yaml")):
@@ -82,7 +82,7 @@ def test_it_trains(project, kind, parameters, fit, monkeypatch):
         assert "step 1: " in result.out
 
 
-def test_the_quickstart_needs_no_model(tmp_path, monkeypatch, capsys):
+def test_quickstart_project_needs_no_model(tmp_path, monkeypatch, capsys):
     assert new.run([str(tmp_path / "p"), "--kind", "quickstart", "--model", "x"]) == 2
     assert "the quickstart makes its own model: remove --model" in capsys.readouterr().err
     assert new.run([str(tmp_path / "p"), "--kind", "quickstart"]) == 0
@@ -95,7 +95,7 @@ def test_the_quickstart_needs_no_model(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == sorted([*names, "README.md"])
 
 
-def test_a_directory_with_files_is_not_touched(tmp_path, capsys):
+def test_directory_with_files_is_not_changed(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("mine")
     assert new.run([str(tmp_path)]) == 2
     assert "exists already and is not empty: choose another directory" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_a_directory_with_files_is_not_touched(tmp_path, capsys):
     assert new.run([str(tmp_path / "a.txt")]) == 2
 
 
-def test_a_model_of_the_hub_is_written_as_it_is(tmp_path):
+def test_hub_model_is_written_unchanged(tmp_path):
     assert new.run([str(tmp_path / "p"), "--model", "some/model"]) == 0
     settings = yaml.safe_load((tmp_path / "p/run.yaml").read_text())
     assert settings["model"]["init_args"]["actor"]["init_args"]["path"] == "some/model"
@@ -120,13 +120,13 @@ def test_a_model_of_the_hub_is_written_as_it_is(tmp_path):
         ("my4bit", 0.5e9, "(assumed, because its name has no number)"),
     ],
 )
-def test_the_size_of_a_model_of_the_hub_is_from_its_name(model, parameters, origin):
+def test_size_of_a_hub_model_is_read_from_its_name(model, parameters, origin):
     size = new.model_size(model)
     assert size.parameters == parameters
     assert size.origin.endswith(origin)
 
 
-def test_the_size_of_a_directory_is_that_of_its_files(tiny_export, tmp_path, capsys):
+def test_size_of_a_local_model_is_that_of_its_files(tiny_export, tmp_path, capsys):
     size = new.model_size(str(tiny_export))
     model = AutoModelForCausalLM.from_pretrained(tiny_export)
     assert (size.parameters, size.positions) == (sum(parameter.numel() for parameter in model.parameters()), 256)
@@ -136,7 +136,7 @@ def test_the_size_of_a_directory_is_that_of_its_files(tiny_export, tmp_path, cap
     assert "is not the directory of a model: " in capsys.readouterr().err
 
 
-def test_rates_and_lora_fit_the_size():
+def test_learning_rates_and_lora_depend_on_the_model_size():
     small, usual, large = (new.settings_for("m", new.ModelSize(size, 4096, "")) for size in (1.35e8, 5e8, 7e10))
     assert [item["rl_lr"] for item in (small, usual, large)] == ["2.0e-4", "5.0e-5", "1.0e-5"]
     assert [item["sft_lr"] for item in (small, usual, large)] == ["5.0e-4", "2.0e-4", "1.0e-4"]
@@ -159,14 +159,14 @@ def test_rates_and_lora_fit_the_size():
     "config",
     ["[]", "3", '{"text_config": 3}', '{"n_positions": "many"}', '{"max_position_embeddings": 1}', "[" * 9000],
 )  # fmt: skip
-def test_a_damaged_configuration_of_a_model_is_a_sentence(tmp_path, config, capsys):
+def test_damaged_model_configuration_gives_a_one_line_error(tmp_path, config, capsys):
     (tmp_path / "config.json").write_text(config)
     assert new.run([str(tmp_path / "task"), "--model", str(tmp_path)]) == 2
     assert f"{tmp_path} is not the directory of a model: " in capsys.readouterr().err
     assert not (tmp_path / "task").exists()
 
 
-def test_the_path_of_a_model_may_have_any_characters(tmp_path, tiny_export):
+def test_model_path_may_have_any_characters(tmp_path, tiny_export):
     odd = tmp_path / "a model: #1 'x' \\"
     odd.symlink_to(tiny_export)
     assert new.run([str(tmp_path / "task"), "--model", str(odd)]) == 0

@@ -1,4 +1,4 @@
-"""Options of TRL, peft and verl are answered with the name that they have here."""
+"""Options of TRL, peft and verl are rejected with a message that gives the corresponding option of this library."""
 
 import pytest
 
@@ -34,7 +34,7 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
     ],
 )
-def test_the_name_here_is_given(fit, config, path, value, message):
+def test_corresponding_option_is_suggested(fit, config, path, value, message):
     *parents, last = path.split(".")
     position = config
     for key in parents:
@@ -46,11 +46,11 @@ def test_the_name_here_is_given(fit, config, path, value, message):
     assert line.startswith(f"lightning-rlhf: {message}")
 
 
-def test_an_option_of_the_command_line_too(fit, config):
+def test_corresponding_command_line_option_is_suggested(fit, config):
     assert "'learning_rate'; here it is model.init_args" in fit(config, "--learning_rate", "1e-6").err
 
 
-def test_the_names_that_are_given_exist():
+def test_suggested_options_exist():
     classes = ("GRPOModule", "Pretrained", "PromptDataModule", "callbacks.RolloutLoop", "callbacks.RunCheckpoint")
     known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
     for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",

@@ -1,4 +1,4 @@
-"""``lightning-rlhf`` says what there is to be asked, at once, and what was meant by a word that it does not know."""
+"""``lightning-rlhf`` lists its commands quickly and suggests a command for an unknown word."""
 
 import inspect
 import os
@@ -29,7 +29,7 @@ def call(monkeypatch, capsys):
     return call
 
 
-def test_every_command_has_its_line_whichever_way_it_is_asked_for(call):
+def test_overview_lists_every_command_for_each_way_to_request_it(call):
     message = {call(*arguments) for arguments in ((), ("--help",), ("-h",), ("help",))}
     ((code, out, err),) = message
     assert (code, err) == (0, "")
@@ -38,7 +38,7 @@ def test_every_command_has_its_line_whichever_way_it_is_asked_for(call):
     assert all(len(line) < 100 for line in out.splitlines())
 
 
-def test_ctrl_c_while_libraries_are_imported_is_one_line(call, monkeypatch):
+def test_ctrl_c_during_imports_prints_one_line(call, monkeypatch):
     def interrupted(name):
         raise KeyboardInterrupt
 
@@ -46,7 +46,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(call, monkeypatch):
     assert call("doctor") == (130, "", "lightning-rlhf: ended by Ctrl-C\n")
 
 
-def test_a_reader_that_ends_early_is_no_error():
+def test_closed_output_pipe_is_not_an_error():
     command = f"{sys.executable} -m lightning_rlhf --help | head -1"
     for _ in range(3):
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -60,7 +60,7 @@ def test_a_reader_that_ends_early_is_no_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_it_takes_none_of_the_heavy_libraries():
+def test_overview_imports_no_heavy_libraries():
     ask = "import sys; sys.argv = ['x']; from lightning_rlhf.__main__ import main; main(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
@@ -79,12 +79,12 @@ def test_it_takes_none_of_the_heavy_libraries():
         ("xyzzy", "lightning-rlhf --help lists all"),
     ],
 )
-def test_an_unknown_command_is_a_sentence_and_code_2(call, word, message):
+def test_unknown_command_gives_one_line_and_code_2(call, word, message):
     assert call(word, "--config", "x.yaml") == (2, "", f"lightning-rlhf: unknown command {word!r}; {message}\n")
 
 
 @pytest.mark.parametrize("name", sorted(__main__.COMMANDS.keys() - LIGHTNING))
-def test_every_command_explains_itself(name, capsys):
+def test_every_command_has_help(name, capsys):
     module = import_module(__main__.COMMANDS[name][0])
     arguments = ["--help"]
     try:
@@ -107,7 +107,7 @@ def test_help_of_a_command_fits_on_a_screen(name, call, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", sorted(LIGHTNING))
-def test_the_help_of_a_run_fits_on_a_screen_and_names_arguments_of_the_trainer(call, name):
+def test_help_of_fit_fits_on_a_screen_and_lists_trainer_arguments(call, name):
     code, out, err = call(name, "--help")
     assert (code, err) == (0, "")
     assert call(name, "--config", "x.yaml", "-h") == (code, out, err)
@@ -119,7 +119,7 @@ def test_the_help_of_a_run_fits_on_a_screen_and_names_arguments_of_the_trainer(c
     assert set(trainer) <= set(inspect.signature(Trainer).parameters)
 
 
-def test_all_options_of_a_run_are_described_too(call, monkeypatch):
+def test_all_options_of_fit_have_a_description(call, monkeypatch):
     shown = []
     monkeypatch.setattr(
         __main__, "import_module", lambda name: SimpleNamespace(run=lambda _: shown.append(sys.argv[1:]) or 0)

@@ -1,4 +1,4 @@
-"""The code of docs/own_algorithm.md is that of a run, and its estimator is checked by hand."""
+"""The code of docs/own_algorithm.md runs, and its estimator agrees with values computed by hand."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """The files that the page names, importable."""
+    """The importable files of the page."""
     (tmp_path / "my_algorithms.py").write_text("\n".join([BLOCKS[0], BLOCKS[2]]))
     (tmp_path / "losses.py").write_text(BLOCKS[1])
     (tmp_path / "my_module.py").write_text(BLOCKS[3])
@@ -27,7 +27,7 @@ def written(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_estimator_by_hand(written):
+def test_estimator_of_a_case_by_hand(written):
     from my_algorithms import MaxRL
 
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -40,7 +40,7 @@ def test_the_estimator_by_hand(written):
     assert advantages[:, 1].tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0, 0.0, 0.0])
 
 
-def test_the_test_of_the_page_passes(written):
+def test_documented_test_passes(written):
     (written / "test_own.py").write_text(BLOCKS[4])
     import test_own
 
@@ -48,7 +48,7 @@ def test_the_test_of_the_page_passes(written):
     sys.modules.pop("test_own")
 
 
-def test_the_loss_by_hand(written):
+def test_loss_of_a_case_by_hand(written):
     from my_algorithms import SquaredRatio
 
     logprobs = torch.tensor([[2.0]]).log()
@@ -60,7 +60,7 @@ def test_the_loss_by_hand(written):
 
 
 @pytest.mark.parametrize("form", ["parts", "function", "function of a preset", "module"])
-def test_a_run_with_them(written, fit, config, form):
+def test_run_with_estimator_and_loss(written, fit, config, form):
     settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}
     if form != "module":
         (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Objectives in a file of the user's own are named in YAML like ours, and their mistakes are told like ours."""
+"""Custom objectives in a user's file are configured in YAML like built-in ones, with the same error messages."""
 
 import shutil
 from pathlib import Path
@@ -39,7 +39,7 @@ class Half(TokenMean):
 
 @pytest.fixture
 def configured(config, tmp_path, monkeypatch):
-    """A configuration whose estimator, loss and aggregation are the user's."""
+    """A configuration whose estimator, loss and aggregation are defined by the user."""
     (tmp_path / "my_losses.py").write_text(OWN)
     shutil.copy(ROOT / "examples/03_new_algorithm.py", tmp_path / "my_algorithms.py")
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +52,7 @@ def configured(config, tmp_path, monkeypatch):
     return config
 
 
-def test_a_run_with_objectives_of_ones_own(configured, fit, tmp_path):
+def test_run_with_custom_objectives(configured, fit, tmp_path):
     result = fit(configured)
     assert (result.code, result.err) == (0, "")
     header, row, *_ = (tmp_path / "runs/tiny/metrics.csv").read_text().splitlines()
@@ -61,14 +61,14 @@ def test_a_run_with_objectives_of_ones_own(configured, fit, tmp_path):
     assert "kl/approx" in metrics
 
 
-def test_a_value_that_an_own_objective_refuses_is_a_sentence(configured, fit):
+def test_value_rejected_by_a_custom_objective_gives_a_one_line_error(configured, fit):
     configured["model"]["init_args"]["policy_loss"]["init_args"]["strength"] = -1.0
     result = fit(configured)
     assert result.code == 2
     assert "strength must be positive, got -1.0" in result.err
 
 
-def test_an_unknown_option_of_an_own_objective_is_told_with_what_was_meant(configured, fit):
+def test_unknown_option_of_a_custom_objective_is_reported_with_a_suggestion(configured, fit):
     configured["model"]["init_args"]["advantages"]["init_args"] = {"scael": 1.0}
     result = fit(configured)
     assert result.code == 2

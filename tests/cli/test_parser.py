@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (the sentences are to be read whole)
-"""Whatever is wrong with a configuration is one sentence on stderr and exit code 2."""
+"""Every mistake in a configuration gives one line on stderr and exit code 2."""
 
 from pathlib import Path
 
@@ -53,9 +53,9 @@ def put(config, path, value):
         ("modle", 4, "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
-def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, message):
+def test_unknown_key_is_reported_with_a_suggestion(fit, config, path, value, message):
     put(config, path, value)
-    assert refused(fit(config)) == message
+    assert error_of(fit(config)) == message
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, mess
         ),
     ],
 )  # fmt: skip
-def test_an_unknown_class_or_function_is_named(fit, config, path, value, message):
+def test_unknown_class_or_function_is_reported(fit, config, path, value, message):
     put(config, path, value)
-    line = refused(fit(config))
+    line = error_of(fit(config))
     assert [part for part in message if part not in line] == []
 
 
@@ -100,9 +100,9 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, message
         ("model", None, ["the section 'model' is missing: it has class_path and init_args"]),
     ],
 )
-def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, message):
+def test_value_of_the_wrong_type_is_reported(fit, config, path, value, message):
     put(config, path, value)
-    line = refused(fit(config))
+    line = error_of(fit(config))
     assert [part for part in message if part not in line] == []
 
 
@@ -114,8 +114,8 @@ def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, message):
         ("--modle", "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
-def test_a_misspelt_or_shortened_option_is_named(fit, config, option, message):
-    assert refused(fit(config, option, "3")) == message
+def test_misspelt_or_abbreviated_option_is_reported(fit, config, option, message):
+    assert error_of(fit(config, option, "3")) == message
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_misspelt_or_shortened_option_is_named(fit, config, option, message):
 @pytest.mark.parametrize(
     "option", ["group_size", "0.init_args.group_size", "init_args.group_size", "RolloutLoop.group_size"]
 )
-def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, last):
+def test_option_of_a_callback_other_than_the_last_one_is_accepted(fit, config, option, last):
     config["trainer"]["callbacks"].append(last)
-    assert refused(fit(config, f"--trainer.callbacks.{option}", "4")) == (
+    assert error_of(fit(config, f"--trainer.callbacks.{option}", "4")) == (
         "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: set "
         "options of other callbacks in its file"
     )
@@ -147,9 +147,9 @@ def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, l
         (f"{LOOP}.group_size", 0, "group_size must be at least 1, got 0"),
     ],
 )
-def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, message):
+def test_error_of_a_constructor_is_shown_unchanged(fit, config, path, value, message):
     put(config, path, value)
-    assert refused(fit(config)) == message
+    assert error_of(fit(config)) == message
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, me
         ("", ["must contain keys such as 'model:' and 'trainer:'", "None"]),
     ],
 )
-def test_a_file_that_is_not_a_configuration(fit, text, message):
-    line = refused(fit(text))
+def test_file_that_is_not_a_configuration_is_reported(fit, text, message):
+    line = error_of(fit(text))
     assert [part for part in message if part not in line] == []
 
 
@@ -217,22 +217,22 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         ),
     ],
 )
-def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, message):
+def test_nested_values_of_the_wrong_type_are_reported(fit, config, path, value, message):
     put(config, path, value)
-    line = refused(fit(config))
+    line = error_of(fit(config))
     assert [part for part in message if part not in line] == []
 
 
-def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
+def test_missing_section_and_misspelt_init_args_are_reported(fit, config):
     data = config.pop("data")
-    assert refused(fit(config)) == "the section 'data' is missing: it has class_path and init_args"
+    assert error_of(fit(config)) == "the section 'data' is missing: it has class_path and init_args"
     config["data"] = {"class_path": data["class_path"], "init_arg": data["init_args"]}
     message = fit(config).err
     assert "data (PromptDataModule): unknown option 'init_arg'; did you mean 'init_args'?" in message
     assert "data (PromptDataModule): train, tokenizer are missing" in message
 
 
-def test_the_refusals_of_several_constructors_come_at_once(fit, config):
+def test_errors_of_several_constructors_are_reported_together(fit, config):
     put(config, f"{MODEL}.update_epochs", 0)
     put(config, f"{DATA}.batch_size", 0)
     put(config, f"{LOOP}.group_size", 0)
@@ -246,7 +246,7 @@ def test_the_refusals_of_several_constructors_come_at_once(fit, config):
     ]
 
 
-def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceback(fit, config):
+def test_settings_that_an_optimizer_rejects_give_a_one_line_error_after_the_traceback(fit, config):
     put(config, f"{MODEL}.actor_optimizer", {**ADAM, "init_args": {"lr": -1.0}})
     result = fit(config)
     assert result.code == 2
@@ -265,7 +265,7 @@ def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceb
         ("KTOModule", "PreferenceDataModule", "Unpaired"),
     ],
 )
-def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, data, wanted):
+def test_data_of_the_wrong_kind_for_the_module_are_rejected(module, data, wanted):
     with pytest.raises(
         ValueError, match=f"{module} cannot train on the rows of {data}: use {wanted}DataModule as data module"
     ):
@@ -274,25 +274,25 @@ def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, dat
     getattr(lightning_rlhf, module).check_reads(object())  # somebody's own
 
 
-def test_a_file_that_is_not_there(cli):
+def test_missing_file_is_reported(cli):
     Path("runs.yaml").touch()
-    message = refused(cli("fit", "--config", "run.yaml"))
+    message = error_of(cli("fit", "--config", "run.yaml"))
     assert message.startswith("configuration file not found: run.yaml; did you mean 'runs.yaml'? (working directory: ")
-    assert refused(cli("fit", "--trainer.max_steps", "3")) == "fit needs a configuration: add --config FILE"
+    assert error_of(cli("fit", "--trainer.max_steps", "3")) == "fit needs a configuration: add --config FILE"
 
 
-def test_the_help_of_a_class_needs_no_configuration(cli):
+def test_help_of_a_class_needs_no_configuration(cli):
     result = cli("fit", "--trainer.callbacks.help", "RolloutLoop")
     assert (result.code, result.err) == (0, "")
     assert "--trainer.callbacks.group_size" in result.out
 
 
 @pytest.mark.parametrize("arguments", [[], ["fti"], ["fit"], ["fit", "--config"], ["fit", "--trainer.max_step", "3"]])
-def test_a_command_that_is_none(cli, arguments):
-    assert refused(cli(*arguments))
+def test_unknown_command_is_rejected(cli, arguments):
+    assert error_of(cli(*arguments))
 
 
-def test_a_message_without_a_known_shape_is_left_as_it_is():
+def test_message_of_unknown_form_is_not_changed():
     assert condense("out of cheese") == "out of cheese"
     assert (
         condense("Does not validate against any of the Union subtypes")
@@ -300,8 +300,8 @@ def test_a_message_without_a_known_shape_is_left_as_it_is():
     )
 
 
-def refused(result):
-    """Return the one sentence."""
+def error_of(result):
+    """Return the one-line error message of a failed command."""
     assert result.code == 2
     assert result.out == ""
     (line,) = result.err.splitlines()

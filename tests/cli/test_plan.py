@@ -1,4 +1,4 @@
-"""``lightning-rlhf plan``: reads the configuration that a run is trained with, and makes nothing of it."""
+"""``lightning-rlhf plan``: reads the configuration of a run without building its objects."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ DEEPSPEED = "lightning_rlhf.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy"
 
 @pytest.fixture
 def planned(config, tmp_path, capsys, monkeypatch):
-    """Runs ``plan`` with a configuration: its exit code, what it printed, and what was planned."""
+    """Run ``plan`` with a configuration and return its exit code, its output, and the plan."""
     runs = []
     monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(run), plan(run, gpus))[1])
 
@@ -46,7 +46,7 @@ def planned(config, tmp_path, capsys, monkeypatch):
     return planned
 
 
-def test_a_run_that_fits_is_a_table_and_code_0(planned):
+def test_run_that_fits_prints_a_table_with_code_0(planned):
     result = planned("--gpus", "1", "--gpu-memory-gib", "24")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
@@ -61,7 +61,7 @@ def test_a_run_that_fits_is_a_table_and_code_0(planned):
     assert "with the peak of an H100 (989 TFLOP/s, memory 3.35 TB/s, host 64 GB/s" in shown
 
 
-def test_a_node_has_the_memory_of_its_gpus(planned):
+def test_node_has_the_memory_of_its_gpus(planned):
     def node(*options):
         shown = " ".join(planned("--gpus", "4", "--gpu-memory-gib", "24", *options).out.split())
         return re.search(r"host memory of the first node \((\d GPUs?)\)", shown)[1]
@@ -82,7 +82,7 @@ def test_turns_and_processes_of_an_environment_are_counted(planned, config):
     assert "processes" not in shown
 
 
-def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
+def test_run_that_does_not_fit_prints_one_line_with_code_2(planned):
     result = planned("--gpus", "2", "--gpu-memory-gib", "1")
     assert result.code == 2
     (line,) = result.err.splitlines()
@@ -91,7 +91,7 @@ def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
     assert "rlhf_ddp on 2 GPUs" in result.out
 
 
-def test_nothing_is_loaded_and_no_trainer_or_strategy_is_made(planned, config, monkeypatch):
+def test_nothing_is_loaded_and_no_trainer_or_strategy_is_built(planned, config, monkeypatch):
     def made(*_, **__):
         raise AssertionError("made")
 
@@ -104,7 +104,7 @@ def test_nothing_is_loaded_and_no_trainer_or_strategy_is_made(planned, config, m
     assert planned("--gpus", "2").code == 0
 
 
-def test_what_is_read_is_what_the_run_would_do(planned, config):
+def test_planned_settings_equal_those_of_the_run(planned, config):
     config["model"]["init_args"] |= {"kl_reward": {"coef": 0.1}, "update_epochs": 3, "micro_batch_tokens": 40}
     config["trainer"] |= {"precision": "bf16-mixed", "devices": 4}
     config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
@@ -122,7 +122,7 @@ def test_what_is_read_is_what_the_run_would_do(planned, config):
     assert planned("--gpus", "4", "--trainer.precision", "32-true").run.engine.dtype == "float32"
 
 
-def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config):
+def test_adapters_are_read_and_their_actor_serves_as_reference(planned, config):
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     config["model"]["init_args"] |= {"kl_reward": {"coef": 0.1}, "critic": config["model"]["init_args"]["actor"]}
     actor = copy.deepcopy(config["model"]["init_args"]["actor"])
@@ -162,7 +162,7 @@ def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config)
         ({"class_path": "lightning.pytorch.strategies.DDPStrategy"}, {"kind": "ddp"}),
     ],
 )
-def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
+def test_strategy_is_read_by_name_or_class(planned, config, strategy, read):
     config["trainer"]["strategy"] = strategy
     result = planned("--gpus", "2")
     assert result.code == 0, result.err
@@ -188,7 +188,7 @@ def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
         ({"class_path": SERVER, "init_args": {"url": "http://127.0.0.1:8000"}}, None),
     ],
 )
-def test_an_engine_is_read_without_being_made(planned, config, engine, read):
+def test_engine_is_read_without_building_it(planned, config, engine, read):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = engine
     result = planned("--gpus", "2").run.engine
     assert (result and (result.share, result.tensor_parallel_size, result.dtype)) == read
@@ -204,7 +204,7 @@ def test_an_engine_is_read_without_being_made(planned, config, engine, read):
         ("KTOModule", "PreferenceDataModule", "actor", 16),
     ],
 )
-def test_runs_without_rollouts_are_planned_too(planned, config, module, data, role, longest):
+def test_runs_without_rollouts_are_planned(planned, config, module, data, role, longest):
     model = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA}}
     config["model"] = {"class_path": f"lightning_rlhf.{module}", "init_args": {role: model}}
     config["data"]["class_path"] = f"lightning_rlhf.{data}"
@@ -219,7 +219,7 @@ def test_runs_without_rollouts_are_planned_too(planned, config, module, data, ro
     assert ("pairs of texts of at most 16 tokens" in " ".join(result.out.split())) == (longest == 32)
 
 
-def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
+def test_actor_with_adapters_serves_as_reference_of_dpo(planned, config):
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     lora = {"rank": 4, "alpha": 8, "target_modules": ["v_proj"]}
     model = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA, "lora": lora}}
@@ -246,7 +246,7 @@ def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
         ({"stage": 3}, {"stage3_max_live_parameters": 1e8, "reduce_bucket_size": 5}, {"zero": Zero(5, 10**8)}),
     ],
 )
-def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zero, read):
+def test_deepspeed_settings_of_a_strategy_are_read(planned, config, arguments, zero, read):
     options = {**arguments, "config": {"zero_optimization": zero}}
     config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
     result = planned("--gpus", "2")
@@ -263,7 +263,7 @@ def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zer
         ({"zero_hpz_partition_size": 8}, "plan does not support zero_optimization.zero_hpz_partition_size"),
     ],
 )
-def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, message):
+def test_unsupported_deepspeed_option_is_reported(planned, config, zero, message):
     options = {"stage": 3, "config": {"zero_optimization": zero}}
     config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
     result = planned("--gpus", "2")
@@ -289,7 +289,7 @@ def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, message
         (["--gpus", "0"], 'Parser key "gpus": '),
     ],
 )
-def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, message):
+def test_unplannable_runs_give_one_line_and_code_2(planned, arguments, message):
     result = planned(*arguments)
     assert result.code == 2
     (line,) = result.err.splitlines()
@@ -297,7 +297,7 @@ def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, mes
     assert result.out == ""
 
 
-def test_help_is_short_and_names_the_command_s_own_options(planned):
+def test_help_is_short_and_lists_the_options_of_plan(planned):
     result = planned("--help")
     assert (result.code, result.err) == (0, "")
     assert len(result.out.splitlines()) < 20
@@ -315,14 +315,14 @@ def test_groups_of_gpus_do_not_span_nodes(planned, config):
     assert planned("--gpus", "4", "--nodes", "2").code == 0
 
 
-def test_a_model_that_is_not_there_is_a_sentence(planned, config):
+def test_missing_model_gives_a_one_line_error(planned, config):
     config["model"]["init_args"]["actor"] = "runs/none/export"
     result = planned("--gpus", "2")
     assert result.code == 2
     assert result.err.startswith("lightning-rlhf: no model at 'runs/none/export'")
 
 
-def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, capsys):
+def test_documented_command_works(config, tmp_path, monkeypatch, capsys):
     """docs/scaling.md: lightning-rlhf plan --config x.yaml --gpus 64."""
     config["model"]["init_args"]["minibatch_size"] = config["data"]["init_args"]["batch_size"] = 64
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
@@ -335,7 +335,7 @@ def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(("background", "counted"), [(True, True), (False, False)])
-def test_the_copy_that_a_checkpoint_is_written_from_is_counted_where_there_is_one(planned, config, background, counted):
+def test_memory_of_the_checkpoint_copy_is_counted_if_there_is_one(planned, config, background, counted):
     checkpoint = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"background": background}}
     config["trainer"]["callbacks"].append(checkpoint)
     result = planned("--gpus", "1", inputs=config)

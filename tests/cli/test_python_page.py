@@ -1,4 +1,4 @@
-"""The program of docs/lightning.md runs as it is, with a small model and few steps."""
+"""The program of docs/lightning.md runs unchanged, with a small model and few steps."""
 
 import json
 import re
@@ -19,7 +19,7 @@ SMALLER = {
 }
 
 
-def test_the_program_of_the_page_runs(tiny_export, tmp_path, monkeypatch):
+def test_documented_program_runs(tiny_export, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, callback = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     program = program.replace("\n\ndef right", f"\n\n{callback}\n\ndef right", 1)

@@ -1,4 +1,4 @@
-"""The runs on HH-RLHF and GSM8K one after the other, made small, on a few made-up rows in the form of the data."""
+"""The consecutive runs on HH-RLHF and GSM8K at a small size, on a few made-up rows in the format of the data."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, 
 
 
 def talk(i):
-    start = f"\n\nHuman: Tell me about number {i}.\n\nAssistant: Which one?\n\nHuman: Number {i}.\n\nAssistant:"
+    start = f"\n\nHuman: Talk about number {i}.\n\nAssistant: Which one?\n\nHuman: Number {i}.\n\nAssistant:"
     return {"chosen": f"{start} It follows {i - 1}.", "rejected": f"{start} No{'!' * i}"}
 
 
@@ -22,7 +22,7 @@ def question(i):
 
 @pytest.fixture
 def run(fit):
-    """Makes data in the working directory and runs configurations on them, smaller and for two steps."""
+    """Write data to the working directory; returns a function that runs a small version of a configuration."""
     for name, make in {"hh_rlhf": talk, "gsm8k": question}.items():
         Path("data", name).mkdir(parents=True)
         too_long = {key: f"{value} {'x ' * 2000}" for key, value in make(1).items()}
@@ -66,7 +66,7 @@ def test_human_preferences_from_data_to_policy(run):
     assert {"val/score_sampled", "val/score_greedy", "kl/ref"} <= set(metrics)
 
 
-def test_rewards_by_rule_from_data_to_policy(run):
+def test_rule_based_rewards_from_data_to_policy(run):
     run("gsm8k/sft.yaml")
     out, metrics = run("gsm8k/ppo.yaml")
     assert "dropped 1: the prompt longer than 128 tokens" in out

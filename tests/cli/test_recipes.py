@@ -1,4 +1,4 @@
-"""Every recipe: shapes and memory at full size, without weights, and a whole step with a small copy of its model."""
+"""Every recipe: shapes and memory at full size, without weights, and a complete step with a small copy of its model."""
 
 import re
 import warnings
@@ -13,7 +13,16 @@ from lightning_rlhf.tools.commands import plan as command
 from lightning_rlhf.tools.planning.architecture import architecture as planned_for
 from lightning_rlhf.tools.planning.plan import GIB, plan
 from tests.cli.published_architectures import PUBLISHED
-from tests.cli.small_recipes import RECIPES, ROOT, as_written, models_of, published, saved_tokenizer, shrunk, write_data
+from tests.cli.small_recipes import (
+    RECIPES,
+    ROOT,
+    load_config,
+    models_of,
+    published,
+    saved_tokenizer,
+    shrunk,
+    write_data,
+)
 
 DEFAULT = {  # one for each architecture and module; the others are slow only because there are many
     "deepseek7b_full_hh_rlhf",
@@ -37,7 +46,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_reward_model(tmp_path_factory, tokenizer):
-    """A reward model with a tokenizer of its own."""
+    """A reward model with a separate tokenizer."""
     directory = tmp_path_factory.mktemp("reward_model")
     tokenizer.save_pretrained(directory)
     config = LlamaConfig(
@@ -50,7 +59,7 @@ def other_reward_model(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def npu():
-    """An accelerator that another package would bring; here the CPU under its name."""
+    """An accelerator of an external package; here the CPU under another name."""
 
     class NPU(CPUAccelerator):
         @staticmethod
@@ -67,7 +76,7 @@ def npu():
     "path",
     [pytest.param(path, id=path.stem, marks=[] if path.stem in DEFAULT else pytest.mark.slow) for path in RECIPES],
 )
-def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other_reward_model, npu, monkeypatch):
+def test_complete_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other_reward_model, npu, monkeypatch):
     pytest.importorskip("math_verify")
     if "lora" in path.stem:
         pytest.importorskip("peft")
@@ -92,8 +101,8 @@ def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
-    runs, config = [], as_written(path)
+def test_documented_memory_equals_that_of_plan(path, monkeypatch, capsys):
+    runs, config = [], load_config(path)
     monkeypatch.setattr(Pretrained, "hf_config", lambda self: FromConfig(published(self.path)).hf_config())
     monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(plan(run, gpus)), runs[-1])[1])
     head = path.read_text(encoding="utf-8")
@@ -109,7 +118,7 @@ def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_head_says_what_it_shows_on_what_and_what_the_reference_publishes(path):
+def test_header_describes_purpose_hardware_and_published_results(path):
     head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     assert len(head) >= 3
     assert sum("The reference publishes" in line for line in head) == 1
@@ -118,7 +127,7 @@ def test_the_head_says_what_it_shows_on_what_and_what_the_reference_publishes(pa
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_the_published_architecture_has_the_published_number_of_parameters(model):
+def test_published_architecture_has_the_published_number_of_parameters(model):
     architecture, billions = PUBLISHED[model]
     with torch.device("meta"):
         result, scalar = FromConfig(architecture).causal(), FromConfig(architecture).scalar()
@@ -139,13 +148,13 @@ def test_the_published_architecture_has_the_published_number_of_parameters(model
         ("moonshotai/Moonlight-16B-A3B-Instruct", 27 * (512 + 64)),  # what keys and values are made from, and positions
     ],
 )
-def test_what_an_engine_keeps_of_a_token_is_worked_out_by_hand(model, numbers):
+def test_cache_size_per_token_equals_the_value_computed_by_hand(model, numbers):
     result = planned_for(FromConfig(PUBLISHED[model][0]).hf_config())
     assert sum(layer.cache_elements(1) for layer in result.layers) == numbers
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_two_layers_of_the_true_width_have_the_whole_model_s_shapes_in_both_kinds_of_model(model):
+def test_two_layers_at_full_width_have_the_shapes_of_the_whole_model_as_lm_and_scalar_model(model):
     architecture = PUBLISHED[model][0]
     with torch.device("meta"):
         whole, actor = (FromConfig(architecture | few).causal() for few in ({}, {"num_hidden_layers": 2}))
@@ -161,12 +170,12 @@ def test_two_layers_of_the_true_width_have_the_whole_model_s_shapes_in_both_kind
     }
 
 
-def test_every_architecture_is_stepped_and_every_recipe_is_listed():
+def test_every_architecture_is_tested_and_every_recipe_is_listed():
     by_default = {
         published(model)["model_type"]
         for path in RECIPES
         if path.stem in DEFAULT
-        for model in models_of(as_written(path)).values()
+        for model in models_of(load_config(path)).values()
     }
     assert by_default == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
     table = (ROOT / "configs/README.md").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Each architecture of the recipes through a whole step with vLLM itself, which then has the weights of after it."""
+"""Each architecture of the recipes takes a complete step with vLLM, which then has the updated weights."""
 
 import pytest
 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from tests.cli.after_the_step import FOUND
+from tests.cli.after_the_step import RECORDED
 from tests.cli.published_architectures import PUBLISHED
-from tests.cli.small_recipes import RECIPES, as_written, models_of, published, saved_tokenizer, shrunk, write_data
+from tests.cli.small_recipes import RECIPES, load_config, models_of, published, saved_tokenizer, shrunk, write_data
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 RECIPE_OF = {
@@ -19,28 +19,30 @@ RECIPE_OF = {
 }
 
 
-def test_the_table_has_every_architecture_of_the_recipes():
+def test_table_has_every_architecture_of_the_recipes():
     assert RECIPE_OF.keys() == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
 
 
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 @pytest.mark.parametrize("kind", RECIPE_OF)
-def test_after_a_step_vllm_answers_from_the_new_weights(kind, fit, tmp_path):
+def test_vllm_answers_with_the_updated_weights_after_a_step(kind, fit, tmp_path):
     pytest.importorskip("math_verify")
     (path,) = (path for path in RECIPES if path.stem == RECIPE_OF[kind])
-    assert published(models_of(as_written(path))["actor"])["model_type"] == kind
+    assert published(models_of(load_config(path))["actor"])["model_type"] == kind
     engine = {"class_path": "lightning_rlhf.rollout.vllm.engine.VLLMEngine"}
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
     config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.01  # so that old weights would be noticed
-    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.AfterTheStep"})
+    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.RecordAfterStep"})
     write_data(config)
-    FOUND.clear()
+    RECORDED.clear()
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert (result.code, result.err) == (0, "")
-    assert FOUND["engine"] == FOUND["actor"]
-    assert FOUND["gap"] < 1e-4
-    assert FOUND["gap_before"] > 0.01
-    assert FOUND["difference"] is None
-    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(FOUND["moved"])
+    assert RECORDED["engine"] == RECORDED["actor"]
+    assert RECORDED["gap"] < 1e-4
+    assert RECORDED["gap_before"] > 0.01
+    assert RECORDED["difference"] is None
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(RECORDED["moved"])
     if "moe" in kind or kind == "deepseek_v3":
-        assert {f"model.layers.1.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")} <= set(FOUND["moved"])
+        assert {f"model.layers.1.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")} <= set(
+            RECORDED["moved"]
+        )

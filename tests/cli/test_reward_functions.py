@@ -1,4 +1,4 @@
-"""Reward functions as a configuration gives them: those that work are logged, those that cannot are refused at once."""
+"""Reward functions in a configuration: valid ones are logged, invalid ones are rejected before any model is loaded."""
 
 import csv
 from pathlib import Path
@@ -71,7 +71,7 @@ def rows():
     ],
     ids=str,
 )
-def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(fit, with_reward, reward):
+def test_reward_can_be_given_in_many_ways_and_its_configuration_can_be_run_again(fit, with_reward, reward):
     assert fit(with_reward(**reward)).code == 0
     first = rows()[-1]
     assert float(first["reward/mine_std"]) >= 0
@@ -104,12 +104,14 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
     ],
     ids=lambda value: value["function"] if isinstance(value, dict) else "",
 )
-def test_what_cannot_work_is_one_sentence_before_any_model_is_loaded(fit, with_reward, monkeypatch, reward, message):
+def test_invalid_reward_gives_a_one_line_error_before_any_model_is_loaded(
+    fit, with_reward, monkeypatch, reward, message
+):
     monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", None)
     result = fit(with_reward(**reward))
-    *trace, sentence = result.err.splitlines()
+    *trace, line = result.err.splitlines()
     assert (result.code, result.out, result.warned) == (2, "", [])
-    assert message in sentence
+    assert message in line
     assert bool(trace) == ("raised" in message)
     assert any("my_rewards.py" in line for line in trace) or not trace  # the author's own lines, and none of ours
     assert not any("lightning_rlhf/" in line for line in trace)

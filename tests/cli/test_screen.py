@@ -1,4 +1,4 @@
-"""Lightning's messages are shown but for those of every run, and the last line gives the reason of the end."""
+"""Routine messages of Lightning are hidden, others are shown, and the last line gives the reason of the end."""
 
 import logging
 import warnings
@@ -12,7 +12,7 @@ from lightning_rlhf.cli.screen import RoutineFilter, configure_messages
 LIGHTNING = "lightning.pytorch.callbacks"
 
 
-def test_a_profile_is_printed_and_routine_is_not(fit, config):
+def test_profile_is_printed_and_routine_messages_are_not(fit, config):
     config["trainer"]["profiler"] = "simple"
     result = fit(config)
     assert result.code == 0
@@ -21,13 +21,13 @@ def test_a_profile_is_printed_and_routine_is_not(fit, config):
         assert routine not in result.out + result.err
 
 
-def test_a_run_of_its_own_length_says_so_in_its_last_line(fit, config):
+def test_last_line_of_a_complete_run_gives_its_length(fit, config):
     result = fit(config)
     assert result.out.splitlines()[-1] == "ended after step 2: max_steps is 2; results are in runs/tiny"
     assert result.err == ""
 
 
-def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
+def test_early_stop_is_reported_by_lightning_and_in_the_last_line(fit, config):
     config["trainer"]["callbacks"].append(
         {
             "class_path": f"{LIGHTNING}.EarlyStopping",
@@ -55,12 +55,12 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
         ),
     ],
 )
-def test_the_last_line_names_what_ended_the_run(fit, config, settings, message):
+def test_last_line_gives_the_reason_of_the_end(fit, config, settings, message):
     config["trainer"] |= settings
     assert fit(config).out.splitlines()[-1] == message
 
 
-def test_warnings_pass_the_filter_whatever_they_say():
+def test_warnings_are_never_filtered():
     shown = RoutineFilter().filter
     assert not shown(logging.LogRecord("x", logging.INFO, "", 0, "GPU available: False, used: False", None, None))
     assert shown(logging.LogRecord("x", logging.WARNING, "", 0, "GPU available: False, used: False", None, None))
@@ -74,7 +74,7 @@ def test_warnings_pass_the_filter_whatever_they_say():
         "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead",
     ],
 )
-def test_advice_that_does_not_apply_to_these_runs_is_not_shown(text):
+def test_irrelevant_advice_is_not_shown(text):
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         configure_messages()
@@ -83,7 +83,7 @@ def test_advice_that_does_not_apply_to_these_runs_is_not_shown(text):
     assert [str(warning.message) for warning in shown] == ["another warning"]
 
 
-def test_loggers_are_given_the_configuration_as_hyperparameters(fit, config):
+def test_loggers_receive_the_configuration_as_hyperparameters(fit, config):
     config["trainer"]["logger"] = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": "logs"},

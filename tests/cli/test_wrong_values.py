@@ -39,7 +39,7 @@ CONFIGS = sorted(
         (True, bool | str), ("red", Colour), (3, PositiveInt), ("x", Path_fr),
     ],
 )  # fmt: skip
-def test_a_value_that_matches_has_no_message(value, annotation):
+def test_matching_value_has_no_message(value, annotation):
     assert wrong_value("name", value, annotation) is None
 
 
@@ -62,11 +62,11 @@ def test_a_value_that_matches_has_no_message(value, annotation):
         ("x" * 300, int, f"name must be an integer, got '{'x' * 99}..."),
     ],
 )
-def test_a_value_that_does_not_match_is_described(value, annotation, message):
+def test_mismatch_is_described(value, annotation, message):
     assert wrong_value("name", value, annotation) == message
 
 
-def test_the_classes_that_an_option_accepts_are_listed():
+def test_classes_that_an_option_accepts_are_listed():
     parser = find_class("lightning_rlhf.environments.settings.EnvironmentSettings").parameters["parser"]
     message = wrong_value("parser", "hermes", parser.annotation)
     assert message.startswith("parser must be a class (class_path: package.Class) or null, got 'hermes'; available: ")
@@ -76,5 +76,5 @@ def test_the_classes_that_an_option_accepts_are_listed():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_value_of_the_shipped_configurations_is_called_wrong(path):
+def test_values_of_shipped_configurations_match(path):
     assert list(wrong_values(read_yaml(path))) == []

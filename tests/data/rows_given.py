@@ -12,19 +12,19 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Given:
-    """Rows that a test wrote."""
+class GivenRows:
+    """A row source that holds the given rows."""
 
-    inputs: tuple
+    given_rows: tuple
 
     def rows(self):
-        for number, row in enumerate(self.inputs, start=1):
+        for number, row in enumerate(self.given_rows, start=1):
             yield f"given:{number}", row
 
 
 @dataclass(frozen=True)
 class Letters:
-    """One token per letter, with or without a chat template."""
+    """A tokenizer source with one token per letter, with or without a chat template."""
 
     chat: bool = False
 
@@ -35,9 +35,9 @@ class Letters:
 
 
 def module_of(kind, *rows, chat=False, val=None, **kwargs):
-    """Return a data module of these rows, set up."""
-    val = None if val is None else Given(tuple(val))
-    module = kind(Given(rows), Letters(chat), val=val, **{"batch_size": 1, "shuffle": False, **kwargs})
+    """Return a data module of the given rows after ``setup("fit")``."""
+    val = None if val is None else GivenRows(tuple(val))
+    module = kind(GivenRows(rows), Letters(chat), val=val, **{"batch_size": 1, "shuffle": False, **kwargs})
     module.setup("fit")
     return module
 
@@ -46,10 +46,10 @@ def first_batch(module):
     return next(iter(module.train_dataloader()))
 
 
-def said_of(kind, *rows, **kwargs):
-    """Return what is said of rows that cannot be used."""
+def error_of(kind, *rows, **kwargs):
+    """Return the message of the error that the data module raises for these rows."""
     try:
         module_of(kind, *rows, **kwargs)
     except ValueError as error:
         return str(error)
-    raise AssertionError("all rows were taken")
+    raise AssertionError("no row was rejected")

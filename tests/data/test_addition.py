@@ -1,4 +1,4 @@
-"""The toy task: worked answers are right, mistakes are the ones described, and what is held out stays held out."""
+"""The addition task: worked answers are right, mistakes are of documented kinds, held-out problems stay held out."""
 
 import itertools
 import re
@@ -38,7 +38,7 @@ def carries(answer):
 
 @properties
 @given(NUMBERS, NUMBERS)
-def test_the_worked_answer_is_the_sum_and_every_step_of_it_is_right(a, b):
+def test_worked_answer_and_all_its_steps_are_correct(a, b):
     steps, _, result = worked_answer(a, b).partition(":")
     assert result == (str(a + b) if a + b > 999 else f"{a + b:03d}")
     carry = 0
@@ -51,19 +51,19 @@ def test_the_worked_answer_is_the_sum_and_every_step_of_it_is_right(a, b):
     assert column == 2
 
 
-def test_by_hand():
+def test_worked_answer_of_a_case_by_hand():
     assert worked_answer(457, 368) == "7+8+0=15 5+6+1=12 4+3+1=08:825"
     assert worked_answer(784, 398) == "4+8+0=12 8+9+1=18 7+3+1=11:1182"
     assert worked_answer(457, 368, lambda column, carry: carry == 1) == "7+8+0=15 5+6+0=11 4+3+0=07:715"
 
 
-def test_all_sums_of_every_digit_pair_and_carry():
+def test_all_sums_of_every_digit_pair_and_carry_are_correct():
     for x, y, u, v in itertools.product(range(10), repeat=4):
         a, b = 10 * x + u, 10 * y + v
         assert int(worked_answer(a, b).rpartition(":")[2]) == a + b
 
 
-def test_a_tenth_is_held_out_and_never_trained_on():
+def test_one_tenth_is_held_out_and_never_trained_on():
     share = sum(is_held_out(a, b) for a, b in itertools.product(range(0, 1000, 7), range(0, 1000, 11))) / (143 * 91)
     assert abs(share - 0.1) < 0.008  # 0.0026 is one deviation
     for source in (Problems, Demonstrations, Preferences):
@@ -72,22 +72,22 @@ def test_a_tenth_is_held_out_and_never_trained_on():
 
 
 @pytest.mark.parametrize("source", [Problems, Demonstrations, Preferences])
-def test_rows_depend_on_the_seed_alone_and_more_rows_begin_with_the_fewer(source):
+def test_rows_depend_only_on_the_seed_and_more_rows_start_with_the_same_ones(source):
     assert rows(source(20, seed=3)) == rows(source(40, seed=3))[:20]
     assert rows(source(20, seed=3)) != rows(source(20, seed=4))
 
 
-def test_the_three_sources_draw_different_problems():
+def test_three_sources_draw_different_problems():
     prompts = [[row["prompt"] for row in rows(source(50))] for source in (Problems, Demonstrations, Preferences)]
     assert all(one != other for one, other in itertools.combinations(prompts, 2))
 
 
-def test_problems_come_with_their_worked_answers():
+def test_problems_have_worked_answers():
     for row in rows(Problems(50)):
         assert row["answer"] == worked_answer(*operands(row["prompt"]))
 
 
-def test_demonstrators_forget_three_needed_carries_of_five_and_invent_none():
+def test_demonstrators_forget_three_of_five_carries_and_invent_none():
     forgotten, needed = 0, 0
     for row in rows(Demonstrations(1500)):
         for column, (x, y, carry, total) in enumerate(STEP.findall(row["completion"])):
@@ -101,7 +101,7 @@ def test_demonstrators_forget_three_needed_carries_of_five_and_invent_none():
 
 
 @pytest.mark.parametrize("forget", [0.0, 1.0])
-def test_demonstrators_who_never_or_always_forget(forget):
+def test_demonstrators_that_never_or_always_forget_carries(forget):
     for row in rows(Demonstrations(50, forget=forget)):
         if forget:
             assert carries(row["completion"]) == [0, 0, 0]
@@ -109,7 +109,7 @@ def test_demonstrators_who_never_or_always_forget(forget):
             assert row["completion"] == worked_answer(*operands(row["prompt"]))
 
 
-def test_a_near_miss_is_always_wrong_and_of_every_kind():
+def test_near_miss_is_always_wrong_and_covers_every_kind():
     kinds = {"short": 0, "forgotten": 0, "invented": 0}
     for row in rows(Preferences(400)):
         right, miss = worked_answer(*operands(row["prompt"])), row["rejected"]
@@ -124,13 +124,13 @@ def test_a_near_miss_is_always_wrong_and_of_every_kind():
     assert min(kinds.values()) > 30
 
 
-def test_exact_wants_every_character_and_the_end():
+def test_exact_reward_requires_every_character_and_the_end():
     right = worked_answer(457, 368)
     answers = [right, right, right + " ", right[:-1], ""]
     assert exact(answers, [right] * 5, [True, False, True, True, True]) == [1, 0, 0, 0, 0]
 
 
-def test_the_tokenizer_of_the_quickstart_knows_every_character():
+def test_quickstart_tokenizer_knows_every_character():
     tokenizer = CharacterTokenizer(CHARACTERS).load()
     for row in rows(Preferences(50)):
         for text in row.values():

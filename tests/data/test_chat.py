@@ -1,4 +1,4 @@
-"""What an assistant said is marked, whoever says where: the template's marks, or what it renders turn by turn."""
+"""The assistant's tokens are marked, by the generation marks of the template or by rendering the turns one by one."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
-from tests.data.rows_given import LETTERS, Given, first_batch, said_of
+from tests.data.rows_given import LETTERS, GivenRows, error_of, first_batch
 from tests.helpers import properties
 
 MARKED = (
@@ -41,7 +41,7 @@ def characters(template):
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory):
-    """Byte pairs, so that tokens do not end where messages do by themselves."""
+    """A byte-pair tokenizer whose tokens do not end at message boundaries on their own."""
     path = tmp_path_factory.mktemp("data") / "x.csv"
     path.write_text("text\n" + "\n".join(["assistant user who are you? me and you ✓ é\t\n  yes"] * 20))
     return BytePairTokenizer(str(path), vocab_size=400).load()
@@ -52,7 +52,7 @@ def output(*contents, roles=("user", "assistant")):
 
 
 def marked_parts(tokenizer, messages, **how):
-    """Return the text, and each part of it that is marked."""
+    """Return the text and each marked part of it."""
     ids, marks = Chat(tokenizer, **how).tokenize_with_mask(messages, "conversation")
     parts, before = [], False
     for token, mark in zip(ids, marks, strict=True):
@@ -65,21 +65,21 @@ def marked_parts(tokenizer, messages, **how):
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
-def test_every_turn_of_the_assistant_is_marked_with_its_end_and_nothing_else(template):
+def test_each_assistant_turn_is_marked_with_its_end_token_and_nothing_else(template):
     text, parts = marked_parts(characters(template), output("who?", "me", "and?", "you"))
     assert text == "<s>user\nwho?</s>\n<s>assistant\nme</s>\n<s>user\nand?</s>\n<s>assistant\nyou</s>"
     assert parts == ["me</s>", "you</s>"]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
-def test_what_follows_the_last_answer_is_left_away(template):
+def test_messages_after_the_last_answer_are_dropped(template):
     text, parts = marked_parts(characters(template), output("who?", "me", "thanks"))
     assert text.endswith("me</s>")
     assert parts == ["me</s>"]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
-def test_only_messages_from_the_first_on_are_marked(template):
+def test_only_messages_from_the_given_index_are_marked(template):
     messages = output("who?", "me", "and?", "you")
     tokenizer = characters(template)
     ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=2)
@@ -88,7 +88,7 @@ def test_only_messages_from_the_first_on_are_marked(template):
         Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=4)
 
 
-def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_writes_before():
+def test_first_assistant_message_is_marked_without_the_prefix_of_the_template():
     messages = [{"role": "assistant", "content": "hi"}, *output("who?", "me")]
     for template in (MARKED, PLAIN):
         text, parts = marked_parts(characters(template), messages)
@@ -105,18 +105,18 @@ def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_write
         marked_parts(characters(thoughtful), messages)
 
 
-def test_a_template_without_end_tokens_is_given_one_which_is_learnt():
+def test_end_token_is_appended_and_marked_if_the_template_has_none():
     text, parts = marked_parts(characters(ENDLESS), output("who?", "me"))
     assert (text, parts) == ("user: who?|assistant: me|</s>", ["me|</s>"])
 
 
-def test_an_end_token_behind_the_marks_stays_and_is_not_learnt_as_the_template_says():
+def test_end_token_outside_the_generation_marks_is_kept_and_not_marked():
     template = MARKED.replace("{{ m.content + '</s>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}</s>")
     text, parts = marked_parts(characters(template), output("who?", "me"))
     assert (text, parts) == ("<s>user\nwho?</s>\n<s>assistant\nme</s>", ["me"])
 
 
-def test_a_template_that_renders_earlier_turns_differently_is_said_to():
+def test_template_that_renders_earlier_turns_differently_raises():
     reason = (
         "the chat template renders message 1 of the conversation differently when more messages follow, so the "
         "assistant's tokens cannot be located; use a template with {% generation %} marks"
@@ -127,7 +127,7 @@ def test_a_template_that_renders_earlier_turns_differently_is_said_to():
     assert marked_parts(characters(FORGETFUL), output("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
 
 
-def test_marks_behind_messages_that_are_rendered_differently_later_are_not_guessed():
+def test_generation_marks_of_turns_that_render_differently_later_raise():
     forgetful = MARKED.replace(
         "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
     )
@@ -142,7 +142,7 @@ talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)
 
 @properties
 @given(talks, st.booleans())
-def test_marks_are_those_of_transformers_where_the_template_has_them_and_where_it_has_not(bytes_tokenizer, talk, whole):
+def test_marks_equal_those_of_transformers(bytes_tokenizer, talk, whole):
     messages = output(*talk)
     tokenizer = characters(MARKED) if whole else bytes_tokenizer
     tokenizer.chat_template = MARKED
@@ -161,7 +161,7 @@ def fields(**row):
     return Columns({}, TEMPLATE_FIELDS).find(row)
 
 
-def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
+def test_tools_and_variables_reach_the_template_and_those_of_the_row_take_precedence():
     tokenizer = characters("{{ mood }} {{ tools[0].name }}{% for m in messages %} {{ m.content }}{% endfor %}")
     messages = output("hi")
     for tools in ([{"name": "clock"}], '[{"name": "clock"}]'):
@@ -181,41 +181,41 @@ def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must not contain 'chat_template'"),
     ],
 )
-def test_tools_and_variables_that_no_template_takes(row, reason):
+def test_invalid_tools_and_variables_are_rejected(row, reason):
     with pytest.raises(BadRow, match=reason):
         chat_of(characters(PLAIN), fields(**row), {})
 
 
-def test_variables_of_the_configuration_may_not_change_the_call_either():
+def test_configured_variables_must_not_change_the_template_call():
     with pytest.raises(ValueError, match="chat_template_kwargs must not contain 'add_generation_prompt'"):
         ConversationDataModule("x", "y", chat_template_kwargs={"add_generation_prompt": True})
 
 
-def test_messages_from_and_value_are_given_their_usual_names():
+def test_from_and_value_keys_are_renamed_to_role_and_content():
     inputs = [{"from": "system", "value": "be good"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     roles = ["system", "user", "assistant"]
     assert [message["role"] for message in messages_of(inputs, "conversation")] == roles
     assert messages_of({"from": "observation", "value": "3"}, "x") == [{"role": "tool", "content": "3"}]
 
 
-def test_a_call_of_a_tool_needs_no_content_and_nulls_are_no_keys():
+def test_tool_call_needs_no_content_and_null_keys_are_dropped():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}], "name": None}
     assert messages_of([call], "x") == [{"role": "assistant", "content": "", "tool_calls": [{"name": "clock"}]}]
 
 
 @pytest.mark.parametrize("speaker", ["cat", None, ["human"], 3])
-def test_unknown_speakers(speaker):
+def test_unknown_roles_are_rejected(speaker):
     with pytest.raises(BadRow, match=r"expected one of .*'gpt', 'human'"):
         messages_of([{"from": speaker, "value": "x"}], "conversation")
 
 
-def test_conversations_share_what_they_begin_with():
+def test_common_prefix_of_conversations_is_found():
     one, other = output("a", "b", "c", "d"), output("a", "b", "c", "e")
     assert [common_prefix(one, other), common_prefix(one, one), common_prefix(one, one[:2])] == [3, 4, 2]
 
 
 class Plain:
-    """Characters with a chat template, as a row source of tokens."""
+    """Source of a character tokenizer with a chat template."""
 
     def load(self):
         return characters(PLAIN)
@@ -232,19 +232,19 @@ class Plain:
     ],
 )
 def test_all_formats_of_a_conversation_give_the_same_batch(row):
-    module = ConversationDataModule(Given((row,)), Plain(), batch_size=1)
+    module = ConversationDataModule(GivenRows((row,)), Plain(), batch_size=1)
     module.setup("fit")
     batch = first_batch(module)
     assert module.tokenizer.decode(batch.input_ids[0]) == "<s>user\nwho?</s>\n<s>assistant\nme</s>"
     assert module.tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]]) == "me</s>"
 
 
-def test_answers_in_messages_and_their_prompt_in_text_do_not_fit():
+def test_answers_as_messages_with_a_text_prompt_are_rejected():
     row = {"prompt": "who?", "completion": output("who?", "me")[1:]}
-    assert "given:1: every message of a prompt needs 'role'" in said_of(ConversationDataModule, row, chat=True)
+    assert "given:1: every message of a prompt needs 'role'" in error_of(ConversationDataModule, row, chat=True)
 
 
-def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypatch):
+def test_tokenizer_without_offsets_needs_generation_marks(monkeypatch):
     tokenizer = characters(PLAIN)
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
@@ -265,7 +265,7 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
     ],
     ids=["plain", "marked", "another token", "words before", "no answer", "no token", "no template", "refused"],
 )
-def test_the_token_that_ends_a_turn_is_found(template, token):
+def test_token_that_ends_a_turn_is_found(template, token):
     tokenizer = characters(template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     result = Chat(tokenizer).end_of_turn()

@@ -1,4 +1,4 @@
-"""The columns of TRL, verl and others are found; what is given explicitly wins; what could be two things is asked."""
+"""Columns of TRL, verl and other formats are found, explicit settings take precedence, and ambiguous columns raise."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lightning_rlhf.data.columns import ANSWER, PROMPT, REWARD_FIELDS, Ambiguous
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, TextRow
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 USER = [{"role": "user", "content": "why"}]
 VERL = {
@@ -22,7 +22,7 @@ def prompts(*rows, **kwargs):
     return first_batch(module_of(PromptDataModule, *rows, chat=True, batch_size=len(rows), **kwargs))
 
 
-def test_a_row_of_verl_is_understood_and_every_column_of_it_reaches_rewards():
+def test_row_of_verl_is_understood_and_all_its_columns_reach_rewards():
     batch = prompts(VERL)
     assert batch.texts == ["user: why|assistant:"]
     assert batch.messages == [USER]
@@ -31,11 +31,11 @@ def test_a_row_of_verl_is_understood_and_every_column_of_it_reaches_rewards():
 
 
 @pytest.mark.parametrize("name", ["ground_truth", "answer", "solution", "label"])
-def test_the_right_answer_is_found_under_each_of_its_names_and_keeps_its_own(name):
+def test_right_answer_is_found_under_each_known_name_and_keeps_its_column(name):
     assert prompts({"prompt": "why", name: "so"}).columns == {name: ["so"], "ground_truth": ["so"]}
 
 
-def test_rows_of_different_formats_are_understood_side_by_side():
+def test_rows_of_different_formats_can_be_mixed():
     batch = prompts({"prompt": "how", "answer": "so"}, VERL)
     assert batch.columns["ground_truth"] == ["so", "72"]
     assert batch.columns["data_source"] == [None, "openai/gsm8k"]
@@ -43,7 +43,7 @@ def test_rows_of_different_formats_are_understood_side_by_side():
     assert batch[:1].messages == [[]]
 
 
-def test_prompts_of_text_have_no_messages():
+def test_text_prompts_have_no_messages():
     assert prompts({"prompt": "why"}, {"prompt": "how"}).messages == []
 
 
@@ -59,18 +59,18 @@ def test_prompts_of_text_have_no_messages():
         },
     ],
 )
-def test_the_last_answer_of_a_conversation_is_left_away(row):
+def test_last_answer_of_a_conversation_is_dropped(row):
     batch = prompts(row)
     assert (batch.texts, batch.messages) == (["user: why|assistant:"], [USER])
     assert "messages" not in batch.columns
 
 
-def test_a_conversation_that_an_assistant_begins_is_no_prompt():
+def test_conversation_that_starts_with_the_assistant_is_not_a_prompt():
     row = {"messages": [{"role": "assistant", "content": "so"}]}
-    assert "given:1: the conversation begins with an assistant" in said_of(PromptDataModule, row, chat=True)
+    assert "given:1: the conversation begins with an assistant" in error_of(PromptDataModule, row, chat=True)
 
 
-def test_what_is_given_wins_and_dots_lead_into_nested_values():
+def test_explicit_column_takes_precedence_and_dots_address_nested_values():
     columns = {"prompt": "extra_info.question", "ground_truth": "extra_info.answer", "level": "extra_info.level"}
     row = {"answer": "no", "solution": "no", "extra_info": {"question": "why", "answer": "so", "level": 3}}
     batch = prompts(row, columns=columns)
@@ -78,16 +78,16 @@ def test_what_is_given_wins_and_dots_lead_into_nested_values():
     assert batch.columns == {**{name: [value] for name, value in row.items()}, "ground_truth": ["so"], "level": [3]}
 
 
-def test_a_column_whose_name_has_a_dot_is_meant_before_a_nested_value():
+def test_column_name_with_a_dot_takes_precedence_over_a_nested_value():
     assert lookup({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
     assert lookup({"a": {"b": {"c": 2}}}, "a.b.c") == 2
     with pytest.raises(BadRow, match=r"no column 'a.x', only \['a'\]"):
         lookup({"a": {"b": 2}}, "a.x")
 
 
-def test_a_column_that_is_given_and_missing_makes_a_bad_row():
+def test_missing_explicit_column_makes_a_bad_row():
     row = {"prompt": "why", "reward_model": {}}
-    output = said_of(PromptDataModule, row, columns={"ground_truth": "reward_model.ground_truth"})
+    output = error_of(PromptDataModule, row, columns={"ground_truth": "reward_model.ground_truth"})
     assert "given:1: no column 'reward_model.ground_truth', only ['prompt', 'reward_model']" in output
 
 
@@ -131,24 +131,24 @@ def test_a_column_that_is_given_and_missing_makes_a_bad_row():
         ),
     ],
 )
-def test_what_could_be_two_things_is_asked_even_where_bad_rows_are_skipped(kind, row, question, settled):
+def test_ambiguous_columns_raise_even_if_bad_rows_are_skipped(kind, row, question, settled):
     for on_bad_row in ("error", "skip"):
-        output = said_of(kind, row, chat=True, on_bad_row=on_bad_row)
+        output = error_of(kind, row, chat=True, on_bad_row=on_bad_row)
         assert output == f"train data: given:1: {question}"
     module_of(kind, row, chat=True, columns=settled)
 
 
-def test_null_is_no_second_answer():
+def test_null_column_is_not_a_second_candidate():
     row = {"prompt": "why", "answer": None, "solution": "so", "messages": None}
     assert Columns({}, (PROMPT, *REWARD_FIELDS)).find(row).names == {"prompt": "prompt", "ground_truth": "solution"}
 
 
-def test_two_columns_for_one_thing_are_refused_before_anything_is_read():
+def test_two_columns_for_the_same_field_raise_before_reading():
     with pytest.raises(ValueError, match="columns sets both 'completion' and 'messages'; set only one"):
         Columns({"completion": "a", "messages": "b"}, (ANSWER,))
 
 
-def test_a_renamed_column_is_no_candidate_for_anything_else():
+def test_renamed_column_is_not_a_candidate_for_other_fields():
     row = {"prompt": "why", "answer": "so", "solution": "no"}
     result = Columns({"hint": "answer"}, (PROMPT, *REWARD_FIELDS))
     assert result.find(row).names["ground_truth"] == "solution"
@@ -159,13 +159,13 @@ def test_a_renamed_column_is_no_candidate_for_anything_else():
     }
 
 
-def test_the_error_is_of_a_kind_of_its_own_so_that_it_is_never_skipped():
+def test_ambiguity_error_has_a_separate_class_so_that_it_is_never_skipped():
     with pytest.raises(AmbiguousColumns):
         Columns({}, REWARD_FIELDS).find({"answer": 1, "label": 2})
     assert not issubclass(AmbiguousColumns, BadRow)
 
 
-def test_numbers_and_flags_come_as_text_from_formats_without_types_and_only_from_those():
+def test_text_is_converted_to_numbers_and_flags_only_for_untyped_formats():
     columns = Columns({}, ((("label", "label"),),))
     for value, flag in (("true", True), ("False", False), ("1", True), ("0 ", False)):
         assert columns.find(TextRow(label=value)).flag("label") is flag
@@ -179,7 +179,7 @@ def test_numbers_and_flags_come_as_text_from_formats_without_types_and_only_from
             columns.find({"label": value}).flag("label")
 
 
-def test_what_was_understood_is_counted():
+def test_recognized_columns_are_counted():
     rows = [{"prompt": "why", "answer": "so"}, {"prompt": "how", "answer": "so"}, VERL]
     module = module_of(PromptDataModule, *rows, chat=True)
     assert module.reports["train"].column_mappings == {
@@ -189,7 +189,7 @@ def test_what_was_understood_is_counted():
     }
 
 
-def test_a_column_that_often_holds_what_is_missing_is_named():
+def test_similar_column_is_suggested_for_a_missing_one():
     with pytest.raises(BadRow, match=r"no column 'prompt', only \['answer', 'question'\]; to use 'question', set"):
         lookup({"question": "who?", "answer": "me"}, "prompt")
     with pytest.raises(BadRow, match=r"to use 'Prompt', set data.init_args.columns: \{prompt: Prompt\}$"):

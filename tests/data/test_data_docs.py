@@ -1,4 +1,4 @@
-"""docs/data.md: every row in it is read by the module it stands under, and every configuration is understood."""
+"""docs/data.md: every row is read by the module of its section, and every configuration is valid."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROWS = [(name, row) for name, rows in FORMATS for row in rows.splitlines()]
 CONFIGS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_there_are_rows_and_configurations():
+def test_page_has_rows_and_configurations():
     assert [name for name, _ in FORMATS] == [
         f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
     ]
@@ -25,14 +25,14 @@ def test_there_are_rows_and_configurations():
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
-def test_each_row_is_read(name, row):
+def test_each_documented_row_is_read(name, row):
     module = module_of(getattr(lightning_rlhf, name), json.loads(row), chat=True)
     assert module.reports["train"].used == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse's, of the very call that Lightning makes
 @pytest.mark.parametrize("config", CONFIGS)
-def test_each_configuration_reads_its_data(config, tmp_path, monkeypatch):
+def test_each_documented_configuration_reads_its_data(config, tmp_path, monkeypatch):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()

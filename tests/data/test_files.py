@@ -1,4 +1,4 @@
-"""Files of every kind, here and behind URLs, are read as what they are, each row with the line it stands on."""
+"""Files of every format, local and behind URLs, are read with the line number of each row."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def lines(path):
     return [int(where.removeprefix(f"{path}:")) for where, _ in read(path)]
 
 
-def test_a_json_array_on_any_number_of_lines(tmp_path):
+def test_json_array_on_any_number_of_lines(tmp_path):
     path = tmp_path / "x.json"
     for text, expected in (
         (json.dumps(ROWS), [1, 1, 1]),
@@ -41,14 +41,14 @@ def test_a_json_array_on_any_number_of_lines(tmp_path):
         assert lines(path) == expected
 
 
-def test_a_json_file_may_hold_json_lines_of_which_a_broken_one_costs_itself_alone(tmp_path):
+def test_json_file_may_hold_json_lines_and_only_broken_lines_are_bad(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{broken\n{"text": "a"}\n\n{"text": "b"}\n')
     assert lines(path) == [1, 2, 4]
     assert next(str(row) for _, row in read(path)).startswith("not JSON")
 
 
-def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
+def test_consecutive_objects_over_several_lines(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("\n".join(json.dumps(row, indent=2) for row in ROWS))
     assert [row for _, row in read(path)] == ROWS
@@ -67,14 +67,14 @@ def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
         ('[{"text": "a"}, {"te', "in the row that begins at line 1: Unterminated string"),
     ],
 )
-def test_a_broken_array_is_not_read_half(tmp_path, text, reason):
+def test_broken_array_is_not_read_partially(tmp_path, text, reason):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"^cannot read '.*x.json': JSON parse error") as caught:
         read(tmp_path / "x.json")
     assert reason in str(caught.value)
 
 
-def test_csv_cells_are_text_and_may_hold_lines_quotes_and_commas(tmp_path):
+def test_csv_cells_are_text_and_may_hold_newlines_quotes_and_commas(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufefftext, more\r\n007,1e3\r\n"a\n""b"", c",\r\n\r\né,"x"\n'.encode())
     assert read(path) == [
@@ -84,7 +84,7 @@ def test_csv_cells_are_text_and_may_hold_lines_quotes_and_commas(tmp_path):
     ]
 
 
-def test_a_quote_that_is_never_closed_costs_one_row_of_a_csv_file(tmp_path):
+def test_unclosed_quote_makes_one_bad_row_of_a_csv_file(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('text,more\na,"b\nc,d\n"e",f\ng,"h\ni"\nj,"k\n')
     result = {where: dict(row) if isinstance(row, dict) else str(row) for where, row in read(path)}
@@ -98,7 +98,7 @@ def test_a_quote_that_is_never_closed_costs_one_row_of_a_csv_file(tmp_path):
     ]
 
 
-def test_a_cell_longer_than_what_python_allows_by_itself(tmp_path):
+def test_cell_longer_than_the_default_limit_of_python_is_read(tmp_path):
     (tmp_path / "x.csv").write_text("text\n" + "a" * 200_000 + "\n")
     assert len(read(tmp_path / "x.csv")[0][1]["text"]) == 200_000
 
@@ -107,13 +107,13 @@ def test_a_cell_longer_than_what_python_allows_by_itself(tmp_path):
     ("header", "reason"),
     [('"text\na\n', "the header in line 1: not CSV"), ("text,text\na,b\n", "two columns have the same name")],
 )
-def test_a_broken_header_is_said(tmp_path, header, reason):
+def test_broken_header_is_reported(tmp_path, header, reason):
     (tmp_path / "x.csv").write_text(header)
     with pytest.raises(ValueError, match=rf"^cannot read '.*x.csv': {reason}"):
         read(tmp_path / "x.csv")
 
 
-def test_parquet_rows_have_numbers_over_all_batches_and_keep_their_types(tmp_path):
+def test_parquet_rows_are_numbered_over_all_batches_and_keep_their_types(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"{i}", "about": {"level": i, "tags": ["x"]}} for i in range(70_000)]
     path = tmp_path / "x.parquet"
@@ -127,7 +127,7 @@ def test_parquet_rows_have_numbers_over_all_batches_and_keep_their_types(tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_compressed_files(tmp_path):
+def test_compressed_files_are_read(tmp_path):
     with gzip.open(tmp_path / "x.jsonl.gz", "wt") as file:
         file.write('{"text": "a"}\n')
     assert read(tmp_path / "x.jsonl.gz") == [(f"{tmp_path}/x.jsonl.gz:1", {"text": "a"})]
@@ -135,7 +135,7 @@ def test_compressed_files(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three parts of a data set, and what does not belong to it."""
+    """Three parts of a data set, and a file that does not belong to it."""
     for name, row in zip(("b.jsonl", "a.json", "c.csv"), ROWS, strict=True):
         (tmp_path / name).write_text("text\nd\n" if name.endswith("csv") else json.dumps(row))
     (tmp_path / "notes.txt").write_text("text")
@@ -155,7 +155,7 @@ def test_directories_patterns_and_lists_are_read_in_order(folder, monkeypatch):
     assert texts("~/c.csv") == ["d"]
 
 
-def test_parts_of_different_splits_are_not_mixed_by_a_directory(folder):
+def test_directory_with_different_splits_is_rejected(folder):
     (folder / "train-00000-of-00001.jsonl").write_text('{"text": "a"}')
     (folder / "contest.jsonl").write_text('{"text": "a"}')
     assert len(texts(str(folder))) == 5
@@ -165,18 +165,18 @@ def test_parts_of_different_splits_are_not_mixed_by_a_directory(folder):
     assert texts(f"{folder}/train*") == ["a"]
 
 
-def test_an_empty_list_is_refused():
+def test_empty_list_is_rejected():
     with pytest.raises(ValueError, match="the list of data is empty"):
         as_rows([])
 
 
-def test_a_list_may_name_hub_ids_and_files(folder):
+def test_list_may_hold_hub_ids_and_files(folder):
     sources = as_rows(["some/hub-id", f"{folder}/c.csv"])
     assert isinstance(sources, ConcatenatedRows)
     assert sources.sources == [HubDataset("some/hub-id"), Files((f"{folder}/c.csv",))]
 
 
-def test_urls_that_fsspec_knows(folder):
+def test_urls_of_fsspec_are_read(folder):
     memory = fsspec.filesystem("memory")
     for name in ("a.json", "b.jsonl"):
         memory.pipe(f"/data/{name}", (folder / name).read_bytes())
@@ -187,17 +187,17 @@ def test_urls_that_fsspec_knows(folder):
         as_rows("memory://data/none.jsonl")
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files and says nothing of it."""
+class SilentHandler(SimpleHTTPRequestHandler):
+    """Serves files without writing a log."""
 
     def log_message(self, *output):
         pass
 
 
 @pytest.mark.parametrize("behind", ["", "?download=true", "?signed=a*b[c]"])
-def test_a_web_address_may_end_in_a_question(folder, monkeypatch, behind):
+def test_web_address_may_have_a_query_string(folder, monkeypatch, behind):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory=folder)) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
@@ -207,7 +207,7 @@ def test_a_web_address_may_end_in_a_question(folder, monkeypatch, behind):
             serving.join()
 
 
-def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
+def test_url_of_an_unknown_scheme_raises_a_one_line_error():
     with pytest.raises(ValueError, match=r"^cannot read 'nowhere://x/y.jsonl': ") as caught:
         as_rows("nowhere://x/y.jsonl")
     assert "\n" not in str(caught.value)
@@ -229,7 +229,7 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
         ("x.csv", b"question\tanswer\nq\ta\n", "not by '\\t'"),
     ],
 )
-def test_a_file_that_is_not_what_it_is_called_is_said_once_and_not_line_by_line(tmp_path, name, content, message):
+def test_file_with_a_wrong_extension_raises_one_error_instead_of_one_per_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^cannot read '{tmp_path}/{name}': ") as caught:
         list(as_rows(str(tmp_path / name)).rows())
@@ -237,13 +237,13 @@ def test_a_file_that_is_not_what_it_is_called_is_said_once_and_not_line_by_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_csv_of_one_column_is_none_of_these(tmp_path):
+def test_csv_of_one_column_is_read(tmp_path):
     (tmp_path / "x.csv").write_bytes("\ufeffprompt\r\nwhy; or not?\r\n".encode())
     ((_, row),) = as_rows(str(tmp_path / "x.csv")).rows()
     assert row == {"prompt": "why; or not?"}
 
 
-def test_a_small_gzip_of_countless_blank_lines_is_refused(tmp_path, monkeypatch):
+def test_small_gzip_with_countless_blank_lines_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.data.files._MAX_BLANK_LINES", 100)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' + b"\n" * 100 + b'{"prompt": "b"}\n' + b"\n" * 200))

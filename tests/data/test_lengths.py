@@ -1,4 +1,4 @@
-"""Rows that are too long: refused, left out, or cut where the configuration says, and always counted."""
+"""Rows that are too long are rejected, dropped or cut as configured, and always counted."""
 
 import json
 
@@ -10,12 +10,12 @@ from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import error_of, first_batch, module_of
 from tests.helpers import properties
 
 
 @pytest.mark.parametrize(("too_long", "expected"), [("cut_start", "efgh"), ("cut_end", "abcd"), ("cut_middle", "abgh")])
-def test_a_prompt_is_cut_and_rewards_see_what_the_model_sees(too_long, expected):
+def test_prompt_is_cut_and_rewards_receive_the_text_that_the_model_reads(too_long, expected):
     module = module_of(PromptDataModule, {"prompt": "abcdefgh"}, {"prompt": "abc"}, max_tokens=4, too_long=too_long)
     (first, _), batch = module.examples["train"], first_batch(module)
     assert (batch.texts, module.tokenizer.decode(batch.token_ids[0])) == ([expected], expected)
@@ -25,13 +25,13 @@ def test_a_prompt_is_cut_and_rewards_see_what_the_model_sees(too_long, expected)
     )
 
 
-def test_of_an_odd_number_of_tokens_the_beginning_keeps_one_more():
+def test_cut_with_an_odd_limit_keeps_one_more_token_at_the_beginning():
     assert cut("abcdefgh", 3, "cut_middle") == list("abcgh")
 
 
 @properties
 @given(st.lists(st.integers()), st.data(), st.sampled_from(["cut_start", "cut_end", "cut_middle"]))
-def test_a_cut_leaves_the_two_ends_in_their_order(items, data, too_long):
+def test_cut_keeps_both_ends_in_order(items, data, too_long):
     excess = data.draw(st.integers(0, len(items)))
     saved = cut(items, excess, too_long)
     assert len(saved) == len(items) - excess
@@ -44,10 +44,10 @@ def test_a_cut_leaves_the_two_ends_in_their_order(items, data, too_long):
     ("too_long", "text", "learnt"),
     [("cut_start", "efxyz</s>", "xyz</s>"), ("cut_end", "abcdef", ""), ("cut_middle", "abcyz</s>", "yz</s>")],
 )
-def test_a_text_is_cut_with_its_marks(too_long, text, learnt):
+def test_text_is_cut_with_its_mask(too_long, text, learnt):
     row = {"prompt": "abcdef", "completion": "xyz"}
     if not learnt:
-        output = said_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
+        output = error_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
         assert "the text has 10 tokens; cutting it to 6 leaves no token of the answer" in output
         return
     module = module_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
@@ -56,13 +56,13 @@ def test_a_text_is_cut_with_its_marks(too_long, text, learnt):
     assert module.tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]]) == learnt
 
 
-def test_the_first_token_of_what_is_left_is_never_learnt():
+def test_first_token_of_the_remaining_text_is_never_trained_on():
     row = {"prompt": "a", "completion": "uvwxyz"}
     batch = first_batch(module_of(ConversationDataModule, row, max_tokens=3, too_long="cut_start"))
     assert batch.loss_mask.tolist() == [[False, True, True]]
 
 
-def test_rows_may_be_left_out_without_being_bad(tmp_path):
+def test_dropped_rows_are_not_bad_rows(tmp_path):
     rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 20, 30, 2)]
     path = tmp_path / "deep" / "bad.jsonl"
     module = module_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=str(path))
@@ -76,26 +76,26 @@ def test_rows_may_be_left_out_without_being_bad(tmp_path):
     ]
 
 
-def test_of_bad_rows_and_rows_left_out_only_the_bad_ones_end_a_run(tmp_path):
+def test_only_bad_rows_end_a_run_and_dropped_ones_do_not(tmp_path):
     rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}, {"prompt": "a"}]
     path = str(tmp_path / "bad.jsonl")
-    output = said_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
+    output = error_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
     assert output.startswith("train data: 2 of 3 rows cannot be used (set on_bad_row: skip to skip them):\n  given:2: ")
     assert output.endswith(f"\n  {path} lists all of them")
 
 
-def test_rows_that_are_too_long_end_a_run_with_the_options_that_are_for_them():
+def test_too_long_rows_end_a_run_and_the_error_lists_the_options():
     long, empty = {"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}
-    output = said_of(ConversationDataModule, long, long, empty, max_tokens=10)
+    output = error_of(ConversationDataModule, long, long, empty, max_tokens=10)
     assert output.splitlines()[-1].strip() == (
         "to use longer rows, raise max_tokens; to skip them, set too_long: drop; "
         "to cut them, set too_long: cut_start, cut_middle or cut_end"
     )
     assert output.count("max_tokens") == 1
-    assert "max_tokens" not in said_of(ConversationDataModule, empty, max_tokens=10)
+    assert "max_tokens" not in error_of(ConversationDataModule, empty, max_tokens=10)
 
 
-def test_the_file_of_bad_rows_holds_those_of_this_run_alone(tmp_path):
+def test_file_of_bad_rows_holds_only_those_of_the_current_run(tmp_path):
     path = tmp_path / "bad.jsonl"
     good = {"prompt": "a", "completion": "b"}
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_both_texts_of_a_pair_keep_the_same_prompt(too_long, chosen, rejected):
     assert module.reports["train"].cut.total() == 1
 
 
-def test_where_one_answer_begins_later_only_what_is_prompt_to_both_is_cut():
+def test_pair_with_different_answer_starts_is_cut_only_in_the_common_prompt():
     hi, hm = ({"role": "user", "content": text} for text in ("hi", "hm"))
     yes, no = ({"role": "assistant", "content": text} for text in ("yes", "no"))
     row = {"chosen": [hi, yes], "rejected": [hi, hm, no]}
@@ -137,7 +137,7 @@ def test_where_one_answer_begins_later_only_what_is_prompt_to_both_is_cut():
     assert module.tokenizer.decode(batch.rejected.input_ids[0][batch.rejected.loss_mask[0]]) == " no|</s>"
 
 
-def test_a_pair_that_is_cut_counts_once_and_one_that_is_not_used_does_not():
+def test_cut_pair_counts_once_and_unused_pair_does_not_count():
     pair = {"prompt": "abc", "chosen": "uvwxy", "rejected": "zzzzz"}
     rows = [pair, {**pair, "margin": None}]
     report = module_of(PreferenceDataModule, *rows, max_tokens=6, too_long="cut_end", on_bad_row="skip").reports[
@@ -146,8 +146,8 @@ def test_a_pair_that_is_cut_counts_once_and_one_that_is_not_used_does_not():
     assert report.cut == {"a text to 6 tokens (cut_end)": 1}
 
 
-def test_a_pair_of_which_the_same_is_left_is_no_pair():
-    output = said_of(
+def test_pair_with_equal_texts_after_the_cut_is_rejected():
+    output = error_of(
         PreferenceDataModule,
         {"prompt": "abc", "chosen": "uvwxy", "rejected": "uvwzz"},
         max_tokens=6,
@@ -156,8 +156,8 @@ def test_a_pair_of_which_the_same_is_left_is_no_pair():
     assert "given:1: chosen and rejected have the same tokens" in output
 
 
-def test_a_prompt_that_is_not_long_enough_to_make_a_pair_fit():
-    output = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
+def test_prompt_too_short_for_the_cut_of_its_pair_is_rejected():
+    output = error_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
     assert "a text has 12 tokens; cutting its prompt of 6 is not enough for 5" in output
-    output = said_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
+    output = error_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
     assert "a text has 12 tokens; cutting it to 6 leaves no token of the answer" in output

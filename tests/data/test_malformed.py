@@ -1,4 +1,4 @@
-"""Rows broken in twenty ways, many of each: every one is reported with its place, and every good one is used."""
+"""Rows broken in twenty ways, many of each: every bad row is reported with its position, and every good one is used."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from tests.helpers import properties
 
 LIMIT = 40
 
-# -- what can be wrong with a row that is one by its format: what it holds, what is said of it -------------------
+# -- rows that parse but cannot be used: the row, and a part of its error message ---------------------------------
 
 PROMPT = {"prompt": "who?", "completion": " me"}
 NO_TEXT = "expected text"
@@ -49,8 +49,8 @@ BROKEN = {
     "message without role": ({"messages": [{"content": "who?"}]}, NO_MESSAGE),
     "null content": ({"messages": [{"role": "user", "content": None}]}, NO_MESSAGE),
     "unknown speaker": ({"conversations": [{"from": "cat", "value": "miaow"}]}, "a message is from 'cat'"),
-    "nobody to learn from": ({"messages": [{"role": "user", "content": "who?"}]}, "has no assistant message"),
-    "refused by the template": (
+    "no assistant message": ({"messages": [{"role": "user", "content": "who?"}]}, "has no assistant message"),
+    "rejected by the template": (
         {"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]},
         "the chat template rejects the conversation: no system message, please",
     ),
@@ -107,7 +107,7 @@ BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BR
 
 
 def mixed(broken, times):
-    """Return each kind of broken row so many times, in turn, with good rows (None) among them."""
+    """Return each kind of broken row ``times`` times in turn, with good rows (None) among them."""
     rows = []
     for _ in range(times):
         for number, name in enumerate(broken):
@@ -119,12 +119,12 @@ def mixed(broken, times):
 
 @pytest.fixture(params=[100, pytest.param(1000, marks=pytest.mark.slow)])
 def times(request):
-    """How often each kind of broken row is in the file."""
+    """The number of rows of each kind in the file."""
     return request.param
 
 
 def check(kind, path, tmp_path, rows, position, broken):
-    """Every broken row is in the report at its place and with its reason, and every good one in the data."""
+    """Check that the report has every broken row with its position and reason, and that all good rows are used."""
     report = tmp_path / "bad.jsonl"
     data = kind(str(path), Letters(chat=True), max_tokens=LIMIT, on_bad_row="skip", bad_rows=str(report))
     data.setup("fit")
@@ -139,9 +139,9 @@ def check(kind, path, tmp_path, rows, position, broken):
     assert data.reports["train"].dropped.total() == data.reports["train"].bad == len(rows) - rows.count(None)
     first = data.examples["train"][0]
     assert all(example == first for example in data.examples["train"])
-    refusal = data.reports["train"].error_message()  # what on_bad_row: error says
-    assert f"{len(expected)} of {len(rows)} rows cannot be used" in refusal
-    assert f"\n  {expected[4][0]}: " in refusal
+    error = data.reports["train"].error_message()  # the message with on_bad_row="error"
+    assert f"{len(expected)} of {len(rows)} rows cannot be used" in error
+    assert f"\n  {expected[4][0]}: " in error
 
 
 def test_every_broken_line_of_a_jsonl_file_is_reported(tmp_path, times):
@@ -187,7 +187,7 @@ rows_of_junk = st.lists(st.dictionaries(names, json_values, max_size=4), max_siz
 
 @properties
 @given(rows_of_junk)
-def test_whatever_a_row_holds_it_is_used_or_said_to_be_bad(rows):
+def test_random_rows_are_used_or_reported_as_bad(rows):
     data = ConversationDataModule("unread", Letters(chat=True), on_bad_row="skip")
     data.tokenizer = Letters(chat=True).load()
     for row in rows:
@@ -202,7 +202,7 @@ def test_whatever_a_row_holds_it_is_used_or_said_to_be_bad(rows):
 
 @properties
 @given(st.lists(st.binary(max_size=30), max_size=8), st.sampled_from(["x.jsonl", "x.csv"]))
-def test_whatever_bytes_a_file_holds_no_other_error_comes_of_it_and_no_line_is_told_twice(lines, name):
+def test_random_bytes_raise_no_other_error_and_no_line_is_reported_twice(lines, name):
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/{name}"
         with open(path, "wb") as file:

@@ -1,16 +1,16 @@
-"""Pairs share their prompt, differ in their answers, and are otherwise refused."""
+"""Preference pairs share their prompt and have different answers; other rows are rejected."""
 
 import pytest
 
 from lightning_rlhf.data.preferences import PreferenceDataModule
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 
 def decoded(module, side, row=0):
     return module.tokenizer.decode(side.input_ids[row, : side.lengths[row] - 1])
 
 
-def test_both_texts_hold_the_prompt_and_end_and_each_side_has_its_own_width():
+def test_both_texts_hold_the_prompt_and_end_token_and_are_padded_separately():
     rows = [{"prompt": "p:", "chosen": "abc", "rejected": "d"}, {"prompt": "qq:", "chosen": "e", "rejected": "f"}]
     module = module_of(PreferenceDataModule, *rows, batch_size=2)
     batch = first_batch(module)
@@ -24,7 +24,7 @@ def test_both_texts_hold_the_prompt_and_end_and_each_side_has_its_own_width():
     assert batch.margin.tolist() == [0, 0]
 
 
-def test_whole_conversations_are_split_behind_the_last_marker():
+def test_whole_conversations_are_split_after_the_last_marker():
     row = {"chosen": "H: A: a H: A: yes", "rejected": "H: A: a H: A: no"}
     module = module_of(PreferenceDataModule, row, split_after="A:")
     batch = first_batch(module)
@@ -37,7 +37,7 @@ def test_whole_conversations_need_no_marker():
     assert batch.chosen.loss_mask.tolist() == [[False, True, True]]
 
 
-def test_a_margin_is_read_from_its_column():
+def test_margin_is_read_from_its_column():
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "delta": 2}
     assert first_batch(module_of(PreferenceDataModule, row, columns={"margin": "delta"})).margin.tolist() == [2.0]
 
@@ -61,8 +61,8 @@ def test_a_margin_is_read_from_its_column():
         ({"chosen": "A:x", "rejected": "A:" + "y" * 20}, "a text has 23 tokens, the limit is 10"),
     ],
 )
-def test_rows_that_cannot_be_used(row, reason):
-    assert f"\n  given:1: {reason}" in said_of(PreferenceDataModule, row, split_after="A:", max_tokens=10)
+def test_unusable_rows_are_reported_with_a_reason(row, reason):
+    assert f"\n  given:1: {reason}" in error_of(PreferenceDataModule, row, split_after="A:", max_tokens=10)
 
 
 USER = {"role": "user", "content": "hi"}
@@ -99,7 +99,7 @@ START = [USER, YES, {"role": "user", "content": "sure"}]
         {"prompt": START, "chosen": [*START, YES], "rejected": [*START, NO]},
     ],
 )
-def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included(row):
+def test_common_start_of_both_conversations_is_the_prompt_including_answers(row):
     module = module_of(PreferenceDataModule, row, chat=True)
     batch = first_batch(module)
     assert decoded(module, batch.chosen) == "user: hi|assistant: yes|user: sure|assistant: yes|"
@@ -125,5 +125,5 @@ def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included
         ),
     ],
 )
-def test_messages_that_make_no_pair(row, reason):
-    assert f"given:1: {reason}" in said_of(PreferenceDataModule, row, chat=True)
+def test_messages_that_do_not_form_a_pair_are_reported(row, reason):
+    assert f"given:1: {reason}" in error_of(PreferenceDataModule, row, chat=True)

@@ -1,4 +1,5 @@
-"""Programming tasks: solutions pass their hidden tests, traps fail all of them, what is held out stays held out."""
+"""The programming task: solutions pass their hidden tests, trap programs fail all of them, held-out tasks stay held
+out."""
 
 import itertools
 
@@ -15,7 +16,7 @@ TASKS = [
 
 
 def result(program, n):
-    """Run one of our own programs; they are made of nothing but numbers here."""
+    """Run a generated program; the programs compute with numbers only."""
     names = {"sum": sum, "max": max, "range": range, "__builtins__": {}}
     return eval(program.removeprefix("f="), names)(n)
 
@@ -24,7 +25,7 @@ def passed(task, program):
     return [result(program, *test["args"]) == test["expected"] for test in task.tests()]
 
 
-def test_by_hand():
+def test_task_worked_by_hand():
     task = Task(12, 7, 3, add_first=True, inclusive=True, fold="sum")
     assert task.prompt == "i from 12 to n, add 7, times 3, sum: "
     assert task.program() == "f=lambda n:sum((i+7)*3 for i in range(12,n+1))"
@@ -36,7 +37,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.prompt)
-def test_a_solution_passes_every_test_and_a_trap_none(task):
+def test_solution_passes_every_test_and_trap_program_passes_none(task):
     assert passed(task, task.program()) == [True] * 3
     if task.inclusive:
         assert passed(task, task.program(forget_end=True)) == [False] * 3
@@ -46,7 +47,7 @@ def test_a_solution_passes_every_test_and_a_trap_none(task):
         assert task.program(True, True) == task.program()
 
 
-def test_a_tenth_is_held_out_and_the_rest_is_drawn_from():
+def test_one_tenth_is_held_out_and_the_rest_is_trained_on():
     train = {task.prompt for _, task in Tasks(3000).draw()}
     held_out = {task.prompt for _, task in Tasks(1000, held_out=True).draw()}
     assert not train & held_out
@@ -56,7 +57,7 @@ def test_a_tenth_is_held_out_and_the_rest_is_drawn_from():
     assert 0.085 < sum(every) / len(every) < 0.115
 
 
-def test_the_demonstrators_fall_into_traps_as_often_as_said():
+def test_demonstrators_fall_into_traps_at_the_documented_rate():
     tasks = [task for _, task in Demonstrations(3000).draw()]
     output = [row["completion"] for _, row in Demonstrations(3000).rows()]
     for trap, wrong in (("inclusive", "forget_end"), ("add_first", "forget_brackets")):
@@ -68,12 +69,12 @@ def test_the_demonstrators_fall_into_traps_as_often_as_said():
     assert 0.45 < sum(right) / len(right) < 0.53  # (1/2 + 1/2 * 0.4)**2 = 0.49
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_others():
+def test_equal_seeds_give_equal_rows_and_other_seeds_other_rows():
     assert list(Tasks(20, seed=3).rows()) == list(Tasks(20, seed=3).rows())
     assert list(Tasks(20, seed=3).rows()) != list(Tasks(20, seed=4).rows())
 
 
-def test_the_alphabet_is_what_is_written():
+def test_alphabet_covers_all_written_characters():
     rows = [row for _, row in Tasks(500).rows()] + [row for _, row in Demonstrations(500).rows()]
     written = {letter for row in rows for key in ("prompt", "answer", "completion") for letter in row.get(key, "")}
     assert written == set(CHARACTERS)

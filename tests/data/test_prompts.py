@@ -1,12 +1,12 @@
-"""Prompts reach the engine as they are, and everything else in the data reaches the reward functions."""
+"""Prompts reach the engine unchanged, and all other columns reach the reward functions."""
 
 import pytest
 
 from lightning_rlhf.data.prompts import PromptDataModule
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 
-def test_ids_text_and_further_columns_of_each_prompt():
+def test_prompt_batch_has_ids_text_and_further_columns():
     rows = [{"question": "why", "answer": "so", "level": 3}, {"question": "how long", "answer": "very", "level": 4}]
     module = module_of(PromptDataModule, *rows, batch_size=2, columns={"prompt": "question", "gold": "answer"})
     batch = first_batch(module)
@@ -17,7 +17,7 @@ def test_ids_text_and_further_columns_of_each_prompt():
     assert (batch.indices, batch.epoch) == ([0, 1], 0)
 
 
-def test_a_column_that_some_rows_lack_is_null_there():
+def test_column_missing_in_some_rows_is_null_there():
     module = module_of(PromptDataModule, {"prompt": "a"}, {"prompt": "b", "hint": "c"}, batch_size=2)
     assert first_batch(module).columns == {"hint": [None, "c"]}
 
@@ -30,7 +30,7 @@ def test_every_batch_has_the_columns_of_all_rows():
     assert {tuple(batch.columns) for batch in batches} == {("answer", "ground_truth", "level", "source")}
 
 
-def test_preference_data_serves_as_prompts():
+def test_preference_data_can_be_used_as_prompts():
     row = {"chosen": "H: hi A: yes H: no A: well", "rejected": "other"}
     batch = first_batch(module_of(PromptDataModule, row, split_after="A:"))
     assert batch.texts == ["H: hi A: yes H: no A:"]
@@ -53,11 +53,11 @@ def test_messages_go_through_the_chat_template():
         ({"prompt": "\udce9"}, "column 'prompt' is not valid UTF-8 text"),
     ],
 )
-def test_rows_that_cannot_be_used(row, reason):
-    assert f"\n  given:1: {reason}" in said_of(PromptDataModule, row, max_tokens=10)
+def test_unusable_rows_are_reported_with_a_reason(row, reason):
+    assert f"\n  given:1: {reason}" in error_of(PromptDataModule, row, max_tokens=10)
 
 
-def test_over_long_prompts_are_left_out_and_counted():
+def test_too_long_prompts_are_dropped_and_counted():
     rows = [{"prompt": "a" * n} for n in (10, 11, 12)]
     module = module_of(PromptDataModule, *rows, max_tokens=10, on_bad_row="skip")
     assert str(module.reports["train"]) == (
@@ -65,7 +65,7 @@ def test_over_long_prompts_are_left_out_and_counted():
     )
 
 
-def test_fewer_rows_than_a_batch_are_refused():
+def test_fewer_rows_than_a_batch_are_rejected():
     module = module_of(PromptDataModule, {"prompt": "a"}, batch_size=2)
     with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 usable rows"):
         module.train_dataloader()

@@ -1,4 +1,4 @@
-"""What is said of data that cannot be used: which file, which line, what is wrong, and how many such rows there are."""
+"""Errors for unusable data: the file, the line, the reason, and the number of such rows."""
 
 import json
 
@@ -21,7 +21,7 @@ def write(path, *lines):
 
 @pytest.fixture
 def bad_file(tmp_path):
-    """Ten lines, of which the first, the fourth (empty) and the last are no trouble."""
+    """Ten lines, of which the first, the fourth (empty) and the last are valid."""
     return write(
         tmp_path / "bad.jsonl",
         '{"text": "good"}',
@@ -37,7 +37,7 @@ def bad_file(tmp_path):
     )
 
 
-def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
+def test_every_kind_of_bad_row_is_reported_with_file_line_and_reason(bad_file):
     with pytest.raises(ValueError, match=r"train data: 7 of 9 rows cannot be used \(set on_bad_row: skip") as caught:
         texts(bad_file)
     heading, *lines = str(caught.value).split("\n")
@@ -54,7 +54,7 @@ def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
     ]
 
 
-def test_skip_keeps_the_good_rows_and_counts_the_others_by_reason(bad_file):
+def test_skip_keeps_good_rows_and_counts_bad_ones_by_reason(bad_file):
     saved, report = texts(bad_file, "skip")
     assert saved == ["good", "good too"]
     assert report.used == 2
@@ -70,7 +70,7 @@ def test_skip_keeps_the_good_rows_and_counts_the_others_by_reason(bad_file):
     assert str(report).startswith("train data: 9 rows read, 2 kept; dropped 1: ")
 
 
-def test_of_many_bad_rows_only_the_first_five_are_kept_in_memory_and_shown(tmp_path):
+def test_only_the_first_five_of_many_bad_rows_are_stored_and_shown(tmp_path):
     path = write(tmp_path / "x.jsonl", *(json.dumps({"other": "y" * 1000}) for _ in range(1000)))
     with pytest.raises(ValueError, match="1000 of 1000 rows") as caught:
         texts(path)
@@ -78,7 +78,7 @@ def test_of_many_bad_rows_only_the_first_five_are_kept_in_memory_and_shown(tmp_p
     assert len(str(caught.value)) < 5000
 
 
-def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
+def test_no_usable_row_is_an_error_even_if_bad_rows_are_skipped(tmp_path):
     with pytest.raises(ValueError, match="train data: 1 row read, 0 kept; dropped 1: no column 'text': no row"):
         texts(write(tmp_path / "x.jsonl", "{}"), "skip")
     with pytest.raises(ValueError, match="train data: 0 rows read, 0 kept: no row can be used"):
@@ -97,24 +97,24 @@ def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
     ],
     ids=["half a surrogate pair", "number", "null", "huge number", "deep nesting", "two objects"],
 )
-def test_what_a_line_can_hold_instead_of_a_row(tmp_path, line, reason):
+def test_lines_that_are_not_rows_are_reported(tmp_path, line, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         texts(write(tmp_path / "x.jsonl", line))
     assert f"{tmp_path}/x.jsonl:1: " in str(caught.value)
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(tmp_path):
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     path = write(tmp_path / "x.jsonl", b'\xef\xbb\xbf{"text": "caf\xc3\xa9"}\r\n', b'{"text": "b"}')
     assert texts(path)[0] == ["café", "b"]
 
 
 @pytest.mark.parametrize("path", ["data/nothing.jsonl", "nothing.csv", "./nothing", "/no/where", "~/x", "a/b/c"])
-def test_a_missing_file_is_said_in_one_sentence(path):
+def test_missing_file_raises_a_one_line_error(path):
     with pytest.raises(FileNotFoundError, match=r"no data at .* expected an existing .jsonl, .json"):
         as_rows(path)
 
 
-def test_a_directory_and_a_file_of_another_kind_are_refused(tmp_path):
+def test_directory_and_file_of_unknown_type_are_rejected(tmp_path):
     write(tmp_path / "notes.txt", "text")
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(FileNotFoundError, match=r"expected an existing .jsonl"):
@@ -122,11 +122,11 @@ def test_a_directory_and_a_file_of_another_kind_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Anthropic/hh-rlhf", "some-one/data-v1.5", "gsm8k"])
-def test_what_is_no_path_is_a_hub_id(name):
+def test_text_that_is_not_a_path_is_a_hub_id(name):
     assert as_rows(name) == HubDataset(name)
 
 
-def test_a_row_source_is_taken_as_it_is():
+def test_row_source_is_returned_unchanged():
     class Two:
         def rows(self):
             yield "first", {"text": "a"}
@@ -137,7 +137,7 @@ def test_a_row_source_is_taken_as_it_is():
         texts(Two())
 
 
-def test_an_error_of_our_own_in_a_converter_is_not_taken_for_a_bad_row(tmp_path):
+def test_error_in_a_converter_is_not_reported_as_a_bad_row(tmp_path):
     def convert(row):
         raise KeyError("a bug")
 
@@ -147,7 +147,7 @@ def test_an_error_of_our_own_in_a_converter_is_not_taken_for_a_bad_row(tmp_path)
 
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
-    """No network, and a cache of its own."""
+    """An environment without network and with an empty cache."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -162,7 +162,7 @@ def no_hub(monkeypatch, tmp_path):
     ("name", "content", "line"),
     [("x.json", '[{"text": "a"}, {"text": "b"}]', 1), ("x.csv", "text\na\nb\n", 2)],
 )
-def test_json_and_csv_files_are_read_with_the_lines_of_their_rows(tmp_path, name, content, line):
+def test_json_and_csv_files_are_read_with_line_numbers(tmp_path, name, content, line):
     path = write(tmp_path / name, content)
     assert texts(path)[0] == ["a", "b"]
     with pytest.raises(ValueError, match=rf"x\.\w+:{line}: no column 'other', only \['text'\]"):
@@ -170,22 +170,22 @@ def test_json_and_csv_files_are_read_with_the_lines_of_their_rows(tmp_path, name
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_a_broken_file_is_said_in_one_sentence(tmp_path):
+def test_broken_file_raises_a_one_line_error(tmp_path):
     with pytest.raises(ValueError, match=r"^cannot read '.*x\.json': JSON parse error") as caught:
         texts(write(tmp_path / "x.json", "{nonsense"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_a_hub_id_that_cannot_be_reached_is_said_in_one_sentence():
+def test_unreachable_hub_id_raises_a_one_line_error():
     with pytest.raises(
-        ValueError, match=r"^cannot read .nobody/nothing., split .test., as a dataset of the hub: "
+        ValueError, match=r"^cannot read .missing/data., split .test., as a dataset of the hub: "
     ) as caught:
-        list(HubDataset("nobody/nothing", split="test").rows())
+        list(HubDataset("missing/data", split="test").rows())
     assert "\n" not in str(caught.value)
 
 
-def test_a_reason_with_details_is_counted_under_its_kind():
+def test_reason_with_details_is_counted_under_its_kind():
     report = RowReport("data", 1)
     for length in (7, 8):
         report.dropped[BadRow(f"{length} tokens", "too long").kind] += 1

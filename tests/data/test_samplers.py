@@ -1,4 +1,4 @@
-"""Orders other than a shuffle: the same for the same seed and epoch, and resumed in the middle of one."""
+"""Sampling orders other than a shuffle: equal for the same seed and epoch, and resumable within an epoch."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.resumable import SamplerOrder
 from lightning_rlhf.data.samplers import Curriculum, Mixture, Sampler, shuffle
-from tests.data.rows_given import Given, Letters, module_of, said_of
+from tests.data.rows_given import GivenRows, Letters, error_of, module_of
 from tests.helpers import properties
 
 HARD = [3, 1, 2, 1, 5, 4, 1, 0]
@@ -29,14 +29,14 @@ def test_easy_rows_come_first_and_later_epochs_are_shuffled():
     assert [HARD[row] for row in orders(Curriculum("level", descending=True), HARD)[0]] == sorted(HARD, reverse=True)
 
 
-def test_without_a_column_short_rows_come_first():
+def test_short_rows_come_first_without_a_column():
     assert [HARD[row] for row in orders(Curriculum(), [None] * 8, HARD)[0]] == sorted(HARD)
 
 
 KEYS = ["a"] * 6 + ["b"] * 2
 
 
-def test_sources_are_mixed_by_weight_from_the_beginning_of_an_epoch_to_its_end():
+def test_sources_are_mixed_by_weight_throughout_an_epoch():
     for order in orders(Mixture({"a": 1, "b": 3}, rows=40), KEYS):
         drawn = [KEYS[row] for row in order]
         for end in range(1, 41):
@@ -44,7 +44,7 @@ def test_sources_are_mixed_by_weight_from_the_beginning_of_an_epoch_to_its_end()
         assert Counter(order[i] for i, name in enumerate(drawn) if name == "b") == {6: 15, 7: 15}
 
 
-def test_a_source_of_which_little_is_asked_gives_other_rows_in_other_epochs():
+def test_rarely_sampled_source_gives_different_rows_in_different_epochs():
     result = [[row for row in order if row < 6] for order in orders(Mixture({"a": 1, "b": 3}), KEYS, epochs=6)]
     assert {len(rows) for rows in result} == {2}
     assert len({tuple(rows) for rows in result}) > 2
@@ -52,7 +52,7 @@ def test_a_source_of_which_little_is_asked_gives_other_rows_in_other_epochs():
 
 @properties
 @given(st.integers(0, 99), st.integers(0, 5), st.sampled_from([Curriculum("x"), Mixture({1: 1.0, 2: 0.5}, rows=9)]))
-def test_the_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
+def test_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
     keys = [1, 2, 1, 2, 2, 1, 1]
     again = sampler.order(keys, [1] * 7, seed, epoch)
     assert list(sampler.order(keys, [1] * 7, seed, epoch)) == list(again)
@@ -67,18 +67,18 @@ def test_the_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
         ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1, got 0"),
     ],
 )
-def test_mixtures_that_mix_nothing(inputs, reason):
+def test_invalid_mixtures_are_rejected(inputs, reason):
     with pytest.raises(ValueError, match=reason):
         Mixture(**inputs)
 
 
-def test_a_source_without_rows_and_a_row_without_a_weight_are_said():
+def test_weight_without_rows_and_row_without_weight_or_column_raise():
     with pytest.raises(ValueError, match="Mixture has a weight for 'c', but no row has this source"):
         Mixture({"a": 1, "c": 1}).order(["a"], [1], 0, 0)
     row = {"prompt": "why", "data_source": "b"}
-    output = said_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
+    output = error_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
     assert "given:1: the source 'b' has no weight; Mixture has weights for ['a']" in output
-    assert "given:1: no column 'level'" in said_of(PromptDataModule, row, sampler=Curriculum("level"))
+    assert "given:1: no column 'level'" in error_of(PromptDataModule, row, sampler=Curriculum("level"))
 
 
 ROWS = [{"prompt": "a" * (8 - level), "extra_info": {"level": level}} for level in HARD]
@@ -93,7 +93,7 @@ def numbers(loader, epoch):
     return [batch.indices for batch in loader]
 
 
-def test_a_data_module_serves_the_order_of_its_sampler_bad_rows_among_them():
+def test_data_module_serves_the_order_of_its_sampler_with_bad_rows_present():
     loader = module(Curriculum("extra_info.level"), bad=[{"extra_info": {"level": 9}}]).train_dataloader()
     served = [row for batch in numbers(loader, 0) for row in batch]
     assert [HARD[row] for row in served] == sorted(HARD)
@@ -102,7 +102,7 @@ def test_a_data_module_serves_the_order_of_its_sampler_bad_rows_among_them():
     assert [HARD[row] for row in served] == sorted(HARD, reverse=True)
 
 
-def test_an_epoch_may_have_more_rows_than_the_data_and_is_resumed_in_its_middle():
+def test_epoch_longer_than_the_data_can_be_resumed():
     rows = [{**row, "data_source": "ab"[i % 2]} for i, row in enumerate(ROWS)]
     sampler = Mixture({"a": 2.0, "b": 1.0}, rows=12)
     data = module_of(PromptDataModule, *rows, batch_size=2, sampler=sampler)
@@ -117,7 +117,7 @@ def test_an_epoch_may_have_more_rows_than_the_data_and_is_resumed_in_its_middle(
     assert first + numbers(resumed, 1) == whole
 
 
-def test_a_prompt_that_comes_again_in_an_epoch_has_a_number_of_its_own_for_its_seeds():
+def test_repeated_prompts_in_an_epoch_have_different_indices_for_their_seeds():
     rows = [{"prompt": letter, "data_source": letter} for letter in "abc"]
     data = module_of(PromptDataModule, *rows, batch_size=6, sampler=Mixture({"a": 4, "b": 1, "c": 1}, rows=6))
     (batch,) = data.train_dataloader()
@@ -127,8 +127,8 @@ def test_a_prompt_that_comes_again_in_an_epoch_has_a_number_of_its_own_for_its_s
 
 
 @dataclass
-class Given3:
-    """A sampler with the orders of a test, one per epoch."""
+class FixedOrders:
+    """A sampler that returns the given orders, one per epoch."""
 
     orders: list
 
@@ -142,22 +142,22 @@ class Given3:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ([0], "Given3 returned 1 rows in epoch 1, but 2 in epoch 0"),
-        ([0, 2], "Given3 returned row 2 in epoch 1, expected 0 to 1"),
-        ([-1, 0], "Given3 returned row -1 in epoch 1, expected 0 to 1"),
+        ([0], "FixedOrders returned 1 rows in epoch 1, but 2 in epoch 0"),
+        ([0, 2], "FixedOrders returned row 2 in epoch 1, expected 0 to 1"),
+        ([-1, 0], "FixedOrders returned row -1 in epoch 1, expected 0 to 1"),
     ],
 )
-def test_orders_that_cannot_be_served_are_refused(second, reason):
-    order = SamplerOrder(Given3([[1, 0], second]), [None] * 2, [1] * 2, seed=0)
-    assert isinstance(Given3([]), Sampler)
+def test_invalid_orders_are_rejected(second, reason):
+    order = SamplerOrder(FixedOrders([[1, 0], second]), [None] * 2, [1] * 2, seed=0)
+    assert isinstance(FixedOrders([]), Sampler)
     assert list(order) == [1, 0]
     order.set_epoch(1)
     with pytest.raises(ValueError, match=reason):
         iter(order)
 
 
-def test_an_order_shorter_than_a_batch_is_refused():
-    data = PromptDataModule(Given(tuple(ROWS)), Letters(), batch_size=4, sampler=Given3([[0, 1]]))
+def test_order_shorter_than_a_batch_is_rejected():
+    data = PromptDataModule(GivenRows(tuple(ROWS)), Letters(), batch_size=4, sampler=FixedOrders([[0, 1]]))
     data.setup("fit")
     with pytest.raises(ValueError, match="batch_size is 4, but the training data have only 2 usable rows"):
         data.train_dataloader()

@@ -1,4 +1,4 @@
-"""as_messages: text columns go through a chat model's template as the messages they are made into."""
+"""The option as_messages: text columns become messages and are formatted by the chat template."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.unpaired import UnpairedDataModule
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import error_of, first_batch, module_of
 
 USER, ASSISTANT = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
 HH = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
@@ -16,7 +16,7 @@ TALK = "\n\nHuman: why\n\nAssistant: so\n\nHuman: oh\n\nAssistant:"
 
 
 def same(kind, text, messages, **kwargs):
-    """Return whether a row of text gives the batch of a row of messages."""
+    """Return whether a row of text gives the same batch as a row of messages."""
     made, inputs = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
     assert str(made.examples["train"]) == str(inputs.examples["train"])
     return made
@@ -28,18 +28,18 @@ def test_prompt_and_completion_become_a_conversation(kind):
     same(kind, text, {"prompt": [USER], "completion": [ASSISTANT], "label": True}, as_messages=True)
 
 
-def test_a_pair_becomes_two_conversations():
+def test_pair_becomes_two_conversations():
     inputs = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "no"}]}
     same(PreferenceDataModule, {"prompt": "why", "chosen": "so", "rejected": "no"}, inputs, as_messages=True)
 
 
-def test_a_prompt_becomes_a_user_s_message_and_rewards_see_it():
+def test_prompt_becomes_a_user_message_that_rewards_receive():
     batch = first_batch(module_of(PromptDataModule, {"prompt": "why", "answer": "so"}, chat=True, as_messages=True))
     assert (batch.texts, batch.messages) == (["user: why|assistant:"], [[USER]])
     assert batch.columns["ground_truth"] == ["so"]
 
 
-def test_named_columns_are_made_messages_and_the_report_shows_it():
+def test_explicit_columns_become_messages_and_are_reported():
     row = {"question": "why", "answer": "so"}
     names = {"prompt": "question", "completion": "answer"}
     made = module_of(ConversationDataModule, row, chat=True, as_messages=True, columns=names)
@@ -48,11 +48,11 @@ def test_named_columns_are_made_messages_and_the_report_shows_it():
     assert made.tokenizer.decode(made.examples["train"][0].ids).startswith("user: why|assistant: so")
 
 
-def test_messages_stay_as_they_are():
+def test_messages_are_not_changed():
     same(PromptDataModule, {"prompt": [USER]}, {"prompt": [USER]}, as_messages=True)
 
 
-def test_one_text_with_markers_becomes_its_turns():
+def test_text_with_markers_becomes_its_turns():
     assert TextMessages(HH)("chosen", TALK) == [USER, ASSISTANT, {"role": "user", "content": "oh"}]
     assert TextMessages(HH)("chosen", f"{TALK} well ")[-1] == {"role": "assistant", "content": "well"}
 
@@ -68,7 +68,7 @@ def test_preferences_with_markers_share_their_prompt():
 
 
 @pytest.mark.parametrize(("column", "options"), [("text", {}), ("chosen", {"columns": {"completion": "chosen"}})])
-def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, options):
+def test_sft_trains_on_every_answer_of_a_text_with_markers(column, options):
     inputs = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "well"}]}
     text = {column: "\n\nHuman: why\n\nAssistant: so\n\nHuman: why\n\nAssistant: well"}
     same(ConversationDataModule, text, inputs, as_messages=HH, **options)
@@ -86,12 +86,12 @@ def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, optio
         ),
     ],
 )
-def test_a_text_that_no_message_can_be_made_of_is_a_bad_row(row, markers, output):
-    assert output in said_of(PromptDataModule, row, chat=True, as_messages=markers)
+def test_text_that_cannot_become_messages_is_a_bad_row(row, markers, output):
+    assert output in error_of(PromptDataModule, row, chat=True, as_messages=markers)
 
 
-def test_a_tokenizer_without_a_template_is_a_bad_row():
-    assert "the tokenizer has no chat template" in said_of(PromptDataModule, {"prompt": "why"}, as_messages=True)
+def test_tokenizer_without_a_template_makes_a_bad_row():
+    assert "the tokenizer has no chat template" in error_of(PromptDataModule, {"prompt": "why"}, as_messages=True)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_a_tokenizer_without_a_template_is_a_bad_row():
         ({"user": "X:", "assistant": "X:"}, "as_messages needs a different marker for each role"),
     ],
 )
-def test_markers_that_cannot_be_meant_are_refused(markers, output):
+def test_invalid_markers_are_rejected(markers, output):
     with pytest.raises(ValueError, match=output):
         TextMessages(markers)
 
 
-def test_split_after_is_refused_beside_it():
-    assert "set only one of them" in said_of(PromptDataModule, {"prompt": "a"}, as_messages=True, split_after="a")
+def test_split_after_with_as_messages_is_rejected():
+    assert "set only one of them" in error_of(PromptDataModule, {"prompt": "a"}, as_messages=True, split_after="a")
 
 
-def test_a_bad_text_is_a_bad_row_and_not_another_error():
+def test_malformed_text_is_a_bad_row_and_raises_no_other_error():
     with pytest.raises(BadRow):
         TextMessages(HH)("chosen", "no marker")

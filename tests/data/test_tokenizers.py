@@ -1,4 +1,4 @@
-"""Tokenizers made by code give back what they were given, the same every time; those on disk are found."""
+"""Tokenizers: built ones are deterministic and decode to the encoded text; saved ones are loaded."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_character_tokenizer_knows_its_special_tokens():
 
 
 @pytest.mark.parametrize("characters", ["", "abca"])
-def test_characters_must_be_some_and_each_once(characters):
+def test_characters_must_be_unique_and_not_empty(characters):
     with pytest.raises(ValueError, match="characters must be non-empty and unique"):
         CharacterTokenizer(characters)
 
@@ -63,25 +63,25 @@ def test_byte_pairs_keep_spaces_before_punctuation(pairs):
     assert pairs.decode(ids(pairs, "don't , ask . me ?")) == "don't , ask . me ?"
 
 
-def test_the_same_data_gives_the_same_byte_pairs(pairs, corpus):
+def test_same_data_give_the_same_byte_pairs(pairs, corpus):
     again = BytePairTokenizer(corpus, vocab_size=320).load()
     assert again.get_vocab() == pairs.get_vocab()
     assert len(pairs) <= 320
     assert len(ids(pairs, "the cat sat")) < 6
 
 
-def test_byte_pairs_learn_only_from_the_named_columns(corpus, pairs):
+def test_byte_pairs_learn_only_from_the_given_columns(corpus, pairs):
     assert BytePairTokenizer(corpus, vocab_size=320, columns=["b"]).load().get_vocab() != pairs.get_vocab()
     with pytest.raises(ValueError, match=r"cannot train the tokenizer: .* has no text in the columns \['c'\]"):
         BytePairTokenizer(corpus, columns=["c"]).load()
 
 
-def test_byte_pairs_need_room_for_every_byte(corpus):
+def test_byte_pair_vocabulary_must_have_room_for_every_byte(corpus):
     with pytest.raises(ValueError, match="vocab_size must be at least 260, got 100"):
         BytePairTokenizer(corpus, vocab_size=100).load()
 
 
-def test_a_saved_tokenizer_is_loaded_from_its_directory(pairs, tmp_path):
+def test_saved_tokenizer_is_loaded_from_its_directory(pairs, tmp_path):
     pairs.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert ids(loaded, "the cat 🙂") == ids(pairs, "the cat 🙂")
@@ -89,27 +89,27 @@ def test_a_saved_tokenizer_is_loaded_from_its_directory(pairs, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["./nothing", "runs/a/export", "nothing"])
-def test_a_missing_tokenizer_is_said_in_one_sentence(path):
+def test_missing_tokenizer_raises_a_one_line_error(path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer at .* expected a directory that save_pretrained wrote"):
         load_tokenizer(path)
 
 
-def test_a_directory_without_tokenizer_files_is_no_hub_id(tmp_path, monkeypatch):
+def test_directory_without_tokenizer_files_is_not_treated_as_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/sft").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="no tokenizer at 'runs/sft'"):
         load_tokenizer("runs/sft")
 
 
-def test_a_hub_id_out_of_reach_is_said_in_one_sentence(monkeypatch):
+def test_unreachable_hub_id_raises_a_one_line_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        FileNotFoundError, match=r"^no tokenizer at 'nobody/nothing': .* could not be loaded from the hub: "
+        FileNotFoundError, match=r"^no tokenizer at 'missing/tokenizer': .* could not be loaded from the hub: "
     ):
-        load_tokenizer("nobody/nothing")
+        load_tokenizer("missing/tokenizer")
 
 
-def test_a_tokenizer_without_an_end_is_refused():
+def test_tokenizer_without_an_end_token_is_rejected():
     class Endless:
         def load(self):
             tokenizer = CharacterTokenizer("ab").load()
@@ -132,7 +132,7 @@ def test_a_tokenizer_without_an_end_is_refused():
         ("config.json", "3"),
     ],
 )
-def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path, file, content):
+def test_damaged_tokenizer_files_raise_a_one_line_error(tmp_path, file, content):
     CharacterTokenizer("ab").load().save_pretrained(tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(ValueError, match=r"^the tokenizer in '.*' cannot be read, its files are damaged: ") as caught:
@@ -140,7 +140,7 @@ def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path, file, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_that_transformers_reloads_in_another_way_is_refused(tmp_path):
+def test_tokenizer_that_changes_when_transformers_reloads_it_is_rejected(tmp_path):
     CHARACTERS.save_pretrained(tmp_path)
     assert ids(load_tokenizer(str(tmp_path)), "1 + 2") == ids(CHARACTERS, "1 + 2")
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path)

@@ -1,15 +1,15 @@
-"""Texts with a judgement: read as conversations are, each with its label and its place."""
+"""Unpaired data: texts are read like conversations, each with its label and its index."""
 
 import pytest
 
 from lightning_rlhf import UnpairedDataModule
 from lightning_rlhf.data.unpaired import UnpairedDataModule as Same
-from tests.data.rows_given import Given, Letters, first_batch, module_of, said_of
+from tests.data.rows_given import GivenRows, Letters, error_of, first_batch, module_of
 
 ROWS = [{"prompt": "who?", "completion": " me", "label": True}, {"prompt": "a", "completion": "b", "label": False}]
 
 
-def test_answers_are_marked_and_judged_and_know_their_place():
+def test_answers_have_mask_label_and_index():
     module = module_of(UnpairedDataModule, *ROWS, batch_size=2)
     batch = first_batch(module)
     assert Same is UnpairedDataModule
@@ -19,7 +19,7 @@ def test_answers_are_marked_and_judged_and_know_their_place():
     assert module.tokenizer.decode(batch.texts.input_ids[0, :7]) == "who? me"
 
 
-def test_conversations_may_be_judged_too():
+def test_conversations_can_have_labels():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     module = module_of(UnpairedDataModule, {"messages": messages, "label": 1}, chat=True)
     batch = first_batch(module)
@@ -27,7 +27,7 @@ def test_conversations_may_be_judged_too():
     assert module.tokenizer.decode(batch.texts.input_ids[0][batch.texts.loss_mask[0]]) == " yes|</s>"
 
 
-def test_a_csv_file_says_yes_and_no_in_words(tmp_path):
+def test_csv_labels_are_parsed_from_text(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("prompt,completion,label\nwho?,me,True\nwho?,you,false\n")
     module = UnpairedDataModule(str(path), Letters(), batch_size=2, shuffle=False)
@@ -45,18 +45,18 @@ def test_a_csv_file_says_yes_and_no_in_words(tmp_path):
         ({"completion": None, "prompt": None, "text": "who?me"}, "column 'completion' holds null, expected text"),
     ],
 )
-def test_labels_that_are_none(change, reason):
+def test_invalid_labels_are_rejected(change, reason):
     row = {**({} if "good" in change else ROWS[0]), "prompt": "who?", "completion": "me", **change}
-    assert f"given:1: {reason}" in said_of(UnpairedDataModule, row)
+    assert f"given:1: {reason}" in error_of(UnpairedDataModule, row)
 
 
-def test_the_label_may_have_another_name():
+def test_label_column_can_be_renamed():
     row = {"prompt": "who?", "completion": "me", "good": True}
     assert first_batch(module_of(UnpairedDataModule, row, columns={"label": "good"})).desirable.tolist() == [True]
 
 
-def test_a_rank_gets_the_places_of_its_share():
-    module = UnpairedDataModule(Given(tuple(ROWS)), Letters(), batch_size=2, shuffle=False)
+def test_rank_gets_the_indices_of_its_share():
+    module = UnpairedDataModule(GivenRows(tuple(ROWS)), Letters(), batch_size=2, shuffle=False)
     module.setup("fit")
     shares = [module.collate([module.examples["train"][position]], [position], [position], 0) for position in (0, 1)]
     assert [share.position.tolist() for share in shares] == [[0], [1]]

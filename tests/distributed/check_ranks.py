@@ -1,4 +1,4 @@
-"""Comparisons of heads and layouts before the first step, made by several ranks; see :func:`checks`."""
+"""Comparisons of heads and layouts before the first step on several ranks; see :func:`checks`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def doubled(lm: Any) -> Head:
 
 
 def unseparated(*arguments: Any) -> Packing:
-    """Lay out texts in one row in which they attend to each other."""
+    """Lay out several texts in one row without masking attention between them."""
     packing = pack_texts(*arguments)
     return dataclasses.replace(packing, lengths=PackedLengths((packing.lengths.tokens,), ((),)))
 
 
 class Checks(Callback):
-    """Repeats the comparisons with right models, with texts that are not separated, and with a wrong head."""
+    """Repeats the comparisons with correct models, with texts that are not separated, and with a wrong head."""
 
     def __init__(self) -> None:
         self.result: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class Checks(Callback):
 
 
 def checks(strategies: list[Any]) -> list[dict[str, Any]]:
-    """Return the results of the comparisons under each strategy; each run then makes two steps of PPO."""
+    """Return the results of the comparisons under each strategy; each run then takes two steps of PPO."""
     result = []
     for strategy in strategies:
         module, data, callbacks = parts("ppo", heads=2)
@@ -79,7 +79,7 @@ def checks(strategies: list[Any]) -> list[dict[str, Any]]:
 
 
 def wrong_head(strategy: Any, folder: str) -> None:
-    """Train a model with a wrong head; each rank writes the error that ends the run into a file."""
+    """Train a model with a wrong head; each rank writes the error that ends the run to a file."""
 
     class Note(Callback):
         def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed compiles an extension at its first use on a machine; the tests of several processes begin with it built."""
+"""DeepSpeed compiles an extension at its first use on a machine; the build starts before the tests of this folder."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ _BUILD = pytest.StashKey()
 
 
 def pytest_collection_finish(session):
-    """Start the build, which takes a minute, beside the tests that run before those of this folder."""
+    """Start the build, which takes a minute, while other tests run before those of this folder."""
     first_worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     needed = any(item.nodeid.startswith("tests/distributed/") for item in session.items)
     if first_worker and needed and find_spec("deepspeed") and not session.config.option.collectonly:
@@ -27,7 +27,7 @@ def pytest_collection_finish(session):
 
 
 def _remove_stale_locks():
-    """Remove locks of builds that were killed: torch waits for their removal without a timeout."""
+    """Remove locks of killed builds, because torch waits for their removal without a timeout."""
     for name in ("deepspeed_shm_comm", "cpu_adam"):
         for folder in build_folders(name):
             lock = folder / "lock"
@@ -36,13 +36,13 @@ def _remove_stale_locks():
 
 
 def pytest_unconfigure(config):
-    """Wait for the build; if it were killed, it would leave its lock behind."""
+    """Wait for the build; killing it would leave its lock behind."""
     if build := config.stash.get(_BUILD, None):
         build.wait()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _deepspeed_is_built():
-    """Wait for the build, or build; the minute is not part of a test's time."""
+    """Wait for the build or start it; the time does not count towards a test."""
     if find_spec("deepspeed"):
         run_ranks(_FUNCTION, 1)

@@ -1,4 +1,4 @@
-"""What ranks do for test_deepspeed.py: each function runs in every process and returns what was seen there."""
+"""Functions that run on every rank for test_deepspeed.py and return their observations."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def texts(rows: int, seed: int) -> SequenceBatch:
 
 
 def model(tied: bool = False, dtype: Any = "float32") -> TinyModel:
-    """Return a llama many of whose parameters have sizes that 2 does not divide."""
+    """Return a llama in which many parameters have sizes that 2 does not divide."""
     return TinyModel({**TinyModel().architecture, "tie_word_embeddings": tied, "hidden_size": 31}, dtype=dtype)
 
 
 class Watched(RLHFDeepSpeedStrategy):
-    """Notes whether clipping already moves a weight."""
+    """Records whether clipping changes a weight."""
 
     still = True
 
@@ -54,14 +54,14 @@ class Watched(RLHFDeepSpeedStrategy):
 
 
 def weights(roles: Any, name: str) -> dict[str, Tensor]:
-    """Return all of a role, whole."""
+    """Return all unsharded weights of a role."""
     return {key: tensor.clone() for key, tensor in roles.iter_full_params(name)}
 
 
 class Plain:
-    """The same updates by torch alone, on whole batches; in bfloat16 computed by a copy of float32 weights.
+    """Computes the same updates in torch on whole batches; for bfloat16, with a float32 copy of the weights.
 
-    The first weights of that copy are rounded, as DeepSpeed makes its float32 weights of those in bfloat16.
+    The copy starts from rounded weights, because DeepSpeed creates its float32 weights from those in bfloat16.
     """
 
     def __init__(self, source: Any, bfloat16: bool = False) -> None:
@@ -81,7 +81,7 @@ class Plain:
             parameter.data = master.data.to(self.dtype)
 
     def update(self, batch: SequenceBatch) -> float:
-        """Return norm before clipping."""
+        """Train on a batch and return the gradient norm before clipping."""
         loss(self.model, batch).backward()
         for master, parameter in self._pairs():
             master.grad, parameter.grad = parameter.grad.float(), None
@@ -93,21 +93,21 @@ class Plain:
         return float(norm)
 
     def furthest(self, others: dict[str, Tensor]) -> float:
-        """Return by how much any weight differs at most; names and order must be the same."""
+        """Return the largest difference of any weight; names and order must be equal."""
         named = dict(self.model.lm.named_parameters())
         assert list(named) == list(others), (list(named), list(others))
         return max(float((tensor.detach().float() - others[name]).abs().max()) for name, tensor in named.items())
 
 
 def loss(plain: Any, batch: SequenceBatch) -> Tensor:
-    """Return mean over the tokens of a whole batch."""
+    """Return the mean loss over the tokens of a whole batch."""
     ids, mask = batch.input_ids, batch.loss_mask[:, 1:]
     index = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
     return -plain(ids, index, ids[:, 1:], mask).logprobs.sum() / mask.sum()
 
 
 def sft(source: Any, **options: Any) -> SFTModule:
-    """Return a module of these updates."""
+    """Return a module for these updates."""
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=DECAY)
     sgd = partial(torch.optim.SGD, lr=RATE)
     inputs = {"optimizer": sgd, "lr_scheduler": schedule, "micro_batch_tokens": 24, "max_grad_norm": MAX_NORM}
@@ -115,7 +115,7 @@ def sft(source: Any, **options: Any) -> SFTModule:
 
 
 class Compare(Callback):
-    """Runs the plain updates beside those of the ranks and notes what differs."""
+    """Computes the updates in torch next to those of the ranks, and records the differences."""
 
     def __init__(self, plain: Plain, batches: list[SequenceBatch]) -> None:
         self.plain, self.batches = plain, batches
@@ -136,7 +136,7 @@ class Compare(Callback):
 
 
 def walk(module: Any) -> dict[str, int]:
-    """Return elements that are whole before, at most during, and after a walk through all parameters; the largest layer."""
+    """Return the number of unsharded elements before, during (maximum) and after iterating over all parameters."""
     parameters = list(module.actor.parameters())
 
     def whole() -> int:
@@ -151,7 +151,7 @@ def walk(module: Any) -> dict[str, int]:
 
 
 def held(module: Any) -> dict[str, int]:
-    """Return elements of the actor and of what this rank keeps of it: weights to compute with, weights to optimize."""
+    """Return the number of elements of the actor, and those that this rank stores as weights and for the optimizer."""
     parameters = list(module.actor.parameters())
     optimized = module.trainer.optimizers[0].param_groups[0]["params"]
     return {
@@ -167,26 +167,26 @@ def _elements(parameter: Any) -> int:
 
 
 def shares(batches: list[SequenceBatch], rank: int, ranks: int) -> DataLoader:
-    """Return every so-manieth row of each batch."""
+    """Return every n-th row of each batch, where n is the number of ranks."""
     return DataLoader([batch[torch.arange(rank, len(batch), ranks)] for batch in batches], batch_size=None)
 
 
 def trainer_of(strategy: Any, **options: Any) -> Any:
-    """Return a Trainer over the processes that run."""
+    """Return a Trainer for all running processes."""
     devices = int(os.environ["WORLD_SIZE"])
     return quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **options)
 
 
-def position() -> tuple[int, int]:
-    """Return rank and number of ranks."""
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of ranks."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 # -- what run_ranks calls ---------------------------------------------------------------------------------------------
 
 
-def everything(requested: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Answer of all functions below to what they are asked; starting the processes is what takes long."""
+def run_all(requested: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the results of all functions below for their requests, because starting the processes is slow."""
     return {
         "updates": updates(list(requested["updates"].values())),
         "breaks": breaks(requested["breaks"]),
@@ -198,7 +198,8 @@ def everything(requested: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def updates(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return three updates of each run, beside plain ones. ``precision``, ``dtype``, ``tied``; the rest is the strategy's."""
+    """Return three updates of each run next to those in torch; options other than precision, dtype and tied are the
+    strategy's."""
     result = []
     for run in runs:
         precision, dtype, tied = run.pop("precision", "32-true"), run.pop("dtype", "float32"), run.pop("tied", False)
@@ -208,47 +209,47 @@ def updates(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         compare = Compare(Plain(source, in_bfloat16), batches)
         strategy = Watched(config=SHARDED, **run)
         trainer = trainer_of(strategy, callbacks=[compare], precision=precision)
-        trainer.fit(sft(source), shares(batches, *position()))
+        trainer.fit(sft(source), shares(batches, *rank_and_size()))
         result.append({**compare.result, "still": strategy.still})
     return result
 
 
-class OneRankBreaks(SFTModule):
-    """Its loss is no number on the last rank."""
+class NaNOnLastRank(SFTModule):
+    """Has a NaN loss on the last rank."""
 
-    refused = ""
+    error_text = ""
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         before = weights(self.role_strategy, "actor")
         try:
             super().training_step(batch, batch_idx)
         except FloatingPointError as error:
-            self.refused = str(error)
+            self.error_text = str(error)
         after = weights(self.role_strategy, "actor")
         self.moved = any(not torch.equal(before[name], after[name]) for name in before)
 
     def token_loss(self, rows: SequenceBatch, sums: MeanAccumulator, prefix: str = "train") -> Tensor:
-        rank, ranks = position()
+        rank, ranks = rank_and_size()
         return super().token_loss(rows, sums, prefix) * (torch.nan if rank == ranks - 1 else 1.0)
 
 
 def breaks(runs: list[tuple[int, str]]) -> list[dict[str, Any]]:
-    """Return a mini-batch whose gradient is no number because of one rank, for each stage and precision."""
+    """Return the result of a mini-batch whose gradient is NaN on one rank, for each stage and precision."""
     result = []
     for stage, precision in runs:
-        module = OneRankBreaks(model(), micro_batch_tokens=24)
+        module = NaNOnLastRank(model(), micro_batch_tokens=24)
         trainer = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED), precision=precision)
-        trainer.fit(module, shares([texts(7, 0)], *position()))
-        result.append({"refused": module.refused, "moved": module.moved})
+        trainer.fit(module, shares([texts(7, 0)], *rank_and_size()))
+        result.append({"error_text": module.error_text, "moved": module.moved})
     return result
 
 
 def validations(stages: list[int]) -> list[dict[str, float]]:
-    """Return the loss of held-out texts without a fit, after a fit under the same Trainer, and by torch alone."""
+    """Return the loss of held-out texts without a fit, after a fit with the same Trainer, and in torch."""
     result = []
     held_out = texts(8, 9)
     for stage in stages:
-        data, training = shares([held_out], *position()), shares([texts(7, 0)], *position())
+        data, training = shares([held_out], *rank_and_size()), shares([texts(7, 0)], *rank_and_size())
         alone = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED))
         (first,) = alone.validate(sft(model()), data, verbose=False)
         both, module = trainer_of(RLHFDeepSpeedStrategy(stage=stage, config=SHARDED)), sft(model())
@@ -263,10 +264,10 @@ def validations(stages: list[int]) -> list[dict[str, float]]:
 
 
 def from_directory(folder: str, precision: str) -> dict[str, Any]:
-    """Return a language model and a scalar model of it, loaded by rank 0 alone."""
+    """Return results for a language model and a scalar model of it that only rank 0 loads."""
     trainer = trainer_of(RLHFDeepSpeedStrategy(stage=3, config=SHARDED), max_steps=0, precision=precision)
     module, plain = sft(Pretrained(folder)), Plain(Pretrained(folder), bfloat16=precision != "32-true")
-    trainer.fit(module, shares([texts(7, 0)], *position()))
+    trainer.fit(module, shares([texts(7, 0)], *rank_and_size()))
     buffers = [*zip(module.actor.buffers(), plain.model.buffers(), strict=True)]
     result: dict[str, Any] = {
         "spread": all(parameter.ds_tensor.numel() < parameter.ds_numel for parameter in module.actor.parameters()),
@@ -280,7 +281,7 @@ def from_directory(folder: str, precision: str) -> dict[str, Any]:
 
 
 class Reference(Callback):
-    """Notes the KL to a reference that the actor begins as, and what this rank holds of it."""
+    """Records the KL to a reference that equals the initial actor, and the part that this rank stores."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.before = weights(pl_module.role_strategy, "ref")
@@ -296,10 +297,10 @@ class Reference(Callback):
 
 
 def references(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one step of PPO whose reference is where the actor begins; ``precision``, the rest is the strategy's."""
+    """Return the result of one step of PPO with the initial actor as reference, for each precision and strategy."""
     result = []
     rollout = rollout_of(responses(8, seed=1))
-    rank, ranks = position()
+    rank, ranks = rank_and_size()
     for run in runs:
         noted = Reference()
         options = {"precision": run.pop("precision"), "callbacks": [HandOver(), noted]}
@@ -311,7 +312,7 @@ def references(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def by_deepspeeds_adam(stages: list[int]) -> list[dict[str, Any]]:
-    """Return two updates with an offloaded optimizer: by torch, and by DeepSpeed's own for CPUs."""
+    """Return the differences between two updates with torch's and with DeepSpeed's Adam for CPUs, both offloaded."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     result = []
@@ -321,7 +322,7 @@ def by_deepspeeds_adam(stages: list[int]) -> list[dict[str, Any]]:
             strategy = RLHFDeepSpeedStrategy(stage=stage, offload_optimizer=True, config=SHARDED)
             saved = KeepWeights()
             trainer = trainer_of(strategy, callbacks=[saved])
-            trainer.fit(sft(model(), optimizer=optimizer), shares([texts(7, 0), texts(7, 1)], *position()))
+            trainer.fit(sft(model(), optimizer=optimizer), shares([texts(7, 0), texts(7, 1)], *rank_and_size()))
             ends.append(saved.weights)
         furthest = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
         start = weights_of(model())
@@ -331,12 +332,12 @@ def by_deepspeeds_adam(stages: list[int]) -> list[dict[str, Any]]:
 
 
 class KeepWeights(Callback):
-    """Keeps the actor as it is at the end."""
+    """Stores the weights of the actor at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.weights = weights(pl_module.role_strategy, "actor")
 
 
 def weights_of(source: Any) -> dict[str, Tensor]:
-    """Return of a model in one process."""
+    """Return the weights of a model in one process."""
     return {name: tensor.detach() for name, tensor in source.causal().lm.named_parameters()}

@@ -1,7 +1,7 @@
-"""One run of two ranks of which one fails in the third step: ``failing.py HOW RANK DIRECTORY [timeout in s]``.
+"""A run of two ranks of which one fails in the third step: ``failing.py HOW RANK DIRECTORY [timeout in s]``.
 
-Each rank starts an engine first, as a rollout does, and writes down which processes it consists of. If the environment
-variable UNWATCHED is set, the ranks have no failure watch, only what torch and Lightning do.
+Each rank starts an engine first, as a rollout does, and writes the ids of its processes to a file. If the environment
+variable UNWATCHED is set, the ranks have no failure watch, only the error handling of torch and Lightning.
 """
 
 import os
@@ -19,12 +19,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from lightning_rlhf.strategies.failure import EndsTogether
 
-HOW, GUILTY, DIRECTORY = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+HOW, FAILING_RANK, DIRECTORY = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 TIMEOUT = float(sys.argv[4]) if len(sys.argv) > 4 else 1800
 
 
 class WatchedDDP(EndsTogether, DDPStrategy):
-    """What the strategies of this package do, around a plain module."""
+    """DDP for a plain module with the failure watch of this package."""
 
 
 class Linear(LightningModule):
@@ -34,13 +34,13 @@ class Linear(LightningModule):
 
     def on_train_start(self):
         # The whole run with so short a timeout would not outlast the start of its processes on a busy machine.
-        self.impatient = torch.distributed.new_group(timeout=timedelta(seconds=TIMEOUT))
+        self.group = torch.distributed.new_group(timeout=timedelta(seconds=TIMEOUT))
 
     def training_step(self, batch, index):
-        if index == 2 and self.global_rank == GUILTY:
+        if index == 2 and self.global_rank == FAILING_RANK:
             (DIRECTORY / "failed").write_text(str(time.time()))
             fail()
-        torch.distributed.all_reduce(torch.zeros(1), group=self.impatient)
+        torch.distributed.all_reduce(torch.zeros(1), group=self.group)
         return self.layer(batch).sum()
 
     def configure_optimizers(self):

@@ -1,4 +1,4 @@
-"""What test_fsdp.py asks the ranks to do."""
+"""Functions that run on the ranks for test_fsdp.py."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Watched(RLHFFSDPStrategy):
-    """Notes of every backward whether gradients are to be reduced after it, and whether none and whether all were."""
+    """Records for every backward pass whether gradients are synchronized after it, and whether any and all exist."""
 
     def accumulate(self, name, sync):
         self.sync = sync
@@ -43,11 +43,11 @@ class Watched(RLHFFSDPStrategy):
         self.backwards = [*getattr(self, "backwards", []), [name, self.sync, any(there), all(there)]]
 
 
-class Look(Callback):
-    """Notes what lies on this rank behind every step, and in which type blocks compute."""
+class RecordShards(Callback):
+    """Records the shards on this rank after every step, and the dtype in which blocks compute."""
 
     def __init__(self):
-        self.lies_here, self.types = [], set()
+        self.local_sizes, self.types = [], set()
 
     def on_train_start(self, trainer, pl_module):
         def note(block, inputs, output):
@@ -58,11 +58,11 @@ class Look(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         roles = (*pl_module.trained_roles, *pl_module.frozen_roles)
-        self.lies_here.append({name: sizes(getattr(pl_module, name)) for name in roles})
+        self.local_sizes.append({name: sizes(getattr(pl_module, name)) for name in roles})
 
 
 def sizes(role):
-    """Return by name, the shape of each parameter and the elements of it that lie on this rank."""
+    """Return the shape of each parameter and the number of its elements on this rank, by name."""
     return {
         name: [list(p.shape), (p.to_local() if isinstance(p, DTensor) else p).numel()]
         for name, p in role.named_parameters()
@@ -70,12 +70,12 @@ def sizes(role):
 
 
 def train(runs):
-    """Train one after the other; each is described by the arguments of :func:`_train`."""
+    """Train the runs in order; each is described by the arguments of :func:`_train`."""
     return [_train(**run) for run in runs]
 
 
 def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, precision="32-true", again=False):
-    """Return three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights.
+    """Train three steps with ``options`` of the strategy, or a single process for None. Rank 0 writes the weights.
 
     With ``again``, a validation and another fit of the same module follow.
     """
@@ -88,14 +88,14 @@ def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, p
     for callback in callbacks:
         if shared > 1:
             callback._engine_choice = SharedEngine(callback._engine_choice, ranks=shared)
-    record, look, strategies = Record(), Look(), []
+    record, shards, strategies = Record(), RecordShards(), []
     for _ in range(2 if again else 1):
         strategies.append("rlhf_single" if options is None else Watched(**options))
         trainer = quiet_trainer(
             strategy=strategies[-1],
             devices=RANKS,
             precision=precision,
-            callbacks=[*callbacks, record, look],
+            callbacks=[*callbacks, record, shards],
             max_steps=3,
             max_epochs=-1,
             use_distributed_sampler=False,
@@ -110,12 +110,12 @@ def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, p
     return {
         "norms": [{name: value for name, value in step.items() if "grad_norm" in name} for step in record.steps],
         "validations": record.validations,
-        "lies here": look.lies_here,
-        "types": sorted(look.types),
+        "local sizes": shards.local_sizes,
+        "types": sorted(shards.types),
         "backwards": getattr(strategies[0], "backwards", []),
         "data": [module.data_ranks.rank, module.data_ranks.size],
         "tied": first.lm.get_input_embeddings().weight is first.lm.get_output_embeddings().weight,
-        "kept in": sorted({str(p.dtype) for p in first.parameters()}),
+        "stored in": sorted({str(p.dtype) for p in first.parameters()}),
         "names": list(trained),
         "sum": sum(float(tensor.double().sum()) for tensor in trained.values()),
     }
@@ -126,7 +126,7 @@ def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, p
 
 @dataclass(frozen=True)
 class Noted(TinyModel):
-    """Notes on which device it is built."""
+    """Records the device on which it is built."""
 
     devices: ClassVar[list[str]] = []
 
@@ -136,7 +136,7 @@ class Noted(TinyModel):
 
 
 class OtherTypes(TinyModel):
-    """Has weights of another type than its configuration says, which is all that is read on the meta device."""
+    """Has weights of a dtype other than that of its configuration, which is the only one used on the meta device."""
 
     def causal(self):
         model = super().causal()
@@ -144,7 +144,7 @@ class OtherTypes(TinyModel):
 
 
 class InFit(Callback):
-    """Calls a function once, with the strategy."""
+    """Calls a function with the strategy once."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -162,7 +162,7 @@ def build(folder):
     module.sources = {"actor": Noted()}
 
     def states(strategy):
-        small = {"same": _same(strategy, folder), "cast": _cast(strategy), "refused": _refused(strategy)}
+        small = {"same": _same(strategy, folder), "cast": _cast(strategy), "error": _error_of_other_tensors(strategy)}
         return {**small, **_memory(strategy)}
 
     call = InFit(states)
@@ -172,7 +172,7 @@ def build(folder):
 
 
 def _same(strategy, folder):
-    """Return which models are, tensor by tensor and bit by bit, what one process builds: weights, names and buffers."""
+    """Return which models have bitwise the same weights, names and buffers as those built in one process."""
     tied = TinyModel(TINY_LLAMA | {"tie_word_embeddings": True})
     sources = {
         "fresh": TinyModel(),
@@ -201,7 +201,7 @@ def _same(strategy, folder):
 
 
 def _cast(strategy):
-    """Return which matrices are cast before they are gathered, and whether the result is that of a cast afterwards."""
+    """Return which matrices are cast before they are gathered, and whether the result equals a cast after gathering."""
     cast, whole = {}, DTensor.full_tensor
 
     def full_tensor(self, *arguments):
@@ -224,8 +224,8 @@ def _cast(strategy):
     return cast
 
 
-def _refused(strategy):
-    """Return what is said where the tensors of rank 0 are not those of the others."""
+def _error_of_other_tensors(strategy):
+    """Return the error for tensors on rank 0 that differ from those of the other ranks."""
 
     def make():
         tied = torch.get_default_device().type != "meta"
@@ -239,7 +239,7 @@ def _refused(strategy):
 
 
 def _memory(strategy):
-    """Return bytes of host memory taken at most while a large model is built, and while its weights are brought together."""
+    """Return the peak host memory in bytes for building a large model, and for gathering its weights."""
     with torch.device("meta"):
         model = LARGE.causal()
     built = _most_taken(lambda: setattr(strategy.module, "probe", strategy.build_role("actor", LARGE.causal)))
@@ -249,11 +249,11 @@ def _memory(strategy):
 
 
 def _most_taken(function):
-    def of_process(what):
+    def of_process(field):
         lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
-    Path("/proc/self/clear_refs").write_text("5")  # the most ever resident is what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
     before = of_process("VmRSS")
     function()
     return of_process("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Runs a function in several processes under gloo, as torchrun would, and brings their answers back."""
+"""Runs a function in several processes under gloo, as torchrun would, and returns their results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on now."""
+    """Return a free TCP port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return variables that torchrun gives a process of a single node."""
+    """Return the variables that torchrun sets for a process of a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -51,15 +51,15 @@ def run_ranks(
     Args:
         function: dotted module and name, importable from the project's root.
         ranks: number of processes, at least 1.
-        arguments: what JSON can hold.
-        seconds: after which all are killed.
-        environment: further variables of the processes.
+        arguments: JSON values.
+        seconds: time limit, after which all processes are killed.
+        environment: additional variables of the processes.
 
     Returns:
-        What each rank returned, by rank; must be what JSON can hold.
+        The result of each rank; must be JSON values.
 
     Raises:
-        RuntimeError: a rank failed or took too long; the message holds the output of the first that failed.
+        RuntimeError: a rank failed or took too long; the message has the output of the first failed rank.
     """
     port = free_port()
     fork = _fork_server()
@@ -86,13 +86,13 @@ def run_ranks(
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for a child: the repository before the entries of this process, which may hold packages."""
+    """Return PYTHONPATH for a child: the repository, followed by the entries of this process."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @functools.cache
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """Start a process that has imported the library; ranks are forked from it instead of importing it each."""
+    """Start a process that has imported the library; ranks are forked from it to save import time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     variables = {
@@ -105,7 +105,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _rank(folder: str, function: str, arguments: str, variables: dict[str, str], seconds: float) -> None:
-    """Be one rank: its own session, output and environment; the result becomes a file.
+    """Run one rank in a separate session with its output and environment; write the result to a file.
 
     Five seconds before the rank is killed, the stack of each of its threads is written to its output.
     """

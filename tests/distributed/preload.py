@@ -1,4 +1,4 @@
-"""Imports of the process that ranks are forked from; see :func:`tests.distributed.launch.run_ranks`."""
+"""Imports of the process from which ranks are forked; see :func:`tests.distributed.launch.run_ranks`."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Runs of :mod:`tests.distributed.tasks` whose products are oneDNN's, whatever the CPU; see :func:`train`."""
+"""Runs of :mod:`tests.distributed.tasks` with oneDNN's matrix products on any CPU; see :func:`train`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed import tasks
 
 
 def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one after the other; ``shapes`` of each result are those of the weights that oneDNN multiplied."""
+    """Train the runs in order; ``shapes`` of each result are those of the weights that oneDNN multiplied."""
     return [_train(run) for run in runs]
 
 
@@ -30,6 +30,6 @@ def _train(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_torch(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one after the other with torch's products, as on a CPU without AVX-512."""
+    """Train the runs in order with torch's products, as on a CPU without AVX-512."""
     with mock.patch.object(products, "_has_onednn", return_value=False):
         return tasks.train(runs)

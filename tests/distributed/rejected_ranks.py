@@ -1,4 +1,4 @@
-"""Steps of ranks whose tokens are all rejected; for test_rejected_ranks.py."""
+"""Steps of ranks whose tokens are all rejected, for test_rejected_ranks.py."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class Recorded(Callback):
 
 
 def batch(kind: str) -> Rollout:
-    """Return this rank's rows: ``accepted``; rejected on ``all`` ranks, or with ``one`` on rank 0; or ``none`` to learn from.
+    """Return this rank's rows, by the kind of batch.
 
-    With ``few`` and ``one``, there is one row per rank, so that a mini-batch is one micro-batch of it.
+    ``accepted`` has accepted tokens, ``all`` rejected ones, ``one`` rejected ones on rank 0, and ``none`` rows that are
+    excluded from training. ``few`` and ``one`` have one row per rank, so that a mini-batch is a micro-batch.
     """
     rollout = rollout_of(ROWS)[torch.arange(RANK, len(ROWS), RANKS)]
     if kind == "one" or kind.startswith("few"):
@@ -67,7 +68,7 @@ def batch(kind: str) -> Rollout:
 
 
 def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train once per run, which has a ``strategy``, ``batches``, and if wanted a ``precision`` and a ``critic``."""
+    """Train each run, a dictionary of ``strategy``, ``batches``, and optionally ``precision`` and ``critic``."""
     result = []
     for run in runs:
         recorded = Recorded()

@@ -1,4 +1,4 @@
-"""What ranks do for test_resharding.py: read a checkpoint, write it again at once, train a step further, write that."""
+"""Functions of ranks for test_resharding.py: read a checkpoint, write it immediately, train one step, write again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 4  # of 13: three batches make an epoch, and checkpoints are taken inside
 
 
 class SaveAt(Callback):
-    """Writes the state when training starts, and when it ends."""
+    """Saves a checkpoint at the start of training and at its end."""
 
     def __init__(self, again: str | None, write: str | None) -> None:
         self.again, self.write = again, write
@@ -38,12 +38,12 @@ class SaveAt(Callback):
 
 
 def walk(runs: list[dict[str, Any]]) -> None:
-    """One run after the other.
+    """Execute the runs in order.
 
     Args:
-        runs: each ``strategy``, ``steps`` to have made at the end, ``options`` (``kind``, and of the module), and if
-            wanted ``read`` (checkpoint to resume from), ``again`` (where to write it at once), ``write`` (where to
-            write the end).
+        runs: dictionaries of ``strategy``, ``steps`` at the end, ``options`` (``kind``, and of the module), and
+            optionally ``read`` (checkpoint to resume from), ``again`` (path to write it immediately), ``write`` (path
+            of the final checkpoint).
     """
     for run in runs:
         _walk(**run)
@@ -79,7 +79,7 @@ def _walk(
 
 
 def roles(path: str | Path) -> dict[str, Any]:
-    """Return all that a checkpoint's roles hold, whole: by role, tensors and the optimizer's settings."""
+    """Return the unsharded tensors and the optimizer settings of all roles in a checkpoint."""
     result = {}
     for folder in sorted(entry for entry in manifest.verified(Path(path)).iterdir() if entry.is_dir()):
         role = StoredRole(folder)
@@ -90,14 +90,14 @@ def roles(path: str | Path) -> dict[str, Any]:
 
 
 def rest(path: str | Path) -> dict[str, Any]:
-    """Return what belongs to no role and must survive: the step, schedules, callbacks, the place in the data."""
+    """Return the state outside of the roles: the step, schedules, callbacks, and the position in the data."""
     state = torch.load(manifest.verified(Path(path)) / "state.pt", weights_only=True)
     loader = state["loops"]["fit_loop"]["state_dict"].get("combined_loader")
     return {key: state[key] for key in ("global_step", "lr_schedulers", "callbacks")} | {"place": loader}
 
 
 def bits_that_differ(one: str | Path, other: str | Path) -> str | None:
-    """Return where two checkpoints first differ; None if nowhere."""
+    """Return the first difference between two checkpoints, or None if they are equal."""
     ours, theirs = roles(one), roles(other)
     if ours.keys() != theirs.keys():
         return f"roles {sorted(ours)} and {sorted(theirs)}"
@@ -115,7 +115,7 @@ def bits_that_differ(one: str | Path, other: str | Path) -> str | None:
 
 
 def largest_weight_difference(one: str | Path, other: str | Path) -> float:
-    """Return between two checkpoints, absolute, over all weights."""
+    """Return the largest absolute difference of any weight between two checkpoints."""
     ours, theirs = roles(one), roles(other)
     return max(
         float((tensor.double() - theirs[role][0][key].double()).abs().max())

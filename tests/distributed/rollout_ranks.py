@@ -1,4 +1,4 @@
-"""What ranks do with real engines, run by :func:`tests.distributed.launch.run_ranks`."""
+"""Functions of ranks with real engines, run by :func:`tests.distributed.launch.run_ranks`."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ def joined():
     return dist.get_rank()
 
 
-def output(action):
+def error_of(action):
     try:
         action()
     except Exception as error:
@@ -35,7 +35,7 @@ def output(action):
 
 
 def rolled(engine, actor, rank, ranks=2):
-    """Return this rank's share, and whether the engine says what the trainer computes."""
+    """Return this rank's completions, and their agreement with the trainer's model."""
     prompts, seeds = PROMPTS[rank::ranks], SEEDS[rank::ranks]
     completions = generate(engine, prompts, SAMPLING, seeds)
     likeliest = generate(engine, prompts[:2], SamplingParams(10, temperature=0), [0, 0])
@@ -48,26 +48,26 @@ def rolled(engine, actor, rank, ranks=2):
 
 
 def own_and_shared(folder):
-    """Return an engine for each rank, then one for both."""
+    """Return the results of an engine per rank and of a shared engine."""
     rank = joined()
-    instance, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
-    instance.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
+    own, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
+    own.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
     shared.start(setup_of(source_of(), Path(folder, f"shared{rank}")))
-    result = {"ready": [instance.wait(), shared.wait()]}
-    child = psutil.Process(instance._process.process.pid).environ()
+    result = {"ready": [own.wait(), shared.wait()]}
+    child = psutil.Process(own._process.process.pid).environ()
     result["inherited"] = sorted(
         set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     )
-    for name, engine in (("own", instance), ("shared", shared)):
+    for name, engine in (("own", own), ("shared", shared)):
         result[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
         result[f"{name} same"] = [c.token_ids for c in generate(engine, PROMPTS[:4], SAMPLING, SEEDS[:4])]
-    instance.close()
+    own.close()
     if rank == 0:
         os.kill(shared._engine._process.process.pid, signal.SIGKILL)
     began = time.monotonic()
     result["killed"] = [
-        output(lambda: generate(shared, PROMPTS[:1], SAMPLING, SEEDS[:1])),
-        output(lambda: pushed(shared, source_of(), 5)),
+        error_of(lambda: generate(shared, PROMPTS[:1], SAMPLING, SEEDS[:1])),
+        error_of(lambda: pushed(shared, source_of(), 5)),
     ]
     result["seconds"] = time.monotonic() - began
     shared.close()
@@ -76,7 +76,7 @@ def own_and_shared(folder):
 
 
 def tensor_parallel(folder):
-    """Return one engine of two workers for two ranks."""
+    """Return the results of two ranks that share one engine of two workers."""
     rank = joined()
     # Two heads for keys, or both workers would hold the same one.
     sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
@@ -92,7 +92,7 @@ def tensor_parallel(folder):
         workers = psutil.Process(engine._engine._process.process.pid).children(recursive=True)
         os.kill(next(w.pid for w in workers if "Worker" in " ".join(w.cmdline())), signal.SIGKILL)
     began = time.monotonic()
-    result["killed"] = output(lambda: generate(engine, PROMPTS, SAMPLING, SEEDS))
+    result["killed"] = error_of(lambda: generate(engine, PROMPTS, SAMPLING, SEEDS))
     result["seconds"] = time.monotonic() - began
     engine.close()
     result["workers"], result["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
@@ -101,7 +101,7 @@ def tensor_parallel(folder):
 
 
 def one_server(folder, url, pid):
-    """Return a server for both ranks: what goes well, then everything that does not."""
+    """Return the results of two ranks with one server, first for valid requests and then for failures."""
     rank = joined()
     engine, setup = VLLMServerEngine(url, timeout=120), setup_of(source_of(), Path(folder, f"rank{rank}"))
     unlike = {
@@ -112,7 +112,7 @@ def one_server(folder, url, pid):
     engine.start(setup)
     result = {"ready": engine.wait(), "unlike": {}}
     for name, other in unlike.items():
-        result["unlike"][name] = output(partial(began, url, other))
+        result["unlike"][name] = error_of(partial(began, url, other))
     result["rolled"] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
     repeated = [[7] * 100 + prompt for prompt in PROMPTS[:2]]  # several blocks of the prefix cache
     for seed in (5, 6):
@@ -124,7 +124,7 @@ def one_server(folder, url, pid):
         ]
     echoed = generate(engine, repeated, SamplingParams(2, echo=True), [0, 0])
     result["echo"] = largest_gap(actor, [prompt[:1] for prompt in repeated], echoed)
-    result["too long"] = output(lambda: generate(engine, [[5] * 600], SAMPLING, [0]))
+    result["too long"] = error_of(lambda: generate(engine, [[5] * 600], SAMPLING, [0]))
 
     def ask():
         generate(engine, PROMPTS[:3], SAMPLING, SEEDS[:3])
@@ -135,21 +135,21 @@ def one_server(folder, url, pid):
     if rank == 0:
         server.post("/update_weight_version", {"new_version": "somebody else's"})
     dist.barrier()
-    result["stale"] = output(ask)
+    result["stale"] = error_of(ask)
     dist.barrier()
     if rank == 0:
         server.post("/pause", mode="wait")
         server.post("/start_weight_update")
     result["again"] = rolled(engine, pushed(engine, source_of(seed=8), 8), rank)
     changed = source_of(seed=9, intermediate_size=64).causal().lm.named_parameters()
-    result["changed"] = output(lambda: engine.update_weights(changed, 9))
+    result["changed"] = error_of(lambda: engine.update_weights(changed, 9))
     result["exhausted"] = len(list(changed)) == 0
-    result["after"] = output(ask)
+    result["after"] = error_of(ask)
     dist.barrier()
     if rank == 0:
         os.killpg(pid, signal.SIGKILL)
     dist.barrier()
-    result["killed"] = [output(ask), output(lambda: pushed(engine, source_of(), 10))]
+    result["killed"] = [error_of(ask), error_of(lambda: pushed(engine, source_of(), 10))]
     engine.close()
     dist.destroy_process_group()
     return result

@@ -1,4 +1,4 @@
-"""A reward that takes its time, so that a run can be killed in the middle of a step."""
+"""A slow reward, so that a run can be killed in the middle of a step."""
 
 import time
 

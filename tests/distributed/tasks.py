@@ -1,6 +1,6 @@
-"""Small runs of SFT, reward model and PPO that come out the same whatever the strategy and the number of ranks.
+"""Small runs of SFT, reward model and PPO with the same results for any strategy and number of ranks.
 
-A run is described by plain values, so that it can be asked of other processes; see :func:`train`.
+A run is described by JSON values, so that it can be sent to other processes; see :func:`train`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WORDS = ["a", "bc", "cabd", "ga", "ecafbad", "f", "gfedcba", "bb", "dg", "cccc",
 
 
 class SeededEngine(RolloutEngine):
-    """Draws each response from the request's seed alone, so that it is the same on whichever rank it is asked for."""
+    """Samples each response from the request's seed alone, so that it is the same on every rank."""
 
     traits = EngineTraits(ranks=2)  # or one: what several ask, all of them get
 
@@ -91,18 +91,18 @@ class SeededEngine(RolloutEngine):
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Return reward: how much of a text is the letter a."""
+    """Return the share of the letter a in each text."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
 def by_chance(completions: list[str]) -> list[float]:
-    """Return reward: another one in every process, as judges that draw give."""
+    """Return random rewards that differ between processes, like those of a judge that samples."""
     draw = random.Random(os.getpid())
     return [draw.random() for _ in completions]
 
 
 class Record(Callback):
-    """Keeps every metric of every step, but those that measure time and this machine."""
+    """Records every metric of every step, except for times and machine-dependent values."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -153,7 +153,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
-    # With the usual eps of 1e-8, Adam divides the noise of gradients that are all but 0 by itself.
+    # With the default eps of 1e-8, Adam would scale up the rounding noise of gradients that are almost 0.
     decay = options.pop("matrix_decay", None)
     kind_of_adamw = torch.optim.AdamW if decay is None else MatrixDecayAdamW
     adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
@@ -209,7 +209,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
 
 
 def strategy_of(description: Any) -> Any:
-    """Return a registered name, or ``["module:Class", {arguments}]``."""
+    """Return a registered name, or the instance for ``["module:Class", {arguments}]``."""
     if isinstance(description, str):
         return description
     position, arguments = description
@@ -218,15 +218,15 @@ def strategy_of(description: Any) -> Any:
 
 
 def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one after the other.
+    """Train the runs in order.
 
     Args:
-        runs: each ``kind``, ``strategy`` (see :func:`strategy_of`), and if wanted ``weights`` (file for the trained
+        runs: each ``kind``, ``strategy`` (see :func:`strategy_of`), and optionally ``weights`` (file for the trained
             ones), ``module`` and ``trainer`` (options), ``ckpt`` (to resume from), ``save`` (checkpoint to write),
             ``save_at`` (step after which it is written; None is the last), ``export`` (directory of the model).
 
     Returns:
-        Of each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are as they were).
+        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged).
     """
     return [_train(**run) for run in runs]
 
@@ -260,7 +260,7 @@ def _train(
 
 
 class Keep(Callback):
-    """Writes the trained roles' whole weights at the end of a run, and compares the frozen ones with what they were."""
+    """Writes the unsharded trained roles at the end of a run, and checks that the frozen ones have not changed."""
 
     def __init__(self, weights: str | None, save: str | None, save_at: int | None = None) -> None:
         self.weights, self.save, self.save_at = weights, save, save_at
@@ -285,7 +285,7 @@ class Keep(Callback):
 
 
 def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
-    """Return every weight of some roles, whole, under ``role.name``. All ranks."""
+    """Return every unsharded weight of some roles under ``role.name``; called on all ranks."""
     return {
         f"{role}.{name}": tensor.float().cpu().clone()
         for role in roles
@@ -294,7 +294,7 @@ def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
 
 
 def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
-    """Return by role, by how much any weight of two files differs at most."""
+    """Return the largest difference of any weight in two files, by role."""
     ours, theirs = load_file(one), load_file(other)
     assert ours.keys() == theirs.keys()
     result: dict[str, float] = {}
@@ -305,7 +305,7 @@ def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
 
 
 def start_deepspeed() -> None:
-    """Have DeepSpeed open a process group, as a strategy does."""
+    """Open a process group with DeepSpeed, as a strategy does."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")

@@ -1,4 +1,4 @@
-"""Where models are sharded, all ranks have the buffers that are saved with a model, with adapters and without."""
+"""Under sharding strategies, all ranks have the saved buffers of a model, with and without adapters."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def differing(strategy, model, lora):
-    """Name of what differs from the model, after a step that learns nothing; one list of those that are sent."""
+    """Return the names of tensors that differ from the model after a step with learning rate 0, and a buffer."""
     wanted = dict(whole_tensors(Pretrained(model).causal().lm))
     result = []
 
@@ -46,7 +46,7 @@ def differing(strategy, model, lora):
 @pytest.mark.parametrize(
     ("name", "lora"), [("rlhf_fsdp", False), ("rlhf_deepspeed_stage_3", False), ("rlhf_deepspeed_stage_3", True)]
 )
-def test_every_rank_sends_what_is_saved(name, lora, tmp_path):
+def test_every_rank_sends_the_saved_tensors(name, lora, tmp_path):
     model = FromConfig(MOONLIGHT | SMALL["deepseek_v3"] | {"vocab_size": 50}, seed=0).causal()
     bias = model.lm.get_buffer(BIAS)
     bias.copy_(torch.linspace(-1, 1, len(bias)))

@@ -1,4 +1,4 @@
-"""The command line starts its processes by itself: a name in the configuration is all it takes."""
+"""The command line starts several processes for a strategy name in the configuration."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ SNIPPETS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/strategies.md").read_t
 
 
 def run(folder, strategy, devices):
-    """Train two steps in a folder and return what was printed, the weights, and the metrics."""
+    """Train two steps in a folder and return the output, the weights, and the metrics."""
     config = copy.deepcopy(PPO)
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     config["trainer"] |= {"strategy": strategy, "devices": devices}
@@ -43,9 +43,9 @@ def run(folder, strategy, devices):
 
 
 @pytest.mark.slow
-def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_path):
+def test_ddp_from_the_command_line_gives_the_results_of_one_process(tmp_path):
     printed, weights, metrics = run(tmp_path / "two", "ddp", 2)
-    assert printed.count("step 1: ") == 1  # one of them speaks
+    assert printed.count("step 1: ") == 1  # only one process prints
     assert printed.count("Rollouts by") == 1
     assert printed.count("RLHFDDPStrategy: 2 processes on 1 node\n") == 1
     assert "warning" not in printed.lower()
@@ -57,8 +57,8 @@ def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["name", "class path", "offload of idle roles"])
-def test_the_documented_strategies_are_understood(snippet, tmp_path, capsys, monkeypatch):
-    """Every snippet of the documentation, laid over a run's configuration."""
+def test_documented_strategies_are_valid(snippet, tmp_path, capsys, monkeypatch):
+    """Every snippet of the documentation is merged into the configuration of a run."""
     inputs = yaml.safe_load(snippet)["trainer"]
     config = copy.deepcopy(PPO)
     config["trainer"] |= inputs
@@ -79,14 +79,14 @@ def test_the_documented_strategies_are_understood(snippet, tmp_path, capsys, mon
 
 
 @pytest.mark.slow
-def test_a_strategy_with_arguments_runs_from_its_class_path(tmp_path):
+def test_strategy_with_arguments_runs_from_its_class_path(tmp_path):
     documented = yaml.safe_load(SNIPPETS[1])["trainer"]["strategy"]
     documented["init_args"]["tensor_parallel_size"] = 1  # the model here has one head
     run(tmp_path / "two", documented, 2)
 
 
 @pytest.mark.slow
-def test_a_mistake_that_every_rank_finds_is_one_line_and_code_2(tmp_path):
+def test_mistake_found_by_every_rank_gives_one_line_and_code_2(tmp_path):
     config = copy.deepcopy(PPO)
     config["trainer"] |= {"strategy": "ddp", "devices": 2}
     config["model"]["init_args"]["minibatch_size"] = 3

@@ -1,4 +1,4 @@
-"""On GPUs no rank builds a role before the engines of all ranks are ready."""
+"""On GPUs, ranks build roles only after the engines of all ranks are ready."""
 
 import time
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from tests.stand_ins import quiet_trainer
 
 
 class Slow(SeededEngine):
-    """Is ready after some seconds; the same on no two ranks."""
+    """Is ready after some seconds, which differ between ranks."""
 
     ranks = 1
 
@@ -48,7 +48,7 @@ def zeros(completions):
 
 
 @pytest.mark.slow
-def test_all_ranks_wait_for_the_engines_of_all(tmp_path):
+def test_all_ranks_wait_for_the_engines_of_all_ranks(tmp_path):
     (ready0, built0), (ready1, built1) = run_ranks(
         "tests.distributed.test_engine_start:ready_and_built", 2, str(tmp_path)
     )

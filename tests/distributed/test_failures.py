@@ -1,4 +1,4 @@
-"""A rank that fails ends all ranks soon, whatever the failure, and its traceback is the only one."""
+"""A failing rank ends all ranks soon after any kind of failure, and only its traceback is printed."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def environment(**more):
 
 
 def run(tmp_path, how, rank, *launcher, timeout=(), **variables):
-    """Exit code, what was written to the error stream, and seconds from the failure to the end of every process."""
+    """Return the exit code, the error output, and the seconds from the failure to the end of every process."""
     command = [*launcher, SCRIPT, how, str(rank), str(tmp_path), *map(str, timeout)]
     with (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(
@@ -53,7 +53,7 @@ def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def named(rank, tmp_path):
+def description_of(rank, tmp_path):
     pid = (tmp_path / f"rank{rank}").read_text().split()[0]
     return f"rank {rank} (node 0, host {os.uname().nodename}, process {pid})"
 
@@ -62,14 +62,14 @@ EACH_RANK = pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.s
 
 
 @EACH_RANK
-def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
+def test_failing_rank_prints_the_only_traceback(tmp_path, rank):
     code, err, seconds = run(tmp_path, "raise", rank)
-    guilty, other = named(rank, tmp_path), named(1 - rank, tmp_path)
+    failed, other = description_of(rank, tmp_path), description_of(1 - rank, tmp_path)
     assert code == 1
     assert seconds < SECONDS
-    assert f"{guilty} failed; ending all ranks.\n" in err
+    assert f"{failed} failed; ending all ranks.\n" in err
     assert f"{other} ends in " in err
-    assert f": {guilty} failed: ValueError: the reward function broke.\n" in err
+    assert f": {failed} failed: ValueError: the reward function broke.\n" in err
     assert err.count("Traceback (most recent call last)") == 1
     assert f"[rank{rank}]: ValueError: the reward function broke" in err
     assert "Connection closed" not in err
@@ -77,39 +77,39 @@ def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
 
 @pytest.mark.slow
 @EACH_RANK
-def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
+def test_killed_rank_is_reported_by_the_other(tmp_path, rank):
     code, err, seconds = run(tmp_path, "kill", rank)
     assert code in ((1, -9) if rank else (-9,))  # Lightning's launcher too ends with its child, by a signal
     assert seconds < SECONDS
-    output = [line for line in err.splitlines() if line.startswith(named(1 - rank, tmp_path))]
+    output = [line for line in err.splitlines() if line.startswith(description_of(1 - rank, tmp_path))]
     assert len(output) == 1
-    assert output[0].endswith(f": {named(rank, tmp_path)} {failure_hub.LOST_CONNECTION}.")
+    assert output[0].endswith(f": {description_of(rank, tmp_path)} {failure_hub.LOST_CONNECTION}.")
     assert "Traceback" not in err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "hold"])
-def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
+def test_hanging_rank_is_ended_after_the_timeout_of_the_other(tmp_path, how):
     code, err, seconds = run(tmp_path, how, 1, timeout=[TIMEOUT])
     assert code == 1
     assert TIMEOUT < seconds < TIMEOUT + failure._ROOT_CAUSE_SECONDS + SECONDS
-    assert f"{named(0, tmp_path)} failed; ending all ranks.\n" in err
+    assert f"{description_of(0, tmp_path)} failed; ending all ranks.\n" in err
     assert "Timed out waiting" in err
-    if how == "hang":  # one that holds the interpreter's lock cannot say anything
-        assert f"{named(1, tmp_path)} ends in {SCRIPT}:" in err
+    if how == "hang":  # a rank that holds the interpreter's lock cannot print
+        assert f"{description_of(1, tmp_path)} ends in {SCRIPT}:" in err
         assert ", fail(): " in err
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_with_its_own_exit_code_ends_the_others(tmp_path):
+def test_exit_of_a_rank_ends_the_others_with_its_exit_code(tmp_path):
     code, err, seconds = run(tmp_path, "exit", 0)
     assert code == 3
     assert seconds < SECONDS
-    assert f": {named(0, tmp_path)} failed: SystemExit: 3.\n" in err
+    assert f": {description_of(0, tmp_path)} failed: SystemExit: 3.\n" in err
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_well_says_nothing(tmp_path):
+def test_successful_run_prints_nothing(tmp_path):
     code, err, seconds = run(tmp_path, "nothing", 0)
     assert code == 0
     assert seconds < SECONDS
@@ -117,7 +117,7 @@ def test_a_run_that_ends_well_says_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_names_the_rank_that_failed_first(tmp_path):
+def test_torchrun_reports_the_rank_that_failed_first(tmp_path):
     code, err, seconds = run(tmp_path, "raise", 1, *TORCHRUN)
     assert code == 1
     assert seconds < SECONDS
@@ -127,10 +127,10 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_alone_hides_the_cause(tmp_path):
-    """Without the failure watch, the peer's traceback about a closed connection is printed beside that of the cause.
+def test_torchrun_without_the_failure_watch_hides_the_cause(tmp_path):
+    """Without the failure watch, the peer's traceback about a closed connection is printed next to that of the cause.
 
-    Under Lightning's own launcher the peer then sometimes waits for ever, so that this test uses torchrun.
+    With Lightning's launcher the peer sometimes waits forever, so this test uses torchrun.
     """
     code, err, _ = run(tmp_path, "raise", 1, *TORCHRUN, UNWATCHED="1")
     assert code == 1

@@ -19,7 +19,7 @@ WRONG = (
 
 
 @pytest.mark.slow
-def test_right_models_pass_and_wrong_ones_are_named_on_every_rank():
+def test_correct_models_pass_and_wrong_ones_are_reported_on_every_rank():
     answers = run_ranks("tests.distributed.check_ranks:checks", 2, [STRATEGIES[name] for name in NAMES])
     assert answers[0] == answers[1]
     for name, result in zip(NAMES, answers[0], strict=True):
@@ -35,7 +35,7 @@ def test_right_models_pass_and_wrong_ones_are_named_on_every_rank():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rlhf_fsdp", "rlhf_deepspeed_stage_3"])
-def test_a_wrong_head_ends_the_run_on_every_rank(name, tmp_path):
+def test_wrong_head_ends_the_run_on_every_rank(name, tmp_path):
     with pytest.raises(RuntimeError, match=f"UsageError: {WRONG}"):
         run_ranks("tests.distributed.check_ranks:wrong_head", 2, STRATEGIES[name], str(tmp_path), seconds=100)
     assert (tmp_path / "0").read_text().startswith(WRONG)

@@ -1,4 +1,4 @@
-"""FSDP2: really sharded, built on one rank, and with every option the numbers of one process."""
+"""FSDP2: sharded parameters, models built on one rank, and the results of one process for every option."""
 
 import math
 
@@ -41,13 +41,13 @@ FLOAT32 = [name for name in (*TWO, *FOUR) if not name.startswith("bf16")]
 
 
 def alone(run):
-    """Return the same run in a single process."""
+    """Return the run without strategy options, for a single process."""
     return {key: value for key, value in run.items() if key != "options"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Of each run, and of the same in one process: what every rank says, and the file of weights."""
+    """Results of every rank and the file of weights, for each run and the same run in one process."""
     folder = tmp_path_factory.mktemp("weights")
     result = {}
     references = {repr(alone(run)): alone(run) for run in (*TWO.values(), *FOUR.values())}
@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What each of two ranks says of building models."""
+    """Results of two ranks that build models."""
     folder = tmp_path_factory.mktemp("model")
     TinyModel(seed=5).causal().save_pretrained(folder)
     return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder))
@@ -90,18 +90,18 @@ def test_three_updates_give_the_weights_and_gradient_norms_of_one_process(traine
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpointed", "offloaded", "resharded", "kept whole"])
-def test_where_tensors_lie_and_what_is_computed_twice_changes_no_bit(trained, name):
+def test_sharding_and_recomputation_options_change_no_bit(trained, name):
     assert set(largest_differences(trained["plain"]["weights"], trained[name]["weights"]).values()) == {0.0}
 
 
 @pytest.mark.slow
-def test_every_rank_is_given_the_same_whole_weights(trained):
+def test_every_rank_receives_the_same_unsharded_weights(trained):
     for name in (*TWO, *FOUR):
         assert len({output["sum"] for output in trained[name]["ranks"]}) == 1
 
 
 @pytest.mark.slow
-def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_float32(trained):
+def test_bf16_mixed_computes_blocks_in_bfloat16_and_stores_weights_in_float32(trained):
     # Of PPO no numbers: whether a ratio is clipped turns on the last bit of a log-probability.
     (reference,) = trained["bf16"]["alone"]["ranks"]
     for output in trained["bf16"]["ranks"]:
@@ -109,7 +109,7 @@ def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_flo
             assert step == pytest.approx(expected, rel=2e-2)
     for output in (*trained["bf16"]["ranks"], *trained["bf16 ppo"]["ranks"]):
         assert output["types"] == ["torch.bfloat16"]
-        assert output["kept in"] == ["torch.float32"]
+        assert output["stored in"] == ["torch.float32"]
     assert trained["plain"]["ranks"][0]["types"] == ["torch.float32"]
 
 
@@ -118,11 +118,11 @@ def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TWO, "on four"])
-def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_step(trained, name):
+def test_every_rank_holds_a_shard_of_each_weight_of_every_role_after_every_step(trained, name):
     ranks = trained[name]["ranks"]
     for rank, output in enumerate(ranks):
-        assert len(output["lies here"]) == (6 if name == "trained again" else 3)
-        for roles in output["lies here"]:
+        assert len(output["local sizes"]) == (6 if name == "trained again" else 3)
+        for roles in output["local sizes"]:
             assert roles.keys() == ({"actor"} if TWO.get(name, {}).get("kind") == "sft" else PPO)
             for weights in roles.values():
                 for shape, here in weights.values():
@@ -130,20 +130,20 @@ def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_ste
 
 
 def rows_of(rank, rows, ranks):
-    """Return of so many rows, those of a rank: as ``torch.chunk`` cuts them."""
+    """Return the row indices of a rank, divided as by ``torch.chunk``."""
     most = -(-rows // ranks)
     return range(rows)[rank * most : (rank + 1) * most]
 
 
 @pytest.mark.slow
-def test_layers_that_are_split_lie_in_quarters_and_ranks_that_split_them_share_their_rows(trained):
+def test_tensor_parallel_layers_are_quartered_and_their_ranks_share_rows(trained):
     for name in FOUR:
         if name == "on four":
             continue
         ranks = trained[name]["ranks"]
         assert [output["data"] for output in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
         for text in ranks:
-            for roles in text["lies here"]:
+            for roles in text["local sizes"]:
                 for weights in roles.values():
                     quarters = {key: value for key, value in weights.items() if "_proj." in key}
                     assert len(quarters) >= 14
@@ -153,7 +153,7 @@ def test_layers_that_are_split_lie_in_quarters_and_ranks_that_split_them_share_t
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_an_update_unless_asked_for_more(trained):
+def test_gradients_are_reduced_once_per_update_by_default(trained):
     for name in ("plain", "split", "reduced once"):
         for output in trained[name]["ranks"]:
             syncs = [sync for _, sync, _, _ in output["backwards"]]
@@ -172,19 +172,19 @@ def test_tied_weights_stay_tied(trained):
 
 
 @pytest.mark.slow
-def test_weights_are_loaded_on_rank_0_alone(built):
+def test_weights_are_loaded_on_rank_0_only(built):
     assert [output["devices"] for output in built] == [["meta", "cpu"], ["meta"]]
 
 
 @pytest.mark.slow
-def test_weights_names_and_buffers_are_bit_by_bit_those_of_a_model_built_in_one_process(built):
+def test_weights_names_and_buffers_are_bitwise_those_of_a_model_built_in_one_process(built):
     for output in built:
         assert len(output["same"]) == 10
         assert all(output["same"].values()), output["same"]
 
 
 @pytest.mark.slow
-def test_matrices_are_cast_to_the_engine_s_dtype_before_they_are_gathered_unless_adapters_are_merged(built):
+def test_matrices_are_cast_to_the_engine_dtype_before_gathering_unless_adapters_are_merged(built):
     for output in built:
         full, lora = output["cast"]["full"], output["cast"]["lora"]
         assert full["same"]
@@ -195,23 +195,23 @@ def test_matrices_are_cast_to_the_engine_s_dtype_before_they_are_gathered_unless
 
 
 @pytest.mark.slow
-def test_building_takes_the_memory_of_the_model_on_rank_0_and_elsewhere_that_of_the_shards_and_a_layer(built):
+def test_building_needs_the_memory_of_the_model_on_rank_0_and_of_shards_and_a_layer_elsewhere(built):
     first, second = built
     assert first["built"] < first["model"] + first["layer"] + 4 * MiB
     assert second["built"] < second["model"] / 2 + second["layer"] + 8 * MiB < second["model"]
 
 
 @pytest.mark.slow
-def test_bringing_weights_together_takes_the_memory_of_one_layer(built):
+def test_gathering_weights_needs_the_memory_of_one_layer(built):
     for output in built:
         assert output["gathered"] < output["layer"] + 4 * MiB < output["model"] / 4
 
 
 @pytest.mark.slow
-def test_a_model_that_is_another_one_without_its_weights_is_refused_on_every_rank(built):
+def test_different_tensors_on_rank_0_raise_on_every_rank(built):
     for output in built:
-        assert "must have the same tensors" in output["refused"]
-        assert "lm.lm_head.weight" in output["refused"]
+        assert "must have the same tensors" in output["error"]
+        assert "lm.lm_head.weight" in output["error"]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def bare(**architecture):
 
 
 @pytest.mark.parametrize(
-    ("size", "architecture", "sentence"),
+    ("size", "architecture", "message"),
     [
         (2, {}, "tensor_parallel_size: 2 does not divide the actor's num_attention_heads, which is 1"),
         (4, ARCHITECTURES["llama"], "4 does not divide the actor's num_key_value_heads, which is 2"),
@@ -236,12 +236,12 @@ def bare(**architecture):
         (2, {"model_type": "olmo2"}, "Olmo2ForCausalLM: its plan uses colwise_gather_output, rowwise_split_input"),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused(size, architecture, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_model_that_does_not_support_tensor_parallelism_is_rejected(size, architecture, message):
+    with pytest.raises(ValueError, match=message):
         tensor_parallel_plan("actor", bare(**architecture), size)
 
 
-def test_a_layer_that_is_no_plain_linear_one_is_not_split():
+def test_non_linear_layer_is_not_split():
     class Other(torch.nn.Linear):
         pass
 
@@ -251,11 +251,11 @@ def test_a_layer_that_is_no_plain_linear_one_is_not_split():
         tensor_parallel_plan("actor", model, 2)
 
 
-def test_nothing_is_asked_of_a_model_that_is_not_split():
+def test_models_without_tensor_parallelism_are_not_checked():
     assert tensor_parallel_plan("actor", bare(model_type="gpt2"), 1) == {}
 
 
-def test_a_tensor_parallel_size_that_does_not_divide_the_processes_is_refused():
+def test_tensor_parallel_size_that_does_not_divide_the_processes_is_rejected():
     trainer = quiet_trainer(strategy=RLHFFSDPStrategy(tensor_parallel_size=2), devices=1)
     with pytest.raises(ValueError, match="tensor_parallel_size: 2 does not divide the 1 processes of this run"):
         trainer.fit(SFTModule(TinyModel()), [])

@@ -1,4 +1,4 @@
-"""Adapters under every strategy: the same training as in one process, and checkpoints with nothing else in them."""
+"""Adapters under every strategy: the training of one process, and checkpoints with adapters only."""
 
 import pytest
 from safetensors import safe_open
@@ -18,7 +18,7 @@ HEADS = 2  # that tensor parallelism can split
 
 
 def described(kind, name, folder, **options):
-    """Return a run; its weights are written merged, under the names that they have without adapters."""
+    """Return a run whose weights are written merged, under their names without adapters."""
     module = {"lora": True, "heads": HEADS}
     return {
         "kind": kind,
@@ -30,7 +30,7 @@ def described(kind, name, folder, **options):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process, plain Lightning; and the weights before the first update."""
+    """Results of one process in plain Lightning, and the initial weights."""
     folder = tmp_path_factory.mktemp("alone")
     start = described("ppo", "auto", folder, weights=f"{folder}/start.safetensors", trainer={"max_steps": 1})
     start["module"] = start["module"] | {"lr": 0.0}
@@ -41,7 +41,7 @@ def alone(tmp_path_factory):
 
 
 def check(answers, runs, alone):
-    """Every run gave on every rank what one process gave."""
+    """Check that every run gives the results of one process on every rank."""
     expected, folder = alone
     for number, run in enumerate(runs):
         for answer in answers:
@@ -62,7 +62,7 @@ def check(answers, runs, alone):
     ],
     ids="+".join,
 )
-def test_three_updates_of_adapters_are_those_of_one_process(names, alone, tmp_path):
+def test_three_updates_of_adapters_equal_those_of_one_process(names, alone, tmp_path):
     runs = [described(kind, name, tmp_path, save=f"{tmp_path}/{name}-{kind}.ckpt") for name in names for kind in KINDS]
     check(run_ranks("tests.distributed.tasks:train", 2, runs), runs, alone)
     head = {"lm.score.weight", "score_mean", "score_std"}
@@ -76,13 +76,13 @@ def test_three_updates_of_adapters_are_those_of_one_process(names, alone, tmp_pa
 
 
 @pytest.mark.slow
-def test_adapters_are_split_with_the_layers_they_are_beside(alone, tmp_path):
+def test_adapters_are_split_with_their_layers(alone, tmp_path):
     runs = [described(kind, "rlhf_fsdp, tensor parallel 2", tmp_path) for kind in KINDS]
     check(run_ranks("tests.distributed.tasks:train", 2, runs), runs, alone)
 
 
 @pytest.mark.slow
-def test_the_weights_that_are_compared_have_moved(alone):
+def test_compared_weights_have_changed(alone):
     _, folder = alone
     moved = largest_differences(folder / "start.safetensors", folder / "auto-ppo.safetensors")
     assert min(moved.values()) > 100 * WEIGHTS

@@ -1,4 +1,4 @@
-"""The launchers under examples/cluster/ run as they stand, each as two nodes of two processes on this machine."""
+"""The launchers in examples/cluster/ run unchanged, each with two nodes of two processes on this machine."""
 
 import copy
 import os
@@ -31,16 +31,16 @@ def start(rank):
     job = {{"SLURM_NTASKS": nodes * tasks, **number}}
     return subprocess.Popen(sys.argv[3:], env={{**os.environ, **{{k: str(v) for k, v in job.items()}}}})
 ranks = [start(rank) for rank in range(nodes * tasks)]
-while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+while None in [rank.poll() for rank in ranks] and not any(rank.poll() for rank in ranks):
     time.sleep(0.1)
 for rank in ranks:
-    rank.poll() is None and rank.kill()
+    rank.kill()
 sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
 def write_run(folder, reward="lightning_rlhf.data.addition.exact", steps=2):
-    """A configuration of PPO for two nodes, in a folder with the commands that the launchers call."""
+    """Write a PPO configuration for two nodes, and the commands that the launchers call."""
     config = copy.deepcopy(PPO)
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     config["trainer"] |= {"strategy": "ddp", "max_steps": steps, "max_epochs": -1}
@@ -58,7 +58,7 @@ def write_command(folder, name, text):
 
 
 def start(folder, command, name, **variables):
-    """Start a node, or a job; its output goes to a file of that name."""
+    """Start a node or a job; its output is written to a file of the given name."""
     ours = ("SLURM", "TORCHELASTIC", "MASTER", "NODE_RANK", "LOCAL_", "RANK", "WORLD_SIZE", "PL_GLOBAL")
     base = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     base |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
@@ -68,14 +68,14 @@ def start(folder, command, name, **variables):
 
 
 def torchrun(folder, *options):
-    """Return two nodes as torchrun.sh starts them."""
+    """Start two nodes like torchrun.sh."""
     position = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2", "PROCESSES": "2"}
     command = [str(CLUSTER / "torchrun.sh"), "--config", "run.yaml", *options]
     return [start(folder, command, f"node{i}.log", **position, NODE_RANK=str(i)) for i in range(2)]
 
 
 def slurm(folder):
-    """Return the job as sbatch starts it, with a srun that starts the tasks here."""
+    """Start the job like sbatch, with an srun that starts the tasks on this machine."""
     write_command(folder, "srun", SRUN)
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "--config", "run.yaml"]
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "lightning-rlhf", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2"}
@@ -84,7 +84,7 @@ def slurm(folder):
 
 
 def jobset(folder):
-    """Return the pods as JobSet and Kubernetes start them; what depends on the cluster is set to this machine."""
+    """Start the pods like JobSet and Kubernetes, with cluster-dependent values set to this machine."""
     (job,) = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     here = {"CONFIG": "run.yaml", "PROCESSES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -104,12 +104,12 @@ def jobset(folder):
 
 
 def expanded(text, variables):
-    """Return what Kubernetes makes of ``$(NAME)``."""
+    """Return the text with ``$(NAME)`` expanded, as Kubernetes does."""
     return re.sub(r"\$\((\w+)\)", lambda result: variables[result[1]], text)
 
 
 def finish(folder, processes, seconds=500):
-    """Exit codes and everything that was printed."""
+    """Wait for the processes and return their exit codes and their output."""
     until = time.monotonic() + seconds
     try:
         codes = [process.wait(max(0.1, until - time.monotonic())) for process in processes]
@@ -120,7 +120,7 @@ def finish(folder, processes, seconds=500):
 
 
 def kill(process):
-    """A machine that loses its power: everything on it is gone at once."""
+    """Kill a process and all its children, like a machine that loses its power."""
     if process.poll() is not None:
         return
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -132,7 +132,7 @@ def kill(process):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process leaves of the same run."""
+    """Weights of the same run in one process."""
     folder = tmp_path_factory.mktemp("alone")
     write_run(folder)
     codes, printed = finish(folder, [start(folder, ["lightning-rlhf", "fit", "--config", "run.yaml"], "run.log")])
@@ -150,7 +150,7 @@ def assert_same_weights(folder, others):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("launcher", [torchrun, slurm, jobset])
-def test_two_nodes_of_two_processes_train_what_one_process_trains(launcher, alone, tmp_path):
+def test_two_nodes_of_two_processes_train_like_one_process(launcher, alone, tmp_path):
     folder = tmp_path / "run"
     write_run(folder)
     codes, printed = finish(folder, launcher(folder))
@@ -162,7 +162,7 @@ def test_two_nodes_of_two_processes_train_what_one_process_trains(launcher, alon
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_path):
+def test_killed_node_is_reported_by_the_others_which_end_and_the_run_resumes(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         write_run(folder, reward="tests.distributed.slow_rewards.exact", steps=5)
@@ -185,7 +185,7 @@ def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_p
     assert "step 5: " not in printed
     codes, printed = finish(killed, torchrun(killed, "--ckpt_path", "last"))
     assert codes == [0, 0], printed
-    assert "step 1: " not in printed  # it went on, and did not begin anew
+    assert "step 1: " not in printed  # it resumed instead of starting again
     assert "step 5: " in printed
     command = ["lightning-rlhf", "fit", "--config", "run.yaml"]
     codes, printed = finish(whole, [start(whole, command, "run.log")])
@@ -193,14 +193,14 @@ def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_p
     assert_same_weights(killed, load_file(whole / "runs/tiny/export/model.safetensors"))
 
 
-def test_the_launchers_say_what_is_missing():
+def test_launchers_report_missing_settings():
     environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run([CLUSTER / "torchrun.sh"], env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert "MASTER_ADDR: is the machine of node 0" in done.stderr
 
 
-def test_the_job_files_agree_with_themselves():
+def test_job_files_are_consistent():
     jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -220,6 +220,6 @@ def test_the_job_files_agree_with_themselves():
         assert subprocess.run(["bash", "-n", CLUSTER / script]).returncode == 0
 
 
-def test_everything_the_readme_links_to_is_there():
+def test_files_linked_from_the_readme_exist():
     for link in re.findall(r"\]\(([^)]+)\)", (CLUSTER / "README.md").read_text()):
         assert (CLUSTER / link.partition("#")[0]).resolve().exists(), link

@@ -1,7 +1,7 @@
-"""Every strategy trains as one process does: three updates on the same batches give the same weights, to rounding.
+"""Every strategy trains like one process: three updates on the same batches give equal weights up to rounding.
 
-Seven rows in a batch, five in a validation batch and responses of differing lengths leave every rank with other counts
-of rows, tokens and micro-batches; the denominators over all ranks are what makes the results equal all the same.
+Batches of seven rows, validation batches of five and responses of different lengths give ranks different numbers of
+rows, tokens and micro-batches; the results are equal because denominators are computed over all ranks.
 
     python -m tests.distributed.test_parity      measures and prints the table of docs/strategies.md
 """
@@ -46,7 +46,7 @@ WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or a
 
 
 def trained(strategy, ranks, folder):
-    """Return what each kind of run measured, and the file with its weights."""
+    """Return the results of each kind of run, and the file with its weights."""
     inputs = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
     runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **inputs} for kind in KINDS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
@@ -55,13 +55,13 @@ def trained(strategy, ranks, folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process, plain Lightning."""
+    """Results of one process in plain Lightning."""
     folder = tmp_path_factory.mktemp("alone")
     return trained("auto", 1, folder), folder
 
 
 def norm_difference(ours, theirs):
-    """Return largest relative difference of any gradient norm of any step."""
+    """Return the largest relative difference of any gradient norm in any step."""
     pairs = zip(ours["steps"], theirs["steps"], strict=True)
     return max(abs(a[name] / b[name] - 1) for a, b in pairs for name in b if name.startswith("grad_norm/"))
 
@@ -78,7 +78,7 @@ def assert_equal_metrics(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_3"])
-def test_decay_of_matrices_only(tmp_path, strategy):
+def test_only_matrices_are_decayed(tmp_path, strategy):
     for name, how, ranks, decay in (
         ("one", "auto", 1, 0.5),
         ("two", STRATEGIES[strategy], 2, 0.5),
@@ -101,7 +101,7 @@ CASES = [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for 
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES, ids=str)
-def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
+def test_three_updates_equal_those_of_one_process(name, ranks, alone, tmp_path):
     expected, folder = alone
     measured = trained(STRATEGIES[name], ranks, tmp_path)
     for kind in KINDS:
@@ -114,7 +114,7 @@ def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
+def test_responses_are_resampled_from_those_of_all_ranks(tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (3, "rlhf_ddp")):
         files.append(tmp_path / f"{ranks}.safetensors")
@@ -126,7 +126,7 @@ def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
-def test_updates_with_the_log_probs_of_the_first_forward_pass_are_those_of_one_process(updates, tmp_path):
+def test_updates_with_log_probs_of_the_first_forward_pass_equal_those_of_one_process(updates, tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (3, "rlhf_ddp"), (2, "rlhf_fsdp")):
         files.append(tmp_path / f"{ranks}.safetensors")
@@ -138,7 +138,7 @@ def test_updates_with_the_log_probs_of_the_first_forward_pass_are_those_of_one_p
 
 
 @pytest.mark.slow
-def test_conversations_are_those_of_one_process(tmp_path):
+def test_conversations_equal_those_of_one_process(tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (2, "rlhf_ddp"), (3, "rlhf_fsdp"), (2, STRATEGIES["rlhf_deepspeed_stage_3"])):
         files.append(tmp_path / f"{len(files)}.safetensors")
@@ -151,7 +151,7 @@ def test_conversations_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_rollouts_ahead_are_those_of_one_process_also_after_resuming_on_another_number_of_ranks(tmp_path):
+def test_asynchronous_rollouts_equal_those_of_one_process_after_resuming_on_other_ranks(tmp_path):
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("one", "two", "two to one", "one to two")}
     run = {"kind": "ppo", "strategy": "rlhf_fsdp", "module": {"max_staleness": 1}, "trainer": {"max_steps": 4}}
     saved = {ranks: {**run, "save": str(tmp_path / f"{ranks}.ckpt"), "save_at": 2} for ranks in (1, 2)}
@@ -175,8 +175,8 @@ def test_rollouts_ahead_are_those_of_one_process_also_after_resuming_on_another_
 
 
 @pytest.mark.slow
-def test_ranks_that_split_tensors_learn_from_one_judgement():
-    """Each would get another reward; were each asked, their halves of one model would learn different things."""
+def test_tensor_parallel_ranks_use_the_same_rewards():
+    """The reward differs between processes; different rewards would train the parts of one model differently."""
     strategy = STRATEGIES["rlhf_fsdp, tensor parallel 2"]
     one, other = run_ranks(
         "tests.distributed.tasks:train",
@@ -187,7 +187,7 @@ def test_ranks_that_split_tensors_learn_from_one_judgement():
     assert one[0]["steps"][0]["reward/by_chance"] not in (0.0, 1.0)
 
 
-def test_the_weights_that_are_compared_have_moved(alone, tmp_path):
+def test_compared_weights_have_changed(alone, tmp_path):
     runs = [{"kind": kind, "strategy": "auto", "weights": f"{tmp_path}/{kind}.safetensors",
              "module": {"lr": 0.0, "heads": 2}} for kind in KINDS]  # fmt: skip
     run_ranks("tests.distributed.tasks:train", 1, runs)
@@ -197,11 +197,11 @@ def test_the_weights_that_are_compared_have_moved(alone, tmp_path):
 
 
 def rows_of(text):
-    """Return the table's rows: strategy, processes, then what was measured."""
+    """Return the rows of the table: strategy, processes, and measured values."""
     return re.findall(r"^\| `(.+?)` \| (\d) \| (.+) \|$", text, re.MULTILINE)
 
 
-def test_the_documented_figures_are_of_these_runs_and_within_these_bounds():
+def test_documented_figures_are_for_these_runs_and_within_these_limits():
     rows = rows_of((ROOT / "docs/strategies.md").read_text())
     assert [(name, int(ranks)) for name, ranks, _ in rows] == STRATEGY_RUNS
     for _, _, figures in rows:

@@ -1,4 +1,5 @@
-"""Preferences and packing under every strategy: three updates are those of one process, with and without adapters."""
+"""Preference training and packing under every strategy: three updates equal those of one process, with and without
+LoRA."""
 
 import pytest
 
@@ -33,7 +34,7 @@ def described(name, strategy, folder, **options):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process, plain Lightning; and for each run the weights that it would have had with a learning rate of 0."""
+    """Results of one process in plain Lightning, and the weights of each run with a learning rate of 0."""
     folder, start = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("start")
     runs = [described(name, "auto", folder) for name in RUNS]
     runs += [described(name, "auto", start, lr=0.0) for name in RUNS]
@@ -42,7 +43,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGY_RUNS)
-def test_three_updates_are_those_of_one_process(strategy, ranks, alone, tmp_path):
+def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_path):
     expected, folder, start = alone
     runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
@@ -56,7 +57,7 @@ def test_three_updates_are_those_of_one_process(strategy, ranks, alone, tmp_path
         assert max(largest_differences(start / file, folder / file).values()) > 100 * WEIGHTS
 
 
-def test_a_packed_run_is_a_padded_one(alone, tmp_path):
+def test_packed_run_equals_a_padded_one(alone, tmp_path):
     expected, folder, _ = alone
     run = {"kind": "sft", "strategy": "auto", "weights": f"{tmp_path}/sft.safetensors", "module": {"heads": 2}}
     (answer,) = run_ranks("tests.distributed.tasks:train", 1, [run])[0]

@@ -1,4 +1,4 @@
-"""oneDNN's products under every strategy: the same training as in one process with torch's products."""
+"""oneDNN's matrix products under every strategy: the training of one process with torch's products."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def described(kind, strategy, folder, lora):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "LoRA"])
 def alone(request, tmp_path_factory):
-    """One process, plain Lightning, on a CPU without AVX-512."""
+    """Results of one process in plain Lightning on a CPU without AVX-512."""
     folder = tmp_path_factory.mktemp("alone")
     runs = [described(kind, "auto", folder, request.param) for kind in KINDS]
     (answers,) = run_ranks("tests.distributed.products_ranks:by_torch", 1, runs)
@@ -52,7 +52,7 @@ def alone(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_three_updates_are_those_of_one_process_with_torchs_products(name, alone, tmp_path):
+def test_three_updates_equal_those_of_one_process_with_the_products_of_torch(name, alone, tmp_path):
     expected, folder, lora = alone
     runs = [described(kind, RUNS[name], tmp_path, lora) for kind in KINDS]
     for answers in run_ranks("tests.distributed.products_ranks:train", 2, runs):

@@ -1,4 +1,4 @@
-"""From every strategy, the engine gets the actor's weights: real vLLM says what a model in one process says."""
+"""Under every strategy, the engine receives the actor's weights: vLLM generates like the whole model in one process."""
 
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,15 @@ GREEDY = SamplingParams(8, temperature=0.0)
 
 
 def push(strategy, folder):
-    """Train one step under a strategy; then what the engine of each rank says, greedily, after a push."""
+    """Train one step under a strategy and return the greedy completions of each rank's engine after a push."""
     output = []
 
-    class Ask(Callback):
+    class Generate(Callback):
         def on_train_end(self, trainer, pl_module):
-            instance = Path(folder, f"rank{trainer.global_rank}")
-            save_architecture(pl_module.sources["actor"], instance)
+            directory = Path(folder, f"rank{trainer.global_rank}")
+            save_architecture(pl_module.sources["actor"], directory)
             engine = VLLMEngine()
-            engine.start(EngineSetup(instance, "float32", 32, instance.with_suffix(".log")))
+            engine.start(EngineSetup(directory, "float32", 32, directory.with_suffix(".log")))
             try:
                 engine.wait()
                 engine.update_weights(pl_module.role_strategy.iter_full_params("actor"), 1)
@@ -43,7 +43,7 @@ def push(strategy, folder):
     _, data, _ = parts("sft")
     module = SFTModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.5))
     trainer = quiet_trainer(
-        strategy=strategy_of(strategy), devices=2, max_steps=1, use_distributed_sampler=False, callbacks=[Ask()],
+        strategy=strategy_of(strategy), devices=2, max_steps=1, use_distributed_sampler=False, callbacks=[Generate()],
         limit_val_batches=0, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
@@ -53,7 +53,7 @@ def push(strategy, folder):
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_3"])
-def test_after_a_push_greedy_tokens_and_their_probabilities_are_those_of_the_whole_model(name, tmp_path):
+def test_greedy_tokens_and_probabilities_after_a_push_are_those_of_the_whole_model(name, tmp_path):
     answers = run_ranks("tests.distributed.test_push:push", 2, STRATEGIES[name], str(tmp_path))
     lm = Pretrained(str(tmp_path / "export")).causal().lm
     for completions in answers:

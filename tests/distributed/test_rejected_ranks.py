@@ -1,4 +1,4 @@
-"""An update is left out if its tokens are rejected on all ranks, under every strategy, and made if on one only."""
+"""An update is skipped only if its tokens are rejected on all ranks, under every strategy."""
 
 import pytest
 
@@ -40,7 +40,7 @@ RUNS.append({"batches": ["accepted", "all"], "critic": True})
 
 @pytest.fixture(scope="module")
 def trained():
-    """By strategy, the answers of both ranks to all runs."""
+    """Results of both ranks for all runs, by strategy."""
     described = [strategy | run for strategy in STRATEGIES.values() for run in RUNS]
     result = list(zip(*run_ranks("tests.distributed.rejected_ranks:steps", 2, described, seconds=850), strict=True))
     return {name: result[i * len(RUNS) : (i + 1) * len(RUNS)] for i, name in enumerate(STRATEGIES)}
@@ -51,7 +51,7 @@ def answers(request, trained):
     return trained[request.param]
 
 
-def test_an_update_that_all_ranks_reject_is_left_out_as_one_without_tokens(answers):
+def test_update_rejected_by_all_ranks_is_skipped_like_one_without_tokens(answers):
     for number, (batches, _) in enumerate(PAIRS):
         for rejected, without in zip(answers[2 * number], answers[2 * number + 1], strict=True):
             for kind, ours, theirs in zip(batches, rejected["steps"], without["steps"], strict=True):
@@ -64,7 +64,7 @@ def test_an_update_that_all_ranks_reject_is_left_out_as_one_without_tokens(answe
             assert any("exp_avg" in name for name in rejected["state"])
 
 
-def test_an_update_that_one_rank_rejects_is_made(answers):
+def test_update_rejected_by_one_rank_is_executed(answers):
     for rank in answers[4]:
         assert rank["steps"][1]["changed"] == ["actor"]
         assert rank["steps"][1]["updates"] == 1
@@ -72,7 +72,7 @@ def test_an_update_that_one_rank_rejects_is_made(answers):
         assert 0 < rank["steps"][1]["rejected"] < 1
 
 
-def test_the_critic_is_updated_where_the_actor_is_not(answers):
+def test_critic_is_updated_if_the_actor_is_not(answers):
     for rank in answers[5]:
         assert rank["steps"][1]["changed"] == ["critic"]
         assert rank["steps"][1]["updates"] == 0

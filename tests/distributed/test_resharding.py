@@ -1,8 +1,8 @@
-"""A checkpoint written by any strategy on any number of processes is read by any other, to the bit.
+"""A checkpoint written by any strategy on any number of processes is read by any other without changing a bit.
 
-Each pair: the reader resumes from the writer's checkpoint and writes it again at once, which must give the same bits of
-weights, moments, counts and settings, the same schedules, KL controller and place in the data; then it trains one step
-further, which must lead to where a single process is led by the same checkpoint.
+For each pair, the reader resumes from the writer's checkpoint and writes it again immediately, which must give the same
+bits of weights, moments, counts and settings, and the same schedules, KL controller and position in the data. Then it
+trains one more step, whose result must equal that of a single process that resumes from the same checkpoint.
 
     python -m tests.distributed.test_resharding      walks all pairs and prints the table of docs/checkpoints.md
 """
@@ -35,7 +35,7 @@ PLACES = {
 }
 BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "zero-1 2", "zero-3 2")
 PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"kind": "rm", "heads": 2}
-# Kind of run: what it trains (PPO, where nothing is said), and which writer's checkpoint which reader reads.
+# Kind of run: options (PPO by default), and pairs of the writer of a checkpoint and its reader.
 WALKS = {
     "whole": (PLAIN, [*itertools.product(BASIC, BASIC)]),
     "sizes that do not divide": (PLAIN, [("single", "fsdp 3"), ("zero-3 2", "fsdp 3"), ("single", "zero-3 3"),
@@ -49,14 +49,14 @@ ERROR = 1e-5  # absolute, of weights, one step further
 
 
 def launch(runs):
-    """Each run on as many processes as its place has; one launch for all of a size."""
+    """Execute each run on its number of processes; runs with the same number share one launch."""
     for count in sorted({PLACES[position][1] for position, _ in runs}):
         requested = [{"strategy": PLACES[position][0], **run} for position, run in runs if PLACES[position][1] == count]
         run_ranks("tests.distributed.reshard_ranks:walk", count, requested, seconds=900)
 
 
 def walked(kinds, folder):
-    """Walk all pairs of some kinds of run; gives kind, writer, reader, what differs, the error a step further."""
+    """Execute all pairs of some kinds of run; yield kind, writer, reader, the difference and the final error."""
     begun, written, read = [], [], []
     for kind in kinds:
         options, pairs = WALKS[kind]
@@ -96,8 +96,8 @@ def assert_walks(kinds, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes start in it
-def test_a_ring_of_pairs(tmp_path, monkeypatch):
-    """What the slow test does with all pairs, with three that meet every way of keeping state."""
+def test_pairs_that_cover_every_way_of_storing_state(tmp_path, monkeypatch):
+    """A short version of the slow test, with three pairs that cover every way of storing state."""
     ring = [("ddp 2", "fsdp 2"), ("fsdp 2", "zero-3 2"), ("zero-3 2", "ddp 2")]
     monkeypatch.setitem(WALKS, "ring", (TIED, ring))
     assert_walks(["ring"], tmp_path)
@@ -110,16 +110,16 @@ def test_a_ring_of_pairs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_pair_of_the_documented_table(tmp_path):
+def test_documented_pairs_of_strategies(tmp_path):
     assert_walks(list(WALKS), tmp_path)
 
 
 def rows_of(text):
-    """Return the table's rows: kind, writer, reader, whether the bits are equal, the error one step further."""
+    """Return the rows of the table: kind, writer, reader, whether the bits are equal, and the error after one step."""
     return re.findall(r"^\| (.+?) \| `(.+?)` \| `(.+?)` \| (\w+) \| (\S+) \|$", text, re.MULTILINE)
 
 
-def test_the_documented_table_is_of_these_pairs_and_within_these_bounds():
+def test_documented_table_is_for_these_pairs_and_within_these_limits():
     rows = rows_of((ROOT / "docs/checkpoints.md").read_text())
     assert [row[:3] for row in rows] == [(kind, *pair) for kind, (_, pairs) in WALKS.items() for pair in pairs]
     assert all(equal == "equal" and float(error) <= ERROR for *_, equal, error in rows)

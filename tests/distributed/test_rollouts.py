@@ -1,4 +1,4 @@
-"""Two ranks and real vLLM: an engine for each, one engine for both, one engine of two workers, one server."""
+"""Two ranks and vLLM: an engine per rank, a shared engine, a shared engine of two workers, and a server."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def assert_right(rolled, version):
 
 
 def assert_equal_up_to_rounding(rolled, other):
-    """Compare tokens exactly and log-probs within 1e-6: with AVX-512 they depend on the batch by a rounding error."""
+    """Check equal tokens, and log-probs within 1e-6: with AVX-512, rounding depends on the batch."""
     assert {**rolled, "completions": None, "gap": None} == {**other, "completions": None, "gap": None}
     for (ids, logprobs, reason), (other_ids, other_logprobs, other_reason) in zip(
         rolled["completions"], other["completions"], strict=True
@@ -48,7 +48,7 @@ def assert_equal_up_to_rounding(rolled, other):
         assert logprobs == pytest.approx(other_logprobs, rel=0, abs=1e-6)
 
 
-def test_an_engine_for_each_rank_and_a_shared_one_sample_equal_tokens(tmp_path):
+def test_separate_and_shared_engines_sample_equal_tokens(tmp_path):
     first, second = ranks("own_and_shared", str(tmp_path))
     for result in (first, second):
         assert result["inherited"] == []  # nothing of the launcher's
@@ -68,7 +68,7 @@ def test_an_engine_for_each_rank_and_a_shared_one_sample_equal_tokens(tmp_path):
     assert not (tmp_path / "shared1/engine.log").exists()
 
 
-def test_an_engine_of_two_workers_serves_two_ranks(tmp_path):
+def test_engine_of_two_workers_serves_two_ranks(tmp_path):
     first, second = ranks("tensor_parallel", str(tmp_path))
     for result in (first, second):
         for version, rolled in enumerate(result["rolled"]):
@@ -84,7 +84,7 @@ def test_an_engine_of_two_workers_serves_two_ranks(tmp_path):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """The command of the document, on another port and with a guard; its url and process."""
+    """Address and process of the documented server command, on another port and with a guard."""
     command = next(block for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) if "shared_memory" in block)
     folder, port = tmp_path / "model", free_port()
     setup_of(source_of(max_position_embeddings=512), folder)
@@ -109,7 +109,7 @@ def server(tmp_path, monkeypatch):
     process.wait()
 
 
-def test_the_documented_server_serves_two_ranks(server, tmp_path):
+def test_documented_server_serves_two_ranks(server, tmp_path):
     url, process = server
     first, second = ranks("one_server", str(tmp_path), url, process.pid)
     for result in (first, second):
@@ -137,7 +137,7 @@ def test_the_documented_server_serves_two_ranks(server, tmp_path):
     assert first["ready"].startswith("vLLM ")
 
 
-def test_conversations_with_the_documented_server_are_right_in_any_order(server, tmp_path):
+def test_conversations_with_the_documented_server_are_correct_in_any_order(server, tmp_path):
     url, _ = server
     engine = VLLMServerEngine(url, timeout=120)
     engine.start(setup_of(source_of(), tmp_path / "actor"))
@@ -161,7 +161,7 @@ def test_conversations_with_the_documented_server_are_right_in_any_order(server,
         engine.close()
 
 
-def test_the_configurations_of_the_document_are_engines():
+def test_documented_configurations_are_engines():
     parser = ArgumentParser()
     parser.add_argument("--engine", type=RolloutEngine)
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)]

@@ -1,4 +1,4 @@
-"""Several ranks agree on the step after which a signal ends them, with a checkpoint that all have written."""
+"""After a signal, all ranks end after the same step with a common checkpoint."""
 
 import copy
 import os
@@ -54,7 +54,7 @@ def wait_for(folder, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_3"])
-def test_ranks_end_together_on_a_signal_to_the_first_and_go_on_as_if_nothing_had_been(tmp_path, strategy):
+def test_ranks_end_together_after_a_signal_to_the_first_and_resume_as_without_interruption(tmp_path, strategy):
     folder = tmp_path / "stopped"
     process = start(folder, strategy)
     wait_for(folder, "step 3: ")

@@ -1,4 +1,4 @@
-"""Vision-language checkpoints under every strategy: their text model is trained as in one process, and no tower."""
+"""Vision-language checkpoints under every strategy: the text model trains like in one process, towers are frozen."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def described(kind, name, folder, **options):
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
 def alone(request, tmp_path_factory):
-    """One process, plain Lightning; each rank of the others has the same measurements."""
+    """Results of one process in plain Lightning, which those of all ranks must equal."""
     folder = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, folder / "model")
     (folder / "one").mkdir()
@@ -51,7 +51,7 @@ def alone(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_text_model_is_trained_as_in_one_process_and_towers_stay(name, alone):
+def test_text_model_is_trained_like_in_one_process_and_towers_do_not_change(name, alone):
     expected, folder = alone
     runs = [described(kind, name, folder / "two") for kind in KINDS]
     resumed = [
@@ -85,7 +85,7 @@ def test_the_text_model_is_trained_as_in_one_process_and_towers_stay(name, alone
 
 
 def check_towers(weights, source):
-    """The towers are those of the checkpoint, and every matrix of the text model has moved."""
+    """Check that the towers equal those of the checkpoint, and that every matrix of the text model has changed."""
     moved, towers = 0, 0
     start = source.causal().lm.state_dict()
     for key, tensor in weights.items():

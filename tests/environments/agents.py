@@ -25,7 +25,7 @@ def user(text):
 
 
 class TwoTurns(Agent):
-    """A plain loop: two turns, with the client's own message objects in the history."""
+    """A plain loop of two turns, with the client's message objects in the history."""
 
     def run(self, base_url, api_key, row):
         client = client_of(base_url, api_key)
@@ -39,7 +39,7 @@ class TwoTurns(Agent):
 
 
 class AsyncTwoTurns(Agent):
-    """The same with the asynchronous client."""
+    """A loop of two turns with the asynchronous client."""
 
     async def run(self, base_url, api_key, row):
         import openai
@@ -60,14 +60,14 @@ class Rewrites(Agent):
         messages = [user("a")]
         for _ in range(2):
             messages += [ask(client, messages).choices[0].message, user("gh")]
-        messages[1].content = "c"  # not what the policy wrote
+        messages[1].content = "c"  # differs from the policy's turn
         messages += [ask(client, messages).choices[0].message, user("h")]
         ask(client, messages)
         return 1.0
 
 
 class Alternates(Agent):
-    """Asks for two agents in turn, and for the first once more."""
+    """Alternates between two agents, and continues the first once more."""
 
     def run(self, base_url, api_key, row):
         client = client_of(base_url, api_key)
@@ -88,7 +88,7 @@ class Streams(Agent):
 
 
 class CallsTools(Agent):
-    """Answers tool calls until there are none."""
+    """Calls tools until a turn has no calls."""
 
     def run(self, base_url, api_key, row):
         client = client_of(base_url, api_key)
@@ -105,7 +105,7 @@ class CallsTools(Agent):
 
 
 class TooMany(Agent):
-    """Asks until it is refused; the reward is the number of answers."""
+    """Sends requests until one is rejected; the reward is the number of answers."""
 
     def run(self, base_url, api_key, row):
         import openai
@@ -122,7 +122,7 @@ class TooMany(Agent):
 
 
 class Parallel(Agent):
-    """Asks twice at the same time."""
+    """Sends two requests simultaneously."""
 
     def run(self, base_url, api_key, row):
         client, answers = client_of(base_url, api_key), []
@@ -137,7 +137,7 @@ class Parallel(Agent):
 
 
 class ManyAtOnce(Agent):
-    """Asks five times at once; the reward is the number of answers."""
+    """Sends five requests at once; the reward is the number of answers."""
 
     def run(self, base_url, api_key, row):
         import openai
@@ -170,7 +170,7 @@ WRONG = [
 
 
 class SendsWrong(Agent):
-    """Sends a request that cannot be answered, then one that can."""
+    """Sends an invalid request, then a valid one."""
 
     def run(self, base_url, api_key, row):
         import json
@@ -209,7 +209,7 @@ class RunsVerifiers(Agent):
 
 
 class Misbehaves(Agent):
-    """Fails in the way of its row."""
+    """Fails in the way given in its row."""
 
     def run(self, base_url, api_key, row):
         client = client_of(base_url, api_key)

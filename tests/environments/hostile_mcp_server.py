@@ -1,4 +1,4 @@
-"""An MCP server over its standard streams, written by hand, that misbehaves as its first argument names."""
+"""A misbehaving MCP server over its standard streams; its first argument selects the fault."""
 
 import json
 import os

@@ -21,7 +21,7 @@ def die() -> str:
 
 @server.tool()
 def secret() -> str:
-    """Return not on the list."""
+    """Return a text; this tool is not in the list of allowed tools."""
     return "secret"
 
 

@@ -1,4 +1,4 @@
-"""An engine with given turns that records the prompts that it gets."""
+"""An engine with scripted turns that records the prompts that it gets."""
 
 from tests.stand_ins import ScriptedEngine
 

@@ -1,4 +1,4 @@
-"""Agents with OpenAI's client: rows, branches, refusals, failures."""
+"""Agents with OpenAI's client: rows, branches, rejected requests, failures."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ def requests(count, row=None, max_tokens=24):
 
 @pytest.fixture
 def converse():
-    """Runs agents with an engine."""
+    """Run agents with an engine."""
     samplers = []
 
     def converse(engine, requested, **settings):
@@ -69,7 +69,7 @@ def converse():
 @pytest.mark.parametrize(
     ("agent", "timeout_s"), [(agents.TwoTurns, 60.0), (agents.TwoTurns, None), (agents.AsyncTwoTurns, 60.0)]
 )
-def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout_s):
+def test_row_contains_exactly_the_requests_and_answers_of_the_engine(converse, agent, timeout_s):
     engine = Spy(LETTERS, ["bc"])
     (instance,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
     output = [*ids("bc"), END]
@@ -83,7 +83,7 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout
     assert [message["role"] for message in record.messages] == ["user", "assistant", "user", "assistant"]
 
 
-def test_an_edited_history_begins_a_branch_whose_prompt_contains_it(converse):
+def test_edited_history_starts_a_branch_whose_prompt_contains_it(converse):
     engine = Spy(LETTERS, ["bd"])
     (instance,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
     output = [*ids("bd"), END]
@@ -104,8 +104,8 @@ def test_an_edited_history_begins_a_branch_whose_prompt_contains_it(converse):
     assert instance.conversation.metrics == {"branches": 1.0}
 
 
-def test_requests_of_two_agents_in_turn_continue_their_branches(converse):
-    """That with the last turn is the last one of the row."""
+def test_alternating_requests_of_two_agents_continue_their_branches(converse):
+    """The branch with the last turn is the last one of the row."""
     engine = Spy(LETTERS, ["b"])
     (instance,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
     output = [*ids("b"), END]
@@ -117,12 +117,12 @@ def test_requests_of_two_agents_in_turn_continue_their_branches(converse):
     assert instance.conversation.turn_rewards == [0.0] * 4 + [1.0]
 
 
-def test_a_stream_contains_the_whole_answer(converse):
+def test_stream_contains_the_whole_answer(converse):
     (instance,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
     assert instance.conversation.turn_rewards == [3.0]
 
 
-def test_tool_calls(converse):
+def test_tool_calls_are_returned_to_the_client(converse):
     tokenizer_engine = Spy(LETTERS, ["ebf", "d"])
     requested = requests(1)
     parser = MarkedToolCalls("t", "x", start="e", end="f")
@@ -141,14 +141,14 @@ def test_tool_calls(converse):
         ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 6, "tokens"),  # 2 for each turn, 2 between
     ],
 )
-def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
+def test_requests_beyond_a_limit_are_rejected(converse, row, max_turns, turns, stop):
     (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
     assert (len(instance.conversation.turn_ends), instance.conversation.stop) == (turns, stop)
     assert instance.conversation.turn_rewards[-1] == turns
     assert len(instance.token_ids) <= 24
 
 
-def test_a_turn_that_the_agent_limits_is_continued_behind_its_missing_end(converse):
+def test_turn_limited_by_the_agent_is_continued_after_its_missing_end(converse):
     engine = Spy(LETTERS, ["bcd"])
     row = {"code": "max_turns", "max_tokens": 2}
     (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
@@ -157,14 +157,14 @@ def test_a_turn_that_the_agent_limits_is_continued_behind_its_missing_end(conver
     assert instance.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
 
 
-def test_a_turn_that_a_limit_of_the_run_cuts_ends_the_conversation(converse):
+def test_turn_truncated_by_a_limit_of_the_run_ends_the_conversation(converse):
     row = {"code": "context_length_exceeded", "max_tokens": 5}
     engine = Spy(LETTERS, ["bcd"])
     (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
     assert (instance.conversation.stop, instance.conversation.turn_ends) == ("truncated", [2])
 
 
-def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):
+def test_request_after_a_turn_that_cannot_be_continued_is_rejected(converse, monkeypatch):
     monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): None)
     (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
     assert (instance.conversation.turn_ends, instance.conversation.stop) == ([3], "malformed")
@@ -174,7 +174,7 @@ def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, m
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
-def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
+def test_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
     engine = Spy(LETTERS, ["bbc"])
     (instance,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
     assert engine.prompts == [ids("b")]
@@ -184,17 +184,17 @@ def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))
-def test_requests_that_cannot_be_answered_are_refused_and_the_run_continues(converse, number):
+def test_invalid_requests_are_rejected_and_the_run_continues(converse, number):
     (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
     assert instance.conversation.turn_rewards == [1.0]
 
 
-def test_several_parallel_requests_are_all_answered_or_refused(converse):
+def test_parallel_requests_are_all_answered_or_rejected(converse):
     (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
     assert instance.conversation.turn_rewards[-1] == 2.0
 
 
-def test_parallel_requests_are_answered_one_after_the_other(converse):
+def test_parallel_requests_are_answered_sequentially(converse):
     (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
     assert instance.conversation.turn_rewards == [0.0, 2.0]
     assert instance.conversation.metrics == {"branches": 1.0}
@@ -205,7 +205,7 @@ def test_parallel_requests_are_answered_one_after_the_other(converse):
     ("fault", "kind"),
     [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],
 )
-def test_agents_that_fail_leave_the_others(converse, fault, kind):
+def test_failing_agents_do_not_affect_others(converse, fault, kind):
     requested = [replace(request, row={"fault": fault if i else ""}) for i, request in enumerate(requests(2))]
     good, bad = converse(
         Spy(LETTERS, ["bc"]), requested, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
@@ -216,7 +216,7 @@ def test_agents_that_fail_leave_the_others(converse, fault, kind):
     assert bad.token_ids == [*ids("bc"), END]
 
 
-def test_an_agent_that_waits_too_long_is_cancelled(converse):
+def test_agent_that_waits_too_long_is_cancelled(converse):
     (instance,) = converse(
         Spy(LETTERS, ["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
     )  # fmt: skip
@@ -243,7 +243,7 @@ def test_training_with_agents(tmp_path):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_path, packed, kind):
+def test_all_branches_are_trained_on_with_the_log_probs_of_their_texts(tmp_path, packed, kind):
     data = PromptDataModule(
         InMemory([{"prompt": [{"role": "user", "content": "a"}]}] * 8),
         CharacterTokenizer("abcdefg", chat=True),
@@ -288,7 +288,7 @@ def send(endpoint, method, path, body=None, key=None, headers=None):
             return response.status, json.loads(response.read())
 
 
-def test_the_endpoint_is_on_loopback_and_needs_the_key_of_a_conversation(endpoint):
+def test_endpoint_is_on_loopback_and_requires_the_key_of_a_conversation(endpoint):
     assert endpoint.url.startswith("http://127.0.0.1:")
     requested = []
     key = endpoint.register(lambda body: requested.append(body))
@@ -319,7 +319,7 @@ def test_requests_that_are_not_chats_are_rejected(endpoint, method, path, body, 
 
 
 def responses(endpoint, payload, seconds=5.0):
-    """Send bytes, and return the status of each response until the connection is closed or no more arrives."""
+    """Send bytes, and return the status of each response until the connection is closed or idle."""
     host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
     received = b""
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
@@ -337,7 +337,7 @@ def post(body, key="wrong", length=None, headers=""):
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b"[" * 1000])
-def test_a_bad_request_with_a_wrong_key_has_one_answer_and_the_next_one_its_own(endpoint, body):
+def test_request_with_a_wrong_key_gets_one_answer_and_the_next_one_is_handled(endpoint, body):
     requested = []
     key = endpoint.register(lambda body: requested.append(body) or pytest.fail("called"))
     second = f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n".encode()
@@ -346,7 +346,7 @@ def test_a_bad_request_with_a_wrong_key_has_one_answer_and_the_next_one_its_own(
     assert responses(endpoint, post(b"", length="x")) == [401]
 
 
-def test_a_body_without_the_key_of_a_conversation_is_not_kept_in_memory(endpoint, monkeypatch):
+def test_body_without_a_valid_key_is_not_kept_in_memory(endpoint, monkeypatch):
     read = []
     monkeypatch.setattr(endpoint_module.json, "loads", lambda text: read.append(text))
     last = post(b'{"a": 1}' * 1_000_000, headers="Connection: close\r\n")
@@ -355,7 +355,7 @@ def test_a_body_without_the_key_of_a_conversation_is_not_kept_in_memory(endpoint
 
 
 @pytest.mark.parametrize("length", [5, 50])
-def test_a_request_that_does_not_arrive_is_given_up(endpoint, monkeypatch, length):
+def test_incomplete_request_times_out(endpoint, monkeypatch, length):
     monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.3)
     key = endpoint.register(lambda body: pytest.fail("called"))
     began = time.monotonic()
@@ -364,7 +364,7 @@ def test_a_request_that_does_not_arrive_is_given_up(endpoint, monkeypatch, lengt
     assert time.monotonic() - began < 4.0
 
 
-def test_a_body_that_arrives_slowly_is_given_up(endpoint, monkeypatch):
+def test_slow_body_times_out(endpoint, monkeypatch):
     monkeypatch.setattr(endpoint_module, "_BODY_SECONDS", 0.5)
     key = endpoint.register(lambda body: pytest.fail("called"))
     host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -396,7 +396,7 @@ def test_connections_beyond_the_limit_are_closed(endpoint, monkeypatch):
     assert send(endpoint, "GET", "/v1/models", key=key)[0] == 200
 
 
-def test_values_that_are_nested_too_deeply_are_refused(endpoint):
+def test_too_deeply_nested_values_are_rejected(endpoint):
     key = endpoint.register(lambda body: pytest.fail("called"))
     for levels in (200, 900):
         deep = '{"tools": ' + "[" * levels + "]" * levels + "}"

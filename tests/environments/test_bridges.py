@@ -1,4 +1,4 @@
-"""Tokens between turns, for templates of several families, and texts that try to write special tokens."""
+"""Tokens between turns for templates of several families, and texts that try to insert special tokens."""
 
 import random
 
@@ -61,7 +61,7 @@ def user(text, role="user"):
     return {"role": role, "content": text}
 
 
-def test_the_text_behind_an_answer(tokenizer):
+def test_text_after_an_answer(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     bridge.check()
     turn = tokenizer("yes<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -71,29 +71,29 @@ def test_the_text_behind_an_answer(tokenizer):
 
 
 @pytest.mark.parametrize(("sampled", "rest"), [("", 0), ("</tool>", 1), ("<|im_end|>", 2), ("</tool><|im_end|>", 2)])
-def test_end_tokens_that_the_policy_sampled_are_not_written_again(tokenizer, sampled, rest):
+def test_sampled_end_tokens_are_not_repeated(tokenizer, sampled, rest):
     bridge = TemplateBridge(with_template(tokenizer, TWO_ENDS))
     bridge.check()
     behind = bridge.ids("</tool><|im_end|><|im_start|>user\nwhy<|im_end|><|im_start|>assistant\n")
     assert bridge.between(bridge.ids(f"yes{sampled}"), [user("why")]) == behind[rest:]
 
 
-def test_a_line_break_at_the_end_of_a_turn_is_no_end_token(tokenizer):
+def test_newline_at_the_end_of_a_turn_is_not_an_end_token(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     behind = bridge.between(bridge.ids("yes\n"), [user("why")])
     assert tokenizer.decode(behind).startswith("<|im_end|>\n<|im_start|>user")
 
 
 @pytest.mark.parametrize("name", ["SENTINEL0ANSWER", "REPLY0OF0ENVIRONMENT"])
-def test_an_environment_may_write_the_made_up_texts_of_the_bridge(tokenizer, name):
+def test_environment_may_write_the_placeholder_texts_of_the_bridge(tokenizer, name):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     text = f"{name} {name}0"
     behind = bridge.between([tokenizer.eos_token_id], [user(text)])
     assert behind == bridge.ids(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_prefix_preserving_template_is_continued_as_it_renders(tokenizer):
-    """Rows of random conversations are the tokens of the whole rendered conversation."""
+def test_prefix_preserving_template_continues_as_it_renders(tokenizer):
+    """Rows of random conversations equal the tokens of the whole rendered conversation."""
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     draw = random.Random(0)
     for _ in range(50):
@@ -110,7 +110,7 @@ def test_a_prefix_preserving_template_is_continued_as_it_renders(tokenizer):
         assert ids == bridge.ids(whole)
 
 
-def test_a_template_that_changes_earlier_turns_is_continued_too(tokenizer):
+def test_template_that_changes_earlier_turns_can_be_continued(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, THINKING), tools=SCHEMA)
     bridge.check()
     behind = bridge.between([tokenizer.eos_token_id], [user("3", "tool")])
@@ -129,19 +129,19 @@ def test_a_template_that_changes_earlier_turns_is_continued_too(tokenizer):
         (None, [], "the tokenizer has no chat template"),
     ],
 )
-def test_templates_that_cannot_be_continued_are_refused(tokenizer, template, tools, message):
+def test_templates_that_cannot_be_continued_are_rejected(tokenizer, template, tools, message):
     with pytest.raises(ValueError, match=message):
         TemplateBridge(with_template(tokenizer, template), tools=tools).check()
 
 
-def test_roles_that_were_not_expected_are_checked_at_their_first_message(tokenizer):
+def test_unexpected_roles_are_checked_at_their_first_message(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, STRICT))
     bridge.check()
     with pytest.raises(ValueError, match="a message of role 'tool'"):
         bridge.between([], [user("x", "tool")])
 
 
-def test_messages_at_the_start_come_before_the_generation_prompt(tokenizer):
+def test_initial_messages_precede_the_generation_prompt(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     ids = bridge.prompt("", [user("one")], [user("two")])
     text = "<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
@@ -149,7 +149,7 @@ def test_messages_at_the_start_come_before_the_generation_prompt(tokenizer):
 
 
 @pytest.mark.parametrize("template", [CHAT_ML, THINKING, None])
-def test_texts_of_an_environment_contain_no_special_tokens(tokenizer, template):
+def test_environment_texts_contain_no_special_tokens(tokenizer, template):
     with_template(tokenizer, template)
     bridge = PlainBridge(tokenizer) if template is None else TemplateBridge(tokenizer)
     plain = bridge.between([], [user("x")])
@@ -166,13 +166,13 @@ def test_texts_of_an_environment_contain_no_special_tokens(tokenizer, template):
             assert ids.count(token) == plain.count(token), text
 
 
-def test_special_tokens_of_one_character_are_left_out():
+def test_special_tokens_of_one_character_are_removed():
     tokenizer = CharacterTokenizer("abc").load()
     tokenizer.add_special_tokens({"additional_special_tokens": ["\u2581"]})
     assert PlainBridge(tokenizer).safe(user("a\u2581b\u2581"))["content"] == "ab"
 
 
-def test_text_that_is_only_similar_to_a_special_token_is_kept(tokenizer):
+def test_text_similar_to_a_special_token_is_kept(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     for text in ("a < b | c > d", "<table>", "</table>"):  # <table> is a token, but not a marker of the template
         assert bridge.safe(user(text))["content"] == text
@@ -200,7 +200,7 @@ WITH_TOOLS = (
 
 
 def conversation_with(text, key="a"):
-    """Return messages, tools and a reply of a tool with a text in each of their values."""
+    """Return messages, tools and a tool result with a text in each of their values."""
     call = {"type": "function", "id": text, "function": {"name": text, "arguments": {key: [text, {key: text}]}}}
     tool = {
         "type": "function",
@@ -216,7 +216,7 @@ def conversation_with(text, key="a"):
 
 @pytest.mark.parametrize("where", ["value", "key"])
 def test_tools_and_their_calls_contain_no_special_tokens(tokenizer, where):
-    """A server of tools, or an agent's request, could otherwise write a turn."""
+    """Otherwise a tool server or an agent's request could insert a turn."""
     with_template(tokenizer, WITH_TOOLS)
 
     def render(text):

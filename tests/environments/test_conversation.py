@@ -10,7 +10,7 @@ def turn(ids, stop="stop", version=0):
     return Completion(list(ids), [-0.5 * i for i in ids], stop, version)
 
 
-def test_a_conversation_of_two_turns_worked_by_hand():
+def test_conversation_of_two_turns_worked_by_hand():
     conversation = Conversation([1, 2], Limits(max_turns=3, max_response_tokens=10))
     conversation.add_turn(turn([3, 4]))
     assert conversation.request == [1, 2, 3, 4]
@@ -39,7 +39,7 @@ def test_a_conversation_of_two_turns_worked_by_hand():
         (Limits(1, 10), None, "max_turns", "stop"),
     ],
 )
-def test_messages_behind_the_last_turn_are_not_part_of_the_row(limits, written, stop, reason):
+def test_messages_after_the_last_turn_are_not_part_of_the_row(limits, written, stop, reason):
     conversation = Conversation([1], limits)
     conversation.add_turn(turn([3, 4]))
     conversation.add_written(written)
@@ -49,7 +49,7 @@ def test_messages_behind_the_last_turn_are_not_part_of_the_row(limits, written, 
         assert conversation.completion.finish_reason == reason
 
 
-def test_a_turn_that_its_limit_cut_ends_the_conversation():
+def test_turn_truncated_by_its_limit_ends_the_conversation():
     conversation = Conversation([1], Limits(3, 10, max_turn_tokens=2))
     assert conversation.turn_budget == 2
     conversation.add_turn(turn([3, 4], stop="length"))
@@ -58,12 +58,12 @@ def test_a_turn_that_its_limit_cut_ends_the_conversation():
         conversation.add_turn(turn([3]))
 
 
-def test_a_turn_longer_than_its_budget_is_refused():
+def test_turn_longer_than_its_budget_is_rejected():
     with pytest.raises(ValueError, match=r"^a turn has 3 tokens, at most 2 are allowed$"):
         Conversation([1], Limits(3, 10, max_turn_tokens=2)).add_turn(turn([3, 4, 5]))
 
 
-def test_the_first_end_counts():
+def test_first_end_counts():
     conversation = Conversation([1], Limits(3, 10))
     conversation.add_turn(turn([3]))
     conversation.end("done")
@@ -71,7 +71,7 @@ def test_the_first_end_counts():
     assert conversation.stop == "done"
 
 
-def test_a_conversation_without_an_end_has_no_completion():
+def test_conversation_without_an_end_has_no_completion():
     conversation = Conversation([1], Limits(3, 10))
     for _ in range(2):
         with pytest.raises(ValueError, match="without an end or without a turn"):

@@ -43,7 +43,7 @@ def requests(count, row=None, max_tokens=24, turns=8):
 
 @pytest.fixture
 def converse():
-    """Runs conversations with an engine and closes the environments."""
+    """Run conversations with an engine and close the environments."""
     samplers = []
 
     def converse(engine, requested, on_finished=None, **settings):
@@ -61,8 +61,8 @@ def ids(text):
     return LETTERS(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, monkeypatch):
-    """The bridge gets the turn and all before it."""
+def test_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, monkeypatch):
+    """The bridge receives the turn and all earlier ones."""
     got = []
 
     def between(self, turn, written, before):
@@ -80,7 +80,7 @@ def test_a_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, 
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
-def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
+def test_row_contains_exactly_the_requests_and_answers_of_the_engine(converse, timeout_s):
     engine = Spy(LETTERS, ["ab"])
     (instance,) = converse(engine, requests(1), factory=worlds.Echo, timeout_s=timeout_s, max_turns=3)
     output, written = [*ids("ab"), END], ids("ab")
@@ -94,7 +94,7 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
     assert record.messages == [{"role": role, "content": "ab"} for role in roles]
 
 
-def test_rewards_metrics_and_ends_of_turns(converse):
+def test_rewards_metrics_and_ends_of_turns_are_recorded(converse):
     engine = Spy(LETTERS, ["d"])
     first, _, second, _ = converse(
         engine, [replace(request, seed=3 + request.seed) for request in requests(4)], factory=worlds.Guess
@@ -104,7 +104,7 @@ def test_rewards_metrics_and_ends_of_turns(converse):
     assert (second.conversation.stop, second.conversation.turn_rewards) == ("max_turns", [-0.125] * 4)
 
 
-def test_messages_at_the_start_belong_to_the_prompt(converse):
+def test_initial_messages_belong_to_the_prompt(converse):
     engine = Spy(LETTERS, ["ab"])
     (instance,) = converse(engine, requests(1, {"greeting": "hg"}), factory=worlds.Greets, max_turns=1)
     assert engine.prompts == [[*ids("ab"), *ids("hg")]]
@@ -113,12 +113,12 @@ def test_messages_at_the_start_belong_to_the_prompt(converse):
     assert instance.conversation.messages[0] == {"role": "user", "content": "hg"}
 
 
-def test_a_prompt_that_leaves_no_token_for_a_turn_is_a_failure(converse):
+def test_prompt_without_room_for_a_turn_is_a_failure(converse):
     with pytest.raises(RuntimeError, match="lengthen the prompt by 30 tokens, but max_response_tokens 24 must contain"):
         converse(Spy(LETTERS, ["ab"]), requests(1, {"greeting": "h" * 30}), factory=worlds.Greets)
 
 
-def test_results_of_tools_and_mistakes_are_messages(converse):
+def test_tool_results_and_mistakes_are_messages(converse):
     tools = {"factory": Tools, "arguments": {"functions": [worlds.lookup]}, "timeout_s": None}
     parser = MarkedToolCalls("lookup", "key", start="g", end="h")
     for output, result in (("gkh", "v"), ("gah", "Error: no entry 'a'")):
@@ -157,7 +157,7 @@ def small(count, **options):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{"timeout_s": None}, {"concurrency": 1}, {"factory": worlds.SlowEcho}])
-def test_the_host_of_the_environments_does_not_change_a_bit(converse, engine, options):
+def test_host_of_the_environments_does_not_change_a_bit(converse, engine, options):
     expected = converse(engine, small(8), factory=worlds.Echo, concurrency=4)
     instance = converse(engine, small(8), **({"factory": worlds.Echo} | options))
     assert [each.token_ids for each in instance] == [each.token_ids for each in expected]
@@ -165,7 +165,7 @@ def test_the_host_of_the_environments_does_not_change_a_bit(converse, engine, op
     assert len({tuple(each.token_ids) for each in instance}) > 4
 
 
-def test_requests_in_another_order_and_alone_give_the_same_conversations(converse, engine):
+def test_reordered_and_separate_requests_give_the_same_conversations(converse, engine):
     together = converse(engine, small(6), factory=worlds.Echo)
     backwards = converse(engine, small(6)[::-1], factory=worlds.Echo)[::-1]
     alone = [converse(engine, [item], factory=worlds.Echo)[0] for item in small(6)]
@@ -178,14 +178,14 @@ def test_requests_in_another_order_and_alone_give_the_same_conversations(convers
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_ends_the_run_with_the_environments_traceback(converse):
+def test_failure_ends_the_run_with_the_traceback_of_the_environment(converse):
     with pytest.raises(RuntimeError, match=r"(?s)Misbehaves raised ValueError: a broken world.*on_error.*do_raise"):
         converse(Spy(LETTERS, ["ab"]), requests(2, {"fault": "raise"}), factory=worlds.Misbehaves)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip", "zero", "end"])
-def test_no_misbehaviour_ends_a_run_or_changes_other_conversations(converse, on_error):
+def test_misbehaving_environments_do_not_end_a_run_or_change_other_conversations(converse, on_error):
     names = list(worlds.FAULTS)
     requested = [
         replace(request, row={"fault": names[i // 2] if i % 2 else ""})
@@ -206,13 +206,13 @@ def test_no_misbehaviour_ends_a_run_or_changes_other_conversations(converse, on_
 
 
 @pytest.mark.parametrize("act", ["gigabyte", "print", "fork", "chdir", "seed", "environ", "close"])
-def test_what_is_not_a_failure(converse, act):
+def test_unusual_valid_behaviour_is_not_a_failure(converse, act):
     (instance,) = converse(Spy(LETTERS, ["ab"]), requests(1, {"act": act}), factory=worlds.Harmless, max_turns=3)
     assert instance.conversation.fault is None
     assert instance.conversation.stop == ("tokens" if act == "gigabyte" else "max_turns")
 
 
-def test_an_environment_that_cannot_be_repeated_is_a_failure_of_its_neighbours(converse):
+def test_non_repeatable_environment_is_reported_as_a_failure(converse):
     requested = requests(2)
     rows = converse(
         Spy(LETTERS, ["ab"]), requested, factory=worlds.Unsteady, on_error="end", max_error_rate=1.0,
@@ -227,7 +227,7 @@ def test_too_many_failures_end_the_run(converse):
         converse(Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error="skip")
 
 
-def test_a_failure_at_the_start_leaves_a_turn(converse):
+def test_failure_at_the_start_leaves_an_empty_turn(converse):
     requested = requests(1, {"fault": "reset"})
     (instance,) = converse(
         Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error="zero", max_error_rate=1.0
@@ -242,7 +242,7 @@ def test_a_failure_at_the_start_leaves_a_turn(converse):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"timeout_s": None}, {"factory": worlds.SlowEcho}])
-def test_a_thousand_conversations_leave_nothing_behind(options):
+def test_thousand_conversations_leave_no_resources(options):
     instance = psutil.Process()
 
     def present():
@@ -270,7 +270,7 @@ def test_a_thousand_conversations_leave_nothing_behind(options):
 
 @pytest.fixture
 def chat():
-    """Runs conversations whose environment writes messages of a chat template in which roles must alternate."""
+    """Run conversations whose environment writes messages for a chat template in which roles must alternate."""
     tokenizer = CharacterTokenizer("abcdefgh<>u", chat=True).load()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role != 'assistant' and loop.index0 is odd %}"
@@ -293,7 +293,7 @@ def chat():
 
 
 @pytest.mark.parametrize("empty", ["", "reply", "list"])
-def test_an_empty_reply_is_an_empty_message(chat, empty):
+def test_empty_reply_is_an_empty_message(chat, empty):
     (instance,), tokenizer = chat(worlds.Empty, requests(1, {"reply": empty}, max_tokens=64))
     assert instance.conversation.stop == "max_turns"
     text = tokenizer.decode(instance.token_ids, clean_up_tokenization_spaces=False)
@@ -302,7 +302,7 @@ def test_an_empty_reply_is_an_empty_message(chat, empty):
     assert roles == [("assistant", "ab"), ("user", "")] * 2 + [("assistant", "ab")]
 
 
-def test_an_empty_reply_to_a_tool_call_is_an_empty_result(converse):
+def test_empty_reply_to_a_tool_call_is_an_empty_result(converse):
     parser = MarkedToolCalls("t", "x", start="a", end="b")
     (instance,) = converse(
         Spy(LETTERS, ["acb"]), requests(1, {"reply": ""}), factory=worlds.Empty, parser=parser, max_turns=2
@@ -320,7 +320,7 @@ def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(cha
         chat(worlds.SeveralMessages, requested)
 
 
-def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
+def test_initial_messages_that_the_template_rejects_are_a_failure(chat):
     requested = [
         replace(request, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for request in requests(1)
     ]
@@ -348,9 +348,7 @@ def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
         ("aab", {"max_turns": 9, "max_turn_tokens": 3}, "truncated", 200.0),
     ],
 )
-def test_a_conversation_that_a_limit_ended_is_judged_by_its_environment(
-    converse, factory, timeout_s, text, limits, stop, reward
-):
+def test_conversation_ended_by_a_limit_gets_a_final_reward(converse, factory, timeout_s, text, limits, stop, reward):
     (instance,) = converse(Spy(LETTERS, [text]), requests(1), factory=factory, timeout_s=timeout_s, **limits)
     record = instance.conversation
     assert (record.stop, sum(record.turn_rewards), record.turn_rewards[-1]) == (stop, reward, reward)
@@ -358,14 +356,14 @@ def test_a_conversation_that_a_limit_ended_is_judged_by_its_environment(
     assert len(record.turn_rewards) == len(record.turn_ends)
 
 
-def test_a_conversation_that_the_environment_ended_has_no_last_call(converse):
+def test_conversation_ended_by_the_environment_has_no_final_call(converse):
     (instance,) = converse(Spy(LETTERS, ["g"]), requests(1), factory=worlds.Counts)
     assert (instance.conversation.stop, instance.conversation.metrics) == ("done", {})
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("on_error", "reward"), [("end", 0.0), ("zero", 0.0), ("skip", 0.0)])
-def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_error, reward):
+def test_failure_of_the_final_call_keeps_the_reason_of_the_end(converse, on_error, reward):
     settings = {"factory": worlds.Counts, "arguments": {"fault": True}, "max_turns": 2, "max_error_rate": 1.0}
     (instance,) = converse(Spy(LETTERS, ["aa"]), requests(1), on_error=on_error, **settings)
     record = instance.conversation
@@ -375,7 +373,7 @@ def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_err
 
 
 @pytest.mark.parametrize(("value", "fault"), [(None, None), (2, None), ("text", "invalid"), (True, "invalid")])
-def test_the_last_call_returns_a_number_a_reply_or_nothing(converse, value, fault):
+def test_final_call_returns_a_number_a_reply_or_nothing(converse, value, fault):
     requested = requests(1, {"value": value})
     (instance,) = converse(
         Spy(LETTERS, ["aa"]), requested, factory=worlds.FinishesWith, max_turns=1, on_error="end", max_error_rate=1.0
@@ -384,7 +382,7 @@ def test_the_last_call_returns_a_number_a_reply_or_nothing(converse, value, faul
     assert instance.conversation.turn_rewards == [2.0 if value == 2 else 0.0]
 
 
-def test_a_conversation_is_judged_after_its_process_was_lost(converse):
+def test_conversation_gets_a_final_reward_after_its_process_was_lost(converse):
     requested = [replace(request, seed=i) for i, request in enumerate(requests(4))]
     rows = converse(
         Spy(LETTERS, ["aa"]), requested, factory=worlds.DiesOnce, concurrency=1, max_turns=2, on_error="end"

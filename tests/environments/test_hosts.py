@@ -1,4 +1,4 @@
-"""Where environments run: limits, ends, processes."""
+"""Hosts of environments: limits, ends, processes."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from tests.environments import worlds
 
 @pytest.fixture
 def host():
-    """Makes hosts and closes them."""
+    """Create hosts and close them."""
     hosts = []
 
     def host(factory, timeout_s=30.0, concurrency=2, **arguments):
@@ -33,7 +33,7 @@ def host():
 
 
 def talk(host, key, *texts, row=None, seed=0):
-    """Return plays turns one after the other and returns the replies."""
+    """Send turns sequentially and return the replies."""
     turns, digests, replies = [], [], []
     for text in (None, *texts):
         if text is not None:
@@ -45,7 +45,7 @@ def talk(host, key, *texts, row=None, seed=0):
     return replies
 
 
-def test_the_kind_of_environment_and_its_limit_choose_the_host(host):
+def test_kind_of_environment_and_its_limit_select_the_host(host):
     assert isinstance(host(worlds.Echo), ProcessHost)
     assert isinstance(host(worlds.Echo, timeout_s=None), ThreadHost)
     assert isinstance(host(worlds.SlowEcho), LoopHost)
@@ -53,7 +53,7 @@ def test_the_kind_of_environment_and_its_limit_choose_the_host(host):
 
 
 @pytest.mark.parametrize(("factory", "timeout_s"), [(worlds.Echo, 30.0), (worlds.Echo, None), (worlds.SlowEcho, 30.0)])
-def test_conversations_have_their_own_environments(host, factory, timeout_s):
+def test_conversations_have_separate_environments(host, factory, timeout_s):
     instance = host(factory, timeout_s)
     assert talk(instance, "a", "xyz", "uv")[1:] == [Reply("xy"), Reply("uv")]
     assert talk(instance, "b", "123")[1:] == [Reply("12")]
@@ -61,7 +61,7 @@ def test_conversations_have_their_own_environments(host, factory, timeout_s):
     assert talk(instance, "a", "q")[1:] == [Reply("q")]
 
 
-def test_a_call_that_takes_too_long_ends_its_process_alone(host):
+def test_too_long_call_ends_only_its_process(host):
     instance = host(worlds.Misbehaves, timeout_s=1.0, concurrency=1)
     good = [Turn("ab"), Turn("cd", number=1), Turn("ef", number=2)]
     row, digests = {"fault": ""}, []
@@ -73,7 +73,7 @@ def test_a_call_that_takes_too_long_ends_its_process_alone(host):
     assert instance.call(Call("good", row, 0, tuple(good), tuple(digests))).result(30) == Reply("ef")
 
 
-def test_nothing_is_left_behind(host):
+def test_closed_host_leaves_no_processes(host):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     instance = host(worlds.Harmless, concurrency=3)
     for number in range(6):
@@ -86,14 +86,14 @@ def test_nothing_is_left_behind(host):
     assert len(alive) <= 1  # the resource tracker of multiprocessing
 
 
-def test_no_more_processes_than_allowed(host):
+def test_number_of_processes_is_limited(host):
     instance = host(Pid, concurrency=2)
     calls = [instance.call(Call(str(i), {}, 0)) for i in range(8)]
     assert len({call.result(60).messages for call in calls}) <= 2
 
 
 class Pid(Environment):
-    """Replies with the number of its process."""
+    """Replies with the id of its process."""
 
     def reset(self):
         time.sleep(0.05)
@@ -101,7 +101,7 @@ class Pid(Environment):
 
 
 class Sleeps(Environment):
-    """Waits in one of several ways where a turn names it."""
+    """Waits in one of several ways, which a turn selects."""
 
     async def step(self, text):
         if text == "await":
@@ -118,7 +118,7 @@ class Sleeps(Environment):
 
 
 @pytest.mark.parametrize(("text", "kind"), [("await", "timeout"), ("exit", "error"), ("cancel", "error")])
-def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
+def test_failing_async_environment_does_not_affect_others(host, text, kind):
     instance = host(Sleeps, timeout_s=0.5)
     calls = [Call("good", {}, 0), Call("bad", {}, 0)]
     digests = tuple(digest_of(instance.call(call).result(10)) for call in calls)
@@ -130,7 +130,7 @@ def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
 
 
 class Closes(Sleeps):
-    """Writes its seed to a file when it is closed, after a while."""
+    """Writes its seed to a file shortly after it is closed."""
 
     def __init__(self, log):
         self.log = log
@@ -145,7 +145,7 @@ class Closes(Sleeps):
 
 
 def test_async_environments_are_closed_with_their_loop(host, tmp_path):
-    """One that is being closed, one whose call runs, and an idle one."""
+    """One that is being closed, one with a running call, and an idle one."""
     instance = host(Closes, log=str(tmp_path / "log"))
     digests = [digest_of(instance.call(Call(str(seed), {}, seed)).result(10)) for seed in range(3)]
     call = instance.call(Call("1", {}, 1, (Turn("await"),), digests[:1]))
@@ -159,7 +159,7 @@ def test_async_environments_are_closed_with_their_loop(host, tmp_path):
     assert not call.done()
 
 
-def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
+def test_async_environment_that_blocks_its_loop_is_abandoned(host):
     instance = host(Sleeps, timeout_s=0.2)
     digest = digest_of(instance.call(Call("bad", {}, 0)).result(10))
     call = instance.call(Call("bad", {}, 0, (Turn("block"),), (digest,)))
@@ -170,7 +170,7 @@ def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
     assert talk(instance, "next", "a")[-1] == Reply("a")
 
 
-def test_calls_that_wait_behind_a_blocked_loop_are_repeated_in_a_new_one(host):
+def test_calls_waiting_for_a_blocked_loop_are_repeated_in_a_new_one(host):
     instance = host(Sleeps, timeout_s=0.3, concurrency=1)
     digest = digest_of(instance.call(Call("bad", {}, 0)).result(10))
     bad = instance.call(Call("bad", {}, 0, (Turn("forever"),), (digest,)))
@@ -184,7 +184,7 @@ def test_calls_that_wait_behind_a_blocked_loop_are_repeated_in_a_new_one(host):
     assert instance.call(Call("good", {}, 0, (Turn("a"),), (digest,))).result(10) == Reply("a")
 
 
-def test_no_more_async_calls_than_allowed_at_once(host):
+def test_number_of_simultaneous_async_calls_is_limited(host):
     instance = host(Counting, concurrency=3)
     Counting.running = Counting.most = 0
     calls = [instance.call(Call(str(i), {}, 0)) for i in range(9)]
@@ -193,7 +193,7 @@ def test_no_more_async_calls_than_allowed_at_once(host):
 
 
 class Counting(Environment):
-    """Counts the calls at the same time."""
+    """Counts simultaneous calls."""
 
     running = most = 0
 
@@ -208,7 +208,7 @@ class Counting(Environment):
 
 
 class Interrupts(Environment):
-    """Raises KeyboardInterrupt where its row names it."""
+    """Raises KeyboardInterrupt if its row requests it."""
 
     def __init__(self, at="step"):
         if at == "made":
@@ -224,7 +224,7 @@ class Interrupts(Environment):
 
 
 class InterruptsLoop(Interrupts):
-    """The same, with an ``async`` step."""
+    """Raises KeyboardInterrupt in an ``async`` step."""
 
     async def step(self, text):
         raise KeyboardInterrupt("step")
@@ -235,7 +235,7 @@ class InterruptsLoop(Interrupts):
 @pytest.mark.parametrize(
     ("factory", "timeout_s"), [(Interrupts, 30.0), (Interrupts, None), (InterruptsLoop, 30.0), (InterruptsLoop, None)]
 )
-def test_an_interrupt_that_an_environment_raises_is_its_failure(host, factory, timeout_s, at):
+def test_interrupt_raised_by_an_environment_is_its_failure(host, factory, timeout_s, at):
     instance = host(factory, timeout_s, at=at)
     digests = (digest_of(Reply()),) if at == "step" else ()
     if at == "step":
@@ -247,21 +247,21 @@ def test_an_interrupt_that_an_environment_raises_is_its_failure(host, factory, t
 
 
 class Exhausted:
-    """Its script of replies has none."""
+    """Raises StopIteration."""
 
     def step(self, text):
         return next(iter([]))
 
 
 class ExhaustedLoop(Exhausted):
-    """The same, with an ``async`` reset."""
+    """Raises StopIteration in an ``async`` reset."""
 
     async def reset(self, row):
         pass
 
 
 @pytest.mark.parametrize("factory", [Exhausted, ExhaustedLoop])
-def test_a_stop_iteration_of_an_environment_is_its_failure(host, factory):
+def test_stop_iteration_of_an_environment_is_its_failure(host, factory):
     fault = host(factory, None).call(Call("a", {}, 0, (Turn("x"),), (digest_of(Reply()),))).result(10)
     assert (fault.kind, fault.message) == ("error", "raised RunError: StopIteration")
 
@@ -280,7 +280,7 @@ class Echo:
 """
 
 
-def test_a_process_that_cannot_start_is_a_failure_and_a_later_call_starts_another(tmp_path, monkeypatch):
+def test_process_that_cannot_start_is_a_failure_and_a_later_call_starts_another(tmp_path, monkeypatch):
     (tmp_path / "world.py").write_text(STARTS_SOMETIMES)
     (tmp_path / "broken").touch()
     instance = ProcessHost(Spec(f"{tmp_path / 'world.py'}:Echo"), 30.0, 1)
@@ -305,7 +305,7 @@ class RaisesLong(Environment):
 
 
 class RaisesLongInLoop(RaisesLong):
-    """The same, with an ``async`` step."""
+    """Raises such an error in an ``async`` step."""
 
     async def step(self, text):
         raise ValueError("x" * 10**7 + "y")
@@ -333,7 +333,7 @@ host.close()
 
 
 @pytest.mark.slow
-def test_a_script_that_its_workers_would_run_again_is_described(tmp_path):
+def test_script_that_its_workers_would_run_again_is_reported(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = subprocess.run(

@@ -52,7 +52,7 @@ def make_counter(id, start):
     return Counter(start)
 
 
-def test_the_interface_of_gymnasium():
+def test_gymnasium_interface():
     instance = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1})
     assert instance.reset(seed=7) == Reply("3!")
     assert instance.step(" 2 ") == Reply("5", 1.0, False)
@@ -66,7 +66,7 @@ def test_the_interface_of_gymnasium():
     assert ends.step("x").done
 
 
-def test_an_environment_of_gymnasium():
+def test_gymnasium_environment():
     pytest.importorskip("gymnasium", reason="needs gymnasium")
     instance = Gymnasium("FrozenLake-v1", arguments={"is_slippery": False})
     assert instance.reset(seed=2**40).messages == "0"
@@ -75,13 +75,13 @@ def test_an_environment_of_gymnasium():
     instance.close()
 
 
-def test_a_missing_gymnasium_is_named_with_its_extra(monkeypatch):
+def test_missing_gymnasium_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install 'lightning-rlhf\[gymnasium\]'"):
         Gymnasium("FrozenLake-v1")
 
 
-def test_a_game_of_textarena():
+def test_textarena_game():
     pytest.importorskip("textarena", reason="needs textarena")
     instance = TextArena("GuessTheNumber-v0")
     assert "guess" in instance.reset(seed=3).messages.lower()
@@ -96,7 +96,7 @@ def test_a_game_of_textarena():
     assert (reply.reward, reply.done) == (1.0, True)
 
 
-def test_a_dataset_of_reasoning_gym():
+def test_reasoning_gym_dataset():
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
     rows = [row for _, row in ReasoningGym("chain_sum", 4, seed=1).rows()]
     assert rows == [row for _, row in ReasoningGym("chain_sum", 4, seed=1).rows()]
@@ -113,7 +113,7 @@ class Shop:
         return f"You have {money} coins."
 
     def buy(self, item: str) -> str:
-        """Return buy something.
+        """Request an item.
 
         Args:
             item: the thing to buy
@@ -128,7 +128,7 @@ class Shop:
         raise AssertionError
 
 
-def test_an_environment_of_trl():
+def test_trl_environment():
     instance = TRLEnvironment(Shop)
     assert [schema["function"]["name"] for schema in instance.schemas] == ["buy"]
     assert instance.reset({"prompt": "shop", "money": 3}) == "You have 3 coins."
@@ -164,7 +164,7 @@ class Maths:
         self.closed = True
 
 
-def test_an_environment_of_skyrl():
+def test_skyrl_environment():
     instance = SkyRLEnvironment(f"{__name__}:Maths", extras="info")
     assert instance.reset({"prompt": "1+1", "info": {"answer": "2"}}) == Reply([{"role": "user", "content": "think"}])
     assert instance.step("3") == Reply([{"role": "user", "content": "wrong"}], 0.0, False, {"tries": 1.0})
@@ -184,12 +184,12 @@ def test_an_environment_of_skyrl():
         ({"tools": [], "url": "u"}, "got none"),
     ],
 )
-def test_an_mcp_server_is_named_once_with_its_tools(arguments, message):
+def test_mcp_server_is_logged_once_with_its_tools(arguments, message):
     with pytest.raises(ValueError, match=message):
         MCP(**arguments)
 
 
-def test_an_mcp_server_that_is_absent_is_named():
+def test_missing_mcp_server_is_reported():
     pytest.importorskip("mcp", reason="needs mcp")
     with pytest.raises(RuntimeError, match=r"the MCP server http://127.0.0.1:9/mcp cannot be used"):
         _ = MCP(["add"], url="http://127.0.0.1:9/mcp").schemas
@@ -220,7 +220,7 @@ def test_tools_of_an_mcp_server():
         host.close()
 
 
-def test_a_turn_without_a_call_ends_the_conversation_with_an_mcp_server():
+def test_turn_without_a_call_ends_the_conversation_with_an_mcp_server():
     instance = MCP(["add"], url="http://127.0.0.1:9/mcp")
     assert asyncio.run(instance.step(Turn("5"))) == Reply(done=True)
     malformed = asyncio.run(instance.step(Turn("", malformed="call 1: no JSON")))
@@ -231,7 +231,7 @@ HOSTILE = [sys.executable, str(Path(__file__).with_name("hostile_mcp_server.py")
 
 
 def called(mode, timeout_s=None):
-    """Return the content of the only message after a call of a tool, or the error, with a server that misbehaves."""
+    """Return the message of a tool call to a misbehaving server, or the error."""
     pytest.importorskip("mcp", reason="needs mcp")
 
     async def run():
@@ -252,20 +252,20 @@ def called(mode, timeout_s=None):
         ("resource", "inside"),
     ],
 )
-def test_results_of_an_mcp_server_as_texts(mode, text):
+def test_mcp_results_become_texts(mode, text):
     assert called(mode) == text
 
 
-def test_a_call_of_an_mcp_server_that_takes_too_long_is_a_message():
+def test_too_long_mcp_call_is_a_message():
     assert called("slow", timeout_s=0.3) == "Error: act took longer than its time limit of 0.3 s"
 
 
-def test_an_mcp_server_that_ends_is_named_with_the_cause():
+def test_ended_mcp_server_is_reported_with_the_cause():
     with pytest.raises(RuntimeError, match=r"the MCP server .*hostile_mcp_server.py exit failed: .*[Cc]losed"):
         called("exit")
 
 
-def test_an_mcp_server_that_writes_without_end_is_ended():
+def test_mcp_server_that_writes_endlessly_is_ended():
     began, before = time.monotonic(), psutil.Process().memory_info().rss
     with pytest.raises(RuntimeError, match=r"the MCP server .*hostile_mcp_server.py endless failed"):
         called("endless")
@@ -273,7 +273,7 @@ def test_an_mcp_server_that_writes_without_end_is_ended():
     assert psutil.Process().memory_info().rss - before < 100e6
 
 
-def test_a_server_that_writes_too_long_a_line_is_ended_and_others_end_themselves():
+def test_server_that_writes_a_too_long_line_is_ended_and_others_keep_their_exit_code():
     def run(limit, program):
         command = [sys.executable, line_limit.__file__, str(limit), sys.executable, "-c", program]
         return subprocess.run(command, input="abc\n", capture_output=True, text=True, timeout=20)
@@ -285,7 +285,7 @@ def test_a_server_that_writes_too_long_a_line_is_ended_and_others_end_themselves
     assert "the MCP server wrote a line of more than 3 bytes, and was ended" in long.stderr
 
 
-def test_tools_on_later_pages_of_an_mcp_server_are_found():
+def test_mcp_tools_on_later_pages_are_found():
     pytest.importorskip("mcp", reason="needs mcp")
     (schema,) = MCP(["act"], command=[*HOSTILE, "pages"]).schemas
     assert schema["function"]["description"] == "acts"
@@ -298,14 +298,14 @@ def test_tools_on_later_pages_of_an_mcp_server_are_found():
         ("silent", r"the MCP server .* silent cannot be used: it did not list its tools within 0.5 s"),
     ],
 )
-def test_descriptions_of_an_mcp_server_are_bounded(mode, message, monkeypatch):
+def test_mcp_tool_descriptions_are_limited(mode, message, monkeypatch):
     pytest.importorskip("mcp", reason="needs mcp")
     monkeypatch.setattr(mcp_adapter, "_LIST_SECONDS", 0.5 if mode == "silent" else 30.0)
     with pytest.raises((ValueError, RuntimeError), match=message.replace("endless_name", ".* long")):
         _ = MCP(["act"], command=[*HOSTILE, mode]).schemas
 
 
-def test_a_command_of_an_mcp_server_that_is_absent_is_named():
+def test_missing_mcp_command_is_reported():
     pytest.importorskip("mcp", reason="needs mcp")
     with pytest.raises(ValueError, match="the program 'no-such-program' of the MCP server was not found"):
         _ = MCP(["act"], command=["no-such-program"]).schemas
@@ -343,7 +343,7 @@ def endless(handler):
 @pytest.mark.parametrize(
     ("answer", "cause"), [(redirect, "Redirect"), (endless, "sent a response of more than 10000000 bytes")]
 )
-def test_an_mcp_server_over_http_that_misbehaves_is_named_with_the_cause(answer, cause):
+def test_misbehaving_mcp_server_over_http_is_reported_with_the_cause(answer, cause):
     pytest.importorskip("mcp", reason="needs mcp")
     with (
         http_server(answer) as url,

@@ -1,6 +1,6 @@
-"""Random conversations with the chat templates that are on this machine: those of vLLM's wheel, and those of a folder.
+"""Random conversations with the chat templates on this machine: those of vLLM's wheel, and those of a folder.
 
-LIGHTNING_RLHF_TEMPLATES names the folder, such as ``trl/chat_templates`` of an installed TRL.
+LIGHTNING_RLHF_TEMPLATES is the path of the folder, for example ``trl/chat_templates`` of an installed TRL.
 """
 
 import os
@@ -40,7 +40,7 @@ FILES = [file for folder in folders() for file in sorted(folder.glob("*.jinja"))
 
 
 def tokenizer_with(template):
-    """Return a tokenizer of characters with the end token of the template."""
+    """Return a character tokenizer with the end token of the template."""
     tokenizer = CharacterTokenizer(string.printable).load()
     end = next((text for text in ENDS if text in template), "</s>")
     tokenizer.add_special_tokens({"eos_token": end})
@@ -49,7 +49,7 @@ def tokenizer_with(template):
 
 
 def bridge_of(file, role):
-    """Return the bridge for messages of a role; None if it is refused."""
+    """Return the bridge for messages of a role, or None if the template is rejected."""
     tokenizer = tokenizer_with(file.read_text())
     bridge = TemplateBridge(tokenizer, tools=tools_of(role) or [])
     try:
@@ -76,7 +76,7 @@ def test_some_templates_are_accepted(role):
 
 
 def random_conversation(bridge, role, draw):
-    """Return messages of a conversation that ends with an answer, the row of its tokens, and the mask of the answers."""
+    """Return messages of a conversation that ends with an answer, its row of tokens, and the mask of the answers."""
     end = bridge.tokenizer.eos_token
     messages = [{"role": "user", "content": "question"}]
     row = bridge.ids(render(bridge, messages, role))
@@ -99,10 +99,10 @@ def random_conversation(bridge, role, draw):
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_rows_are_the_rendered_text_where_the_template_keeps_earlier_turns(file, role):
-    """The template keeps them if each answer is preceded by the text that prompted it.
+def test_rows_equal_the_rendered_text_if_the_template_keeps_earlier_turns(file, role):
+    """A template keeps earlier turns if each answer follows the text that prompted it.
 
-    There, supervised training on the conversation has the same tokens and the same mask as a rollout.
+    In this case supervised training on the conversation has the same tokens and the same mask as a rollout.
     """
     bridge = bridge_of(file, role)
     if bridge is None:

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv servers: a server of the same wire format, and the real one where it is installed."""
+"""Environments of OpenEnv servers: a fake server with the same wire format, and the real one if it is installed."""
 
 import asyncio
 import json
@@ -123,14 +123,14 @@ def server():
         yield handler
 
 
-def play(instance, *texts, seed=7):
-    """Return replies of an environment to reset and some turns; it is closed then."""
+def play(environment, *texts, seed=7):
+    """Return the replies of an environment to reset and some turns, and close it."""
 
     async def run():
         try:
-            return [await instance.reset(seed=seed), *[await instance.step(text=text) for text in texts]]
+            return [await environment.reset(seed=seed), *[await environment.step(text=text) for text in texts]]
         finally:
-            await instance.close()
+            await environment.close()
 
     return asyncio.run(run())
 
@@ -142,9 +142,9 @@ def wait_until_closed(server, count):
         time.sleep(0.01)
 
 
-def test_a_session_on_a_server(server):
-    instance = OpenEnv(f"{server.url}/", action="command", observation="text")
-    assert play(instance, "walk", "board", "empty", "end", seed=2**31 + 7) == [
+def test_session_on_a_server(server):
+    environment = OpenEnv(f"{server.url}/", action="command", observation="text")
+    assert play(environment, "walk", "board", "empty", "end", seed=2**31 + 7) == [
         Reply("seed 7"),
         Reply("you walk", 0.25),
         Reply('[1, "ä"]', 1.0),
@@ -170,24 +170,24 @@ def test_a_session_on_a_server(server):
         ("other", r"without the field 'text' of an observation: .*\"board\": 3"),
     ],
 )
-def test_failures_name_the_server(server, text, message):
+def test_failures_include_the_address_of_the_server(server, text, message):
     with pytest.raises(RuntimeError, match=message):
         play(OpenEnv(server.url, "command", "text"), text)
 
 
-def test_errors_of_a_server_are_cut(server):
+def test_long_server_errors_are_cut(server):
     with pytest.raises(RuntimeError, match=r"rejected 'step': x{1000} ") as caught:
         play(OpenEnv(server.url, "command", "text"), "long")
     assert len(str(caught.value)) < 3000
 
 
-def test_a_server_without_a_free_session(server):
+def test_server_without_a_free_session_is_reported(server):
     server.full = True
     with pytest.raises(RuntimeError, match=r"rejected 'reset': at capacity: 1/1 sessions \(CAPACITY_REACHED\)"):
         play(OpenEnv(server.url, "command", "text"))
 
 
-def test_an_absent_server_is_named():
+def test_unreachable_server_is_reported():
     with pytest.raises(RuntimeError, match=r"the OpenEnv server http://127.0.0.1:9 cannot be reached: .*"):
         play(OpenEnv("http://127.0.0.1:9", "command", "text"))
 
@@ -198,12 +198,12 @@ def test_addresses_have_a_scheme_and_a_host(url):
         OpenEnv(url, "command", "text")
 
 
-def test_secure_servers_have_secure_websockets():
+def test_secure_servers_use_secure_websockets():
     assert OpenEnv("https://a.example/env/", "command", "text")._address == "wss://a.example/env/ws"
 
 
 def conversation(host, key, *texts, seed=3):
-    """Return replies of a host to one conversation."""
+    """Return the replies of a host to one conversation."""
     replies, turns = [host.call(Call(key, {}, seed)).result(30)], ()
     for text in texts:
         turns += (Turn(text),)
@@ -212,7 +212,7 @@ def conversation(host, key, *texts, seed=3):
     return replies
 
 
-def test_conversations_of_a_run_have_a_session_each(server):
+def test_conversations_of_a_run_have_separate_sessions(server):
     host = LoopHost(Spec(OpenEnv, {"url": server.url, "action": "command", "observation": "text"}), 10.0, 4)
     try:
         first = conversation(host, "a", "go", "stay")
@@ -256,7 +256,7 @@ def real_server():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_game_on_the_real_server(real_server):
+def test_game_on_the_real_server(real_server):
     spec = Spec(OpenEnv, {"url": real_server, "action": "guess", "observation": "text"})
     host = LoopHost(spec, 30.0, 4)
     try:

@@ -1,4 +1,4 @@
-"""Tool calls in turns: what is accepted, and what is reported to the policy."""
+"""Tool calls in turns: accepted formats, and mistakes reported to the policy."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def calls(*bodies):
     return "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
 
 
-def test_text_and_calls():
+def test_text_and_calls_are_separated():
     first, second = '{"name": "add", "arguments": {"a": 1}}', '{"name": "list", "arguments": {}, "id": "c1"}'
     parsed = PARSE(f"let me see {calls(first, second)} now", None)
     assert parsed.text == "let me see  now"
@@ -50,7 +50,7 @@ def test_malformed_calls_are_not_accepted(number):
         assert parsed.malformed.startswith("call ")
 
 
-def test_a_call_that_was_cut_is_not_accepted():
+def test_truncated_call_is_not_accepted():
     body = '<tool_call>{"name": "add", "arguments": {"a": 1}}'
     assert PARSE(body, None).malformed == "call 1 has no </tool_call>"
     assert JSONToolCalls(end_optional=True)(body, None).calls == (ToolCall("add", {"a": 1}),)
@@ -58,12 +58,12 @@ def test_a_call_that_was_cut_is_not_accepted():
         assert JSONToolCalls(end_optional=True)(body[:length], None).malformed
 
 
-def test_values_that_are_texts_of_markers_stay_texts():
+def test_marker_texts_in_values_are_kept():
     value = {"name": "say", "arguments": {"text": "<tool>x</tool>"}}
     assert PARSE(calls(json.dumps(value)), None).calls == (ToolCall("say", {"text": "<tool>x</tool>"}),)
 
 
-def test_marked_calls_of_small_models():
+def test_marked_calls_of_small_models_are_parsed():
     parse = MarkedToolCalls("calculate", "sum", start="[", end="]")
     assert parse("a[1+2]b[3+4", None).calls == (
         ToolCall("calculate", {"sum": "1+2"}),
@@ -72,7 +72,7 @@ def test_marked_calls_of_small_models():
     assert parse("12", None).text == "12"
 
 
-def test_calls_in_the_format_of_a_tokenizer():
+def test_calls_in_the_format_of_a_tokenizer_are_parsed():
     tokenizer = CharacterTokenizer("ab").load()
     parse = TokenizerToolCalls()
     with pytest.raises(ValueError, match="TokenizerToolCalls reads tool calls with the tokenizer's response_template"):
@@ -93,7 +93,7 @@ def test_calls_in_the_format_of_a_tokenizer():
 
 
 def find(text):
-    """Call as lines `!name {...}`; some turns let it fail."""
+    """Find calls in lines ``!name {...}``; some turns make it fail."""
     if "refuse" in text:
         raise ValueError("calls must not be refused")
     if "broken" in text:
@@ -110,7 +110,7 @@ def find_and_cut(text, tokenizer):
     return first.strip(), [ToolCall(name, {})] if name else []
 
 
-def test_calls_that_a_function_finds(tmp_path):
+def test_calls_found_by_a_function(tmp_path):
     parse = FunctionToolCalls(find)
     parsed = parse('see\n!add {"a": 1}\n!list {}', None)
     assert parsed.calls == (ToolCall("add", {"a": 1}), ToolCall("list", {}))
@@ -127,7 +127,7 @@ def test_calls_that_a_function_finds(tmp_path):
     assert FunctionToolCalls(f"{tmp_path}/own.py:parse")("x", None).calls == ()
 
 
-def test_a_function_that_fails_itself_ends_the_run():
+def test_failing_function_ends_the_run():
     with pytest.raises(RuntimeError, match=r"raised KeyError: 'name', for the turn 'broken'; it must raise ValueError"):
         FunctionToolCalls(find)("broken", None)
     with pytest.raises(ValueError, match=r"returned \['add'\], expected a list of calls"):
@@ -135,7 +135,7 @@ def test_a_function_that_fails_itself_ends_the_run():
 
 
 @pytest.mark.parametrize("result", [None, "x", {}, [1], (1, []), ("x", ()), ("x", [], 1)])
-def test_a_function_that_returns_something_else_ends_the_run(result):
+def test_function_with_a_wrong_result_ends_the_run(result):
     with pytest.raises(ValueError, match="expected a list of calls, each a ToolCall or a dictionary, or a tuple"):
         FunctionToolCalls(lambda text: result)("turn", None)
 
@@ -148,7 +148,7 @@ def test_a_function_that_returns_something_else_ends_the_run(result):
         (f"{__name__}:fint", "did you mean 'find'"),
     ],
 )
-def test_a_function_is_validated_before_the_run(function, message):
+def test_function_is_validated_before_the_run(function, message):
     with pytest.raises(ValueError, match=message):
         FunctionToolCalls(function)
 
@@ -158,5 +158,5 @@ def test_markers_must_not_be_empty():
         JSONToolCalls(start="")
 
 
-def test_a_call_without_arguments():
+def test_call_without_arguments():
     assert call_of({"name": "now"}) == ToolCall("now", {})

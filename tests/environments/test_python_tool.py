@@ -1,4 +1,4 @@
-"""Programs of the policy as a tool, in the sandbox."""
+"""The Python tool: programs of the policy run in the sandbox."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult
 
 
 class Fake:
-    """A sandbox with a given result."""
+    """A sandbox that returns a given result."""
 
     def __init__(self, result):
         self.result, self.sources = result, []
@@ -40,7 +40,7 @@ def result(**values):
     )
 
 
-def test_output_and_mistakes():
+def test_output_and_mistakes_are_messages():
     assert run(result(stdout="1\n")) == "1\n"
     assert run(result(stdout="123456"), max_characters=3) == "123"
     assert run(result(exit_code=1, stderr="Traceback\nNameError: x\n")) == "Error: Traceback\nNameError: x"
@@ -49,7 +49,7 @@ def test_output_and_mistakes():
     assert run(result(truncated=True)) == "Error: the program printed too much"
 
 
-def test_the_schema_of_the_tool():
+def test_tool_has_a_schema():
     (schema,) = Tools(["lightning_rlhf.environments.python_tool:python"]).schemas
     assert schema["function"]["name"] == "python"
     assert schema["function"]["parameters"]["required"] == ["code"]
@@ -57,7 +57,7 @@ def test_the_schema_of_the_tool():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_bwrap() is None, reason="needs bubblewrap")
-def test_a_program_in_the_sandbox():
+def test_program_runs_in_the_sandbox():
     assert python("print(sum(range(10)))") == "45\n"
 
 
@@ -86,7 +86,7 @@ REACHING = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_bwrap() is None, reason="needs bubblewrap")
-def test_a_program_cannot_reach_the_trainer(tmp_path, monkeypatch):
+def test_program_cannot_reach_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "key")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "last.ckpt").write_text("weights")

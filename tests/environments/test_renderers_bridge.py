@@ -1,4 +1,4 @@
-"""The bridge of the package renderers: a stand-in with its interface, and the package itself where it is installed."""
+"""The bridge of the package renderers: a fake with its interface, and the package itself if it is installed."""
 
 import random
 import sys
@@ -105,7 +105,7 @@ def fake(monkeypatch):
     monkeypatch.setitem(sys.modules, "renderers.base", base)
 
 
-def test_tokens_of_a_renderer(tokenizer, fake):
+def test_tokens_of_a_renderer_are_used(tokenizer, fake):
     bridge = RenderersBridge(tokenizer, renderer="same")
     bridge.check()
     before, turn = bridge.ids("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"), bridge.ids("yes")
@@ -120,7 +120,7 @@ def test_tokens_of_a_renderer(tokenizer, fake):
     assert tokenizer.decode(start).count("<|im_start|>user") == 2
 
 
-def test_a_renderer_that_changes_earlier_tokens_ends_the_conversation(tokenizer, fake):
+def test_renderer_that_changes_earlier_tokens_ends_the_conversation(tokenizer, fake):
     bridge = RenderersBridge(tokenizer, renderer="trims")
     assert bridge.between(bridge.ids("yes<|im_end|>"), [user("so")], bridge.ids("abc")) is None
 
@@ -144,25 +144,25 @@ def test_a_renderer_that_changes_earlier_tokens_ends_the_conversation(tokenizer,
         ),
     ],
 )
-def test_renderers_that_do_not_suit_the_tokenizer_are_refused(tokenizer, fake, renderer, options, message):
+def test_renderers_for_another_tokenizer_are_rejected(tokenizer, fake, renderer, options, message):
     settings = EnvironmentSettings(worlds.Echo, bridge="renderers", renderer=renderer)
     with pytest.raises(ValueError, match=message):
         settings.make_bridge(tokenizer, options)
 
 
-def test_the_renderer_of_a_known_model(tokenizer, fake, monkeypatch):
+def test_renderer_of_a_known_model_is_found(tokenizer, fake, monkeypatch):
     monkeypatch.setattr(tokenizer, "name_or_path", "Team/Same-1B")
     settings = EnvironmentSettings(worlds.Echo, bridge="renderers")
     assert isinstance(settings.make_bridge(tokenizer, {}), RenderersBridge)
 
 
-def test_a_package_that_is_missing_is_named(tokenizer, monkeypatch):
+def test_missing_package_is_reported(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(ImportError, match=r"bridge: renderers needs the package renderers: run pip install 'light"):
         RenderersBridge(tokenizer, renderer="qwen3")
 
 
-def test_a_renderer_needs_its_bridge():
+def test_renderer_requires_its_bridge():
     with pytest.raises(ValueError, match="renderer 'qwen3' needs bridge: renderers, got bridge: template"):
         EnvironmentSettings(worlds.Echo, renderer="qwen3")
 
@@ -178,8 +178,8 @@ def qwen3(tokenizer, **arguments):
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
-def test_the_package_and_the_template_have_the_same_tokens(tokenizer, options):
-    """Random conversations with thoughts, special tokens in messages, tools, and turns that end in several ways."""
+def test_package_and_template_give_the_same_tokens(tokenizer, options):
+    """Random conversations with thoughts, special tokens in messages, tools, and several kinds of ends of turns."""
     arguments = {"tools": SCHEMA, "options": options}
     bridges = [qwen3(tokenizer, **arguments), TemplateBridge(tokenizer, **arguments)]
     draw = random.Random(0)
@@ -198,13 +198,13 @@ def test_the_package_and_the_template_have_the_same_tokens(tokenizer, options):
             ids += [*turn, *behind]
 
 
-def test_a_turn_whose_thoughts_do_not_end_cannot_be_continued(tokenizer):
+def test_turn_with_unfinished_thoughts_cannot_be_continued(tokenizer):
     bridge = qwen3(tokenizer)
     before = bridge.prompt("", [user("hello")], [user("there")])
     assert bridge.between(bridge.ids("<think>\nwell<|im_end|>"), [user("so")], before) is None
 
 
-def test_the_package_refuses_other_tokenizers(tokenizer):
+def test_package_rejects_other_tokenizers(tokenizer):
     pytest.importorskip("renderers", reason="needs renderers")
     with pytest.raises(ValueError, match=r"the renderer 'llama-3' cannot be used: .*not found"):
         RenderersBridge(tokenizer, renderer="llama-3")

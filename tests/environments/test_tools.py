@@ -15,7 +15,7 @@ from tests.environments import worlds
 
 
 def double(x: float) -> float:
-    """Return double a number.
+    """Return the double of a number.
 
     Args:
         x: number
@@ -51,7 +51,7 @@ def test_results_are_messages_in_the_order_of_the_calls():
     assert (reply.done, reply.reward, reply.metrics) == (False, 0.0, {"tool_errors": 0.0})
 
 
-def test_a_turn_without_a_call_ends_the_conversation():
+def test_turn_without_a_call_ends_the_conversation():
     reply, contents = step()
     assert reply.done
     assert contents == []
@@ -77,27 +77,27 @@ def test_mistakes_of_the_policy_are_messages(call, message):
     assert reply.metrics == {"tool_errors": 1.0}
 
 
-def test_a_malformed_call_is_a_mistake():
+def test_malformed_call_is_a_mistake():
     reply, contents = step(malformed="call 1: no JSON")
     assert contents == ["Error: the tool call could not be read: call 1: no JSON"]
     assert reply.metrics == {"tool_errors": 1.0}
 
 
-def test_an_integer_is_a_number():
+def test_integer_is_accepted_as_a_number():
     assert step(ToolCall("double", {"x": 2}))[1] == ["4"]
 
 
-def test_another_exception_is_a_failure_of_the_environment():
+def test_other_exception_is_a_failure_of_the_environment():
     with pytest.raises(RuntimeError, match="the tool is broken"):
         step(ToolCall("crash", {}))
 
 
-def test_results_as_messages_of_the_user():
+def test_results_can_be_user_messages():
     (message,) = Tools([worlds.add], role="user").step(Turn("", (ToolCall("add", {"a": 1, "b": 2}),))).messages
     assert message == {"role": "user", "content": "3"}
 
 
-def test_schemas():
+def test_schemas_are_derived_from_functions():
     schema = Tools(["tests.environments.worlds:add"]).schemas[0]["function"]
     assert (schema["name"], schema["description"]) == ("add", "Add two numbers.")
     assert schema["parameters"]["required"] == ["a", "b"]
@@ -112,12 +112,12 @@ def test_schemas():
         (["tests.environments.worlds:ad"], "'ad' was not found"),
     ],
 )
-def test_functions_that_cannot_be_tools(functions, message):
+def test_invalid_functions_are_rejected_as_tools(functions, message):
     with pytest.raises(ValueError, match=message):
         Tools(functions)
 
 
-def test_a_function_without_a_description_has_no_schema():
+def test_function_without_a_description_has_no_schema():
     with pytest.raises(ValueError, match="the tool untyped has no schema for the chat template"):
         _ = Tools([untyped]).schemas
 
@@ -127,7 +127,7 @@ def test_a_function_without_a_description_has_no_schema():
 
 @pytest.mark.parametrize("function", [worlds.sleep, worlds.sleep_async])
 @pytest.mark.parametrize("limit", [0.2, {"sleep": 0.2, "sleep_async": 0.2}])
-def test_a_tool_that_takes_too_long_is_a_message(function, limit):
+def test_too_long_tool_call_is_a_message(function, limit):
     instance, name = Tools([worlds.sleep, worlds.sleep_async], timeout_s=limit), function.__name__
     began = time.monotonic()
     reply = instance.step(Turn("", (ToolCall(name, {"seconds": 30}), ToolCall(name, {"seconds": 0}))))
@@ -137,7 +137,7 @@ def test_a_tool_that_takes_too_long_is_a_message(function, limit):
     assert reply.metrics == {"tool_errors": 1.0}
 
 
-def test_a_limit_in_a_worker_process():
+def test_time_limit_works_in_a_worker_process():
     host = ProcessHost(Spec(Tools, {"functions": [worlds.sleep], "timeout_s": 0.2}), 30.0, 1)
     try:
         digest = digest_of(host.call(Call("k", {}, 0)).result(30))
@@ -148,7 +148,7 @@ def test_a_limit_in_a_worker_process():
         host.close()
 
 
-def test_a_tool_without_a_limit_of_its_own_has_none():
+def test_tool_has_no_separate_limit_by_default():
     instance = Tools([worlds.sleep, worlds.add], timeout_s={"add": 0.01})
     assert instance.step(Turn("", (ToolCall("sleep", {"seconds": 0.1}),))).messages[0]["content"] == "slept"
 
@@ -161,12 +161,12 @@ def test_a_tool_without_a_limit_of_its_own_has_none():
         ({"ad": 1}, "timeout_s has a limit for 'ad', but the tools are add"),
     ],
 )
-def test_limits_that_cannot_be_meant(limit, message):
+def test_invalid_limits_are_rejected(limit, message):
     with pytest.raises(ValueError, match=message):
         Tools([worlds.add], timeout_s=limit)
 
 
-def test_a_limit_in_a_thread_is_refused():
+def test_limit_in_a_thread_is_rejected():
     errors = []
 
     def run():
@@ -186,7 +186,7 @@ def test_a_limit_in_a_thread_is_refused():
 ROW = {"balances": {"a": 3, "b": 0}, "wanted": {"a": 1, "b": 2}}
 
 
-def test_methods_of_an_object_are_tools_with_a_state():
+def test_methods_of_an_object_are_stateful_tools():
     instance = StatefulTools(worlds.Bank)
     instance.reset(ROW, 7)
     move = ToolCall("transfer", {"source": "a", "target": "b", "amount": 2}, "c")
@@ -203,14 +203,14 @@ def test_methods_of_an_object_are_tools_with_a_state():
 
 
 @pytest.mark.parametrize("name", ["_audit", "reward", "close", "done", "__init__", "balances"])
-def test_hooks_and_private_methods_are_no_tools(name):
+def test_hooks_and_private_methods_are_not_tools(name):
     instance = StatefulTools(worlds.Bank)
     instance.reset(ROW, 0)
     (message,) = instance.step(Turn("", (ToolCall(name, {}),))).messages
     assert message["content"] == f"Error: there is no tool {name!r}, only balance, transfer"
 
 
-def test_an_object_may_end_the_conversation_and_read_the_last_text():
+def test_object_may_end_the_conversation_and_read_the_last_text():
     instance = StatefulTools(worlds.Counter, role="user")
     instance.reset({}, 0)
     add = ToolCall("add", {})
@@ -238,12 +238,12 @@ def test_schemas_of_a_class_are_those_of_its_methods():
         (worlds.Misbehaves, {"log": 1, "seed": 2}, "Misbehaves: got an unexpected keyword argument 'seed'"),
     ],
 )
-def test_classes_that_cannot_be_tools(factory, arguments, message):
+def test_invalid_classes_are_rejected_as_tools(factory, arguments, message):
     with pytest.raises(ValueError, match=message):
         StatefulTools(factory, arguments)
 
 
-def test_every_conversation_has_its_object_also_in_a_new_process(tmp_path):
+def test_every_conversation_has_a_separate_object_even_in_a_new_process(tmp_path):
     row = {**ROW, "log": str(tmp_path / "log")}
     spec = Spec(StatefulTools, {"factory": "tests.environments.worlds:Bank", "arguments": {"fee": 1}})
     move, ask = (Turn("", (call,)) for call in (

@@ -33,7 +33,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class CountsA(Environment):
-    """Ends at the first turn; the reward is its number of letters a."""
+    """Ends after the first turn; the reward is its number of letters a."""
 
     def step(self, text):
         return Reply(reward=float(text.count("a")), done=True)
@@ -58,7 +58,7 @@ def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(),
 
 
 @pytest.mark.parametrize("module", [GRPOModule, PPOModule])
-def test_the_policy_learns_from_its_own_tokens_alone(tmp_path, module):
+def test_policy_trains_only_on_its_own_tokens(tmp_path, module):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     module, trainer = run(tmp_path, settings, module=module, callbacks=[RolloutLog()])
     rollout, experience = module.last_step.experience.rollout, module.last_step.experience
@@ -84,7 +84,7 @@ def test_the_policy_learns_from_its_own_tokens_alone(tmp_path, module):
     assert {"val/environment_greedy", "val/environment_sampled", "reward/environment"} <= metrics.keys()
 
 
-def test_an_environment_of_one_turn_changes_nothing(tmp_path):
+def test_environment_of_one_turn_gives_the_same_result_as_no_environment(tmp_path):
     settings = EnvironmentSettings(CountsA, timeout_s=None, bridge="plain")
     with_one, _ = run(tmp_path / "one", settings)
     without, _ = run(tmp_path / "none", rewards=[RewardFunction(count_a)])
@@ -136,7 +136,7 @@ def one_each(completions):
 
 
 @pytest.mark.parametrize(("on_error", "of_failed"), [("zero", 0.0), ("end", 1.0)])
-def test_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_error, of_failed):
+def test_on_error_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_error, of_failed):
     settings = EnvironmentSettings(
         Breaks, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain", on_error=on_error, max_error_rate=1.0,
         weight=0.0,
@@ -153,7 +153,7 @@ def test_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_err
 
 
 @pytest.mark.parametrize("reward", [None, "environment"])
-def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward):
+def test_dynamic_sampling_compares_environment_rewards(tmp_path, reward):
     settings = EnvironmentSettings(worlds.Remembers, timeout_s=None, bridge="plain", max_turn_tokens=3)
     sampling = DynamicSampling(prompts_per_step=1, reward=reward)
     module, trainer = run(tmp_path, settings, dynamic_sampling=sampling)
@@ -164,7 +164,7 @@ def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_conversations_one_step_ahead_have_the_weights_of_their_step(tmp_path, max_staleness):
+def test_asynchronous_conversations_use_the_weights_of_their_step(tmp_path, max_staleness):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     module, trainer = run(tmp_path, settings, steps=4, max_staleness=max_staleness)
     rollout = module.last_step.experience.rollout
@@ -184,7 +184,7 @@ class LateTurns(TransformersEngine):
         return futures
 
 
-def test_a_push_waits_for_the_conversations_that_were_requested_before(tmp_path):
+def test_push_waits_for_earlier_conversations(tmp_path):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     module, _ = run(tmp_path, settings, steps=4, engine=LateTurns(), max_staleness=2, validate_at_ends=False)
     rollout = module.last_step.experience.rollout
@@ -192,7 +192,7 @@ def test_a_push_waits_for_the_conversations_that_were_requested_before(tmp_path)
 
 
 class Breaks(Environment):
-    """Fails where a turn begins with a, b or c."""
+    """Fails if a turn begins with a, b or c."""
 
     def step(self, text):
         if text[:1] in "abc":
@@ -211,7 +211,7 @@ class Breaks(Environment):
         ({"rewards": [RewardFunction(count_a, name="environment")]}, "a reward cannot be called 'environment'"),
     ],
 )
-def test_what_cannot_work_is_refused_before_an_engine_starts(tmp_path, changes, message):
+def test_invalid_settings_are_rejected_before_an_engine_starts(tmp_path, changes, message):
     settings = EnvironmentSettings(CountsA, timeout_s=None, bridge=changes.get("bridge", "plain"))
     data = PromptDataModule(
         InMemory([{"prompt": "ab"}] * 8), changes.get("tokenizer", LETTERS), batch_size=2, max_tokens=8
@@ -225,7 +225,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(tmp_path, changes, 
         trainer.fit(module, datamodule=data)
 
 
-def test_rewards_of_turns_by_hand():
+def test_turn_rewards_of_a_case_by_hand():
     reward, mask = torch.tensor([3.0, 1.0]), torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
     steps = torch.tensor([[0.0, 2.0, 0, 0, 0], [0.0] * 5])
     expected = [[0.0, 2.0, 0, 1.0, 0], [1.0, 0, 0, 0, 0]]
@@ -233,7 +233,7 @@ def test_rewards_of_turns_by_hand():
     assert rewards_at_tokens(reward, mask).tolist() == [[0.0, 0, 0, 3.0, 0], [1.0, 0, 0, 0, 0]]
 
 
-def test_conversations_survive_a_checkpoint():
+def test_conversations_are_restored_from_a_checkpoint():
     record = ConversationRecord(
         [1, 2], [{"role": "user", "content": "é"}], [1, 3], [0.5, 1.0], "done", 1, 0, None, {"x": 1.0}, 0.25
     )
@@ -251,7 +251,7 @@ def test_conversations_survive_a_checkpoint():
     assert completions == [replace(saved, conversation=replace(record, environment_s=0.0)), plain]
 
 
-def test_the_log_has_the_parts_of_a_response():
+def test_log_has_the_parts_of_a_response():
     tokenizer = LETTERS.load()
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
     mask = [True, True, False, False, True]
@@ -268,7 +268,7 @@ def test_the_log_has_the_parts_of_a_response():
     assert segments_of(tokenizer, rollout, 1) == {}
 
 
-def test_the_table_marks_the_turns_of_the_policy(tmp_path, capsys):
+def test_table_marks_the_turns_of_the_policy(tmp_path, capsys):
     settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
     run(tmp_path, settings, steps=1, callbacks=[RolloutLog(table_every_n_steps=1, table_rows=100)])
     printed = capsys.readouterr().out
@@ -278,14 +278,14 @@ def test_the_table_marks_the_turns_of_the_policy(tmp_path, capsys):
 
 @dataclass(frozen=True)
 class Twos(AdvantageEstimator):
-    """An advantage of 2 for every token of the policy."""
+    """Returns an advantage of 2 for every token of the policy."""
 
     def __call__(self, inputs, ranks=None):
         return 2.0 * inputs.mask, 2.0 * inputs.mask
 
 
-def test_the_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_path):
-    """REINFORCE on one conversation, against a loop over its sampled tokens in float64."""
+def test_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_path):
+    """REINFORCE on one conversation, compared with a loop over its sampled tokens in float64."""
     row = Response([3, 4], [5, 6, 2, 7, 8, 9, 2], reward=2.0, policy=[True, True, True, False, False, True, True])
     module = RLHFModule(
         TinyModel(),
@@ -310,7 +310,7 @@ def test_the_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_p
 
 
 def nothing():
-    """Do nothing."""
+    """Return without any action."""
 
 
 class NeedsMore:
@@ -351,21 +351,21 @@ class StepOnly:
         (NeedsLess, r"NeedsLess.reset\(\) has the argument 'column', .* may have the arguments row, seed"),
     ],
 )
-def test_methods_with_arguments_that_are_not_passed_are_refused(factory, message):
+def test_methods_with_unpassed_arguments_are_rejected(factory, message):
     with pytest.raises(ValueError, match=message):
         EnvironmentSettings(factory)
 
 
-def test_an_environment_may_have_a_helper_with_the_name_of_an_agents_method():
+def test_environment_may_have_a_helper_with_the_name_of_an_agent_method():
     assert not EnvironmentSettings(RunsHelper).is_agent
 
 
-def test_a_method_without_parameters_is_left_to_its_first_call():
+def test_method_without_parameters_is_checked_at_its_first_call():
     EnvironmentSettings(NoArguments)
 
 
 @pytest.mark.parametrize("timeout_s", [None, pytest.param(60.0, marks=pytest.mark.slow)])
-def test_an_environment_may_have_a_step_alone(tmp_path, timeout_s):
+def test_environment_may_have_only_a_step(tmp_path, timeout_s):
     settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
     module, _ = run(tmp_path, settings, steps=1)
     assert (~module.last_step.experience.rollout.response_mask).any()

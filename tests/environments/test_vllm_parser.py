@@ -1,4 +1,4 @@
-"""Parsers of vLLM: what is accepted of what they find, and their process."""
+"""Parsers of vLLM: the accepted calls, and their process."""
 
 import importlib.util
 import os
@@ -25,12 +25,12 @@ XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\
 
 
 def with_result(monkeypatch, *result, content="", error=None, name="hermes", **arguments):
-    """Return a parser whose process returns a result."""
+    """Return a parser whose process returns the given result."""
     monkeypatch.setattr(VLLMToolCalls, "_run", lambda self, text, tokenizer: (content, list(result), error))
     return VLLMToolCalls(name, **arguments)
 
 
-def test_calls_between_markers(monkeypatch):
+def test_calls_between_markers_are_accepted(monkeypatch):
     parse = with_result(monkeypatch, ("add", '{"a": 1}'), ("now", ""), content="so")
     assert parse("so" + 2 * HERMES, None).calls == (ToolCall("add", {"a": 1}), ToolCall("now", {}))
     assert parse("so" + 2 * HERMES, None).text == "so"
@@ -45,7 +45,7 @@ def test_calls_between_markers(monkeypatch):
         "<tool_call>" + HERMES, "</tool_call>{}<tool_call>",
     ],
 )  # fmt: skip
-def test_a_marker_that_is_missing_is_not_accepted(monkeypatch, text):
+def test_missing_marker_is_not_accepted(monkeypatch, text):
     parsed = with_result(monkeypatch, ("add", "{}"), ("add", "{}"))(text, None)
     assert parsed.calls == ()
     assert parsed.malformed == "every <tool_call> must be followed by one </tool_call>"
@@ -66,12 +66,12 @@ def test_arguments_must_be_a_json_object(monkeypatch, arguments):
     assert parsed.malformed
 
 
-def test_an_error_of_a_parser_makes_the_turn_malformed(monkeypatch):
+def test_error_of_a_parser_makes_the_turn_malformed(monkeypatch):
     parsed = with_result(monkeypatch, error="KeyError: 'x'")(HERMES, None)
     assert (parsed.text, parsed.calls, parsed.malformed) == (HERMES, (), "KeyError: 'x'")
 
 
-def test_a_turn_without_a_call_does_not_start_the_process(monkeypatch):
+def test_turn_without_a_call_does_not_start_the_process(monkeypatch):
     monkeypatch.setattr(vllm_parser, "WorkerPool", None)
     assert VLLMToolCalls("hermes")("no call", None).text == "no call"
 
@@ -109,7 +109,7 @@ def tokenizer():
 
 @pytest.fixture
 def loaded(tokenizer):
-    """Makes parsers and ends their processes."""
+    """Create parsers and end their processes."""
     parsers = []
 
     def loaded(name, **arguments):
@@ -129,8 +129,8 @@ def loaded(tokenizer):
         pytest.param("qwen3_xml", XML, ["", "{}", "<function=add>", "<function=add>\n<parameter=a>1"], marks=real),
     ],
 )
-def test_calls_of_a_format_of_vllm(loaded, name, call, malformed):
-    """A call that is cut anywhere is not accepted, nor is one that vLLM treats as text."""
+def test_calls_in_a_format_of_vllm(loaded, name, call, malformed):
+    """A truncated call is not accepted, nor is one that vLLM treats as text."""
     parse = loaded(name)
     assert "vllm.tool_parsers" not in sys.modules
     parsed = parse(f"see {call}")
@@ -147,8 +147,8 @@ def test_calls_of_a_format_of_vllm(loaded, name, call, malformed):
 
 
 @pytest.mark.parametrize("name", [pytest.param("pythonic", marks=real)])
-def test_a_format_of_vllm_without_markers(loaded, name):
-    """Malformed calls are texts, but none that is cut is accepted."""
+def test_format_of_vllm_without_markers(loaded, name):
+    """Malformed calls are texts, but truncated ones are not accepted."""
     parse, call = loaded(name), "[add(a=1), add(a=2, s='x')]"
     assert parse(call).calls == (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2, "s": "x"}))
     for text in (*(call[:length] for length in range(len(call))), "[add(a=f())]", f"{call} y", "[1]"):
@@ -157,7 +157,7 @@ def test_a_format_of_vllm_without_markers(loaded, name):
 
 
 class Misbehaves:
-    """A parser of vLLM's interface that does what the turn names."""
+    """A parser with vLLM's interface and a behaviour that the turn selects."""
 
     def __init__(self, tokenizer, tools):
         assert [tool.function.name for tool in tools] == ["add"]
@@ -176,7 +176,7 @@ class Misbehaves:
 
 
 @pytest.mark.parametrize("name", [pytest.param(f"{__name__}:Misbehaves", marks=real)])
-def test_a_parser_that_fails_or_hangs(loaded, monkeypatch, name):
+def test_failing_or_hanging_parser_is_reported(loaded, monkeypatch, name):
     before = set(psutil.Process().children(recursive=True))
     parse = loaded(name, markers=[])
     monkeypatch.setattr(vllm_parser, "_PARSE_SECONDS", 1.0)
@@ -197,6 +197,6 @@ def test_a_parser_that_fails_or_hangs(loaded, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param("none_such", marks=real)])
-def test_a_parser_that_does_not_exist(loaded, name):
+def test_unknown_parser_is_rejected(loaded, name):
     with pytest.raises(ValueError, match=r"vLLM's parser 'none_such' cannot be used: KeyError: .*not found"):
         loaded(name, markers=[])

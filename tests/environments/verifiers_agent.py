@@ -13,11 +13,11 @@ from verifiers.v1.runtimes.subprocess import SubprocessConfig
 
 
 class Letters(vf.Task):
-    """Rewards the letters of the answer that are those of the prompt."""
+    """Rewards the letters of the answer that are in the prompt."""
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
-        """Return their share."""
+        """Return the share of letters in the prompt."""
         text = trace.last_reply or ""
         return text.count(self.data.prompt) / max(len(text), 1)
 

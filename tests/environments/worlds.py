@@ -1,4 +1,4 @@
-"""Environments of the tests, also in worker processes."""
+"""Environments of the tests, which also run in worker processes."""
 
 import asyncio
 import math
@@ -52,7 +52,7 @@ class Remembers(Environment):
 
 
 class SlowEcho(Echo):
-    """The same, with an ``async`` step."""
+    """Does the same with an ``async`` step."""
 
     async def step(self, text):
         await asyncio.sleep(0.001)
@@ -67,7 +67,7 @@ class Greets(Echo):
 
 
 class Empty(Environment):
-    """Has nothing to reply."""
+    """Returns an empty reply."""
 
     def reset(self, row):
         self.kind = row["reply"]
@@ -87,7 +87,7 @@ class SeveralMessages(Environment):
 
 
 class Misbehaves(Environment):
-    """Does at its second turn what its row names; other rows echo."""
+    """Misbehaves at its second turn as given in its row; other rows echo."""
 
     def __init__(self, log=None):
         self.log = log
@@ -244,7 +244,7 @@ FAULTS = {
 
 
 class Harmless(Environment):
-    """Does at its second turn what must not be a failure."""
+    """Behaves at its second turn in unusual but valid ways."""
 
     def reset(self, row):
         self.act = row["act"]
@@ -255,7 +255,7 @@ class Harmless(Environment):
         return "x" * 10_000_000 if self.act == "gigabyte" and turn.number == 1 else turn.text[:2]
 
     def do_gigabyte(self):
-        """Replies with ten million letters."""
+        """Return a reply of ten million letters."""
 
     def do_print(self):
         for _ in range(100_000):
@@ -283,7 +283,7 @@ class Harmless(Environment):
 
 
 class Unsteady(Environment):
-    """Replies with the number of the process, so that it cannot be repeated in another one."""
+    """Replies with the id of its process, so that it cannot be repeated in another one."""
 
     def step(self, turn):
         if turn.number == 1:
@@ -313,12 +313,12 @@ def lookup(key: str) -> str:
 
 
 def crash() -> str:
-    """Crash."""
+    """Raise an error."""
     raise RuntimeError("the tool is broken")
 
 
 class Counts(Environment):
-    """Has seen some letters a when a limit ends the conversation; counts how often it was asked for the reward.
+    """Has counted some letters a when a limit ends the conversation; counts the calls for the final reward.
 
     Args:
         fault: whether the last call fails.
@@ -344,7 +344,7 @@ class Counts(Environment):
 
 
 class CountsInLoop(Counts):
-    """The same, with an ``async`` method."""
+    """Does the same with an ``async`` method."""
 
     async def finish(self, stop, turn, text):
         return super().finish(stop, turn, text)
@@ -436,7 +436,7 @@ class Counter:
 
     @staticmethod
     def twice(x: int) -> int:
-        """Return double a number.
+        """Return the double of a number.
 
         Args:
             x: number

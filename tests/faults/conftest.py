@@ -1,4 +1,4 @@
-"""One forge and one undisturbed run of each kind for all fault tests."""
+"""A process server and one uninterrupted run of each kind for all fault tests."""
 
 import pytest
 import yaml
@@ -15,7 +15,7 @@ def forge():
 
 @pytest.fixture(scope="session")
 def undisturbed(forge, tmp_path_factory):
-    """Directory of an undisturbed run of a configuration; each is run once."""
+    """Directories of uninterrupted runs; each configuration is run once."""
     known = {}
 
     def of(config, **request):

@@ -1,7 +1,7 @@
-"""Runs the command line in processes that die by SIGKILL at a chosen point; ``python -m tests.faults.forge``.
+"""Runs the command line in processes that are killed at a chosen point; ``python -m tests.faults.forge``.
 
-Everything is imported once, then each attempt is a fork: a line of JSON on standard input asks for one, a line on
-standard output says how it ended. What an attempt prints goes to ``output.log`` in its directory.
+Everything is imported once, then each attempt is a fork: a line of JSON on standard input requests one, a line on
+standard output contains its result. The output of an attempt is written to ``output.log`` in its directory.
 """
 
 import errno
@@ -52,14 +52,14 @@ def send(signals):
 
 
 def die_at(position, number, when):
-    """Make the ``number``-th call of ``module:name`` the last thing this process does.
+    """End this process at the ``number``-th call of ``module:name``.
 
     ``when`` is one of
 
-    - before, after, or half: after half of the bytes that ``torch.save`` was to write to a file;
-    - fail: the call raises; full: this and all later calls find the disk full; gone: the run's directory is removed;
-    - a list of signals, which this process sends itself one after the other, and then goes on; behind them ``hang``
-      lets it sleep instead.
+    - before, after, or half: after half of the bytes that ``torch.save`` writes to a file;
+    - fail: the call raises; full: the disk is full for this and all later calls; gone: the run's directory is removed;
+    - a list of signals, which this process sends to itself before it continues; a final ``hang`` makes it sleep
+      instead.
     """
     module, _, path = position.partition(":")
     *owners, name = path.split(".")
@@ -96,7 +96,7 @@ def die_at(position, number, when):
 
 
 def count_calls(limit, report):
-    """Return die at the ``limit``-th call of any Python function, or write down how many there were."""
+    """End this process at the ``limit``-th call of any Python function, or write the number of calls to a file."""
     calls = 0
 
     def count(frame, event, argument):
@@ -117,7 +117,7 @@ def count_calls(limit, report):
 
 
 def attempt(request):
-    """One run in this process. Never returns."""
+    """Execute one run in this process and exit."""
     os.makedirs(request["directory"], exist_ok=True)
     os.chdir(request["directory"])
     output = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

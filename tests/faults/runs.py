@@ -1,4 +1,4 @@
-"""Tiny runs for the fault tests: their configuration, how to kill and resume them, how to compare what they leave."""
+"""Tiny runs for the fault tests: their configuration, how to kill and resume them, and how to compare their results."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
 
 KILLED = -signal.SIGKILL
 ROOT = Path(__file__).parents[2]
-_VARYING = ("time/", "perf/")  # and whatever ends with tokens_per_s
+_VARYING = ("time/", "perf/")  # and names that end with tokens_per_s
 
 LLAMA = {
     "model_type": "llama",
@@ -48,7 +48,7 @@ _DECAY = {
 
 
 def digits(completions):
-    """Return reward: the share of digits, and a little luck from every generator there is."""
+    """Return the share of digits plus a random number from every generator."""
 
     def luck():
         return (random.random() + numpy.random.rand() + torch.rand(()).item()) / 100
@@ -95,7 +95,7 @@ CONVERSATIONS = {
 
 
 def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, environment=None, **trainer):
-    """Return 12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
+    """Return 12 steps over 2.4 epochs: two models, schedulers, KL control; validations at and between checkpoints."""
     module = "transformers" if engine == "TransformersEngine" else "vllm.engine"
     ahead = {"max_staleness": max_staleness} if max_staleness else {}
     ahead |= {"environment": environment} if environment else {}
@@ -146,7 +146,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, 
 
 
 def supervised(kind):
-    """Return two epochs of 5 steps of SFT or of a reward model, a validation after each."""
+    """Return two epochs of 5 steps of SFT or of a reward model, with a validation after each."""
     sft = kind == "sft"
     rows, module, role = (
         ("Demonstrations", "SFTModule", "actor") if sft else ("Preferences", "RewardModule", "reward_model")
@@ -175,7 +175,7 @@ def supervised(kind):
 
 
 class Forge:
-    """Processes that run the command line and die where they are told to; see forge.py."""
+    """Processes that run the command line and are killed at given points; see forge.py."""
 
     def __init__(self):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -185,7 +185,7 @@ class Forge:
         )  # fmt: skip
 
     def attempt(self, directory, config, *, resume=None, position=None, calls=None, arguments=(), command="fit"):
-        """Return one process; how it ended: 0, an exit code, or KILLED."""
+        """Run one process and return its result: 0, an exit code, or KILLED."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
         line = [command, "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
@@ -197,7 +197,7 @@ class Forge:
         return int(answer)
 
     def finish(self, directory, config, deaths):
-        """Run, die at each of the deaths in turn, resume after each, then go on to the end; the number of deaths."""
+        """Run, die at each of the deaths in turn, resume after each, then finish; return the number of deaths."""
         killed, resume = 0, None
         for death in [*deaths, {}]:
             ended = self.attempt(directory, config, resume=resume, **death)
@@ -214,7 +214,7 @@ class Forge:
 
 
 def output(directory):
-    """Return what all processes of a run printed."""
+    """Return the output of all processes of a run."""
     return (directory / "output.log").read_text()
 
 
@@ -229,7 +229,7 @@ def varies(name):
 
 
 def checkpoint(directory, name="last"):
-    """Return a checkpoint without times and speeds: what is in no role, and of each role tensors and settings."""
+    """Return a checkpoint without times and speeds: the state outside of roles, and that of each role."""
     version = manifest.verified(directory / "run" / "checkpoints" / f"{name}.ckpt")
     state = torch.load(version / "state.pt", weights_only=True)
     metrics = state["lightning_rlhf"]["metrics"]
@@ -262,7 +262,7 @@ def difference(ours, theirs, at=""):
 
 
 def assert_same(directory, reference, names=("last", "best")):
-    """Curve, texts, weights, optimizers, counters, random state and the exported model are the same to the bit."""
+    """Check that metrics, texts, weights, optimizers, counters, random state and the export are bitwise equal."""
     ours, theirs = rows(directory), rows(reference)
     assert [row[0] for row in ours] == [row[0] for row in theirs], "steps lost or doubled in metrics.csv"
     assert ours == theirs, [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]

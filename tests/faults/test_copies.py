@@ -1,4 +1,4 @@
-"""Several versions, saves by time, and copies behind a URL, from which a run goes on whose own disk is gone."""
+"""Several versions, saves at time intervals, and copies behind a URL that resume a run whose local disk is lost."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def with_checkpoints(every, max_steps=12, **arguments):
 
 
 @pytest.mark.slow
-def test_an_earlier_version_leads_to_the_undisturbed_end_too(forge, undisturbed, tmp_path):
+def test_earlier_version_leads_to_the_same_end_as_an_uninterrupted_run(forge, undisturbed, tmp_path):
     config = with_checkpoints(2, keep_last=3)
     assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, keep_last=3)) == 0
     last = tmp_path / "run/checkpoints/last.ckpt"
@@ -35,7 +35,7 @@ def test_an_earlier_version_leads_to_the_undisturbed_end_too(forge, undisturbed,
         assert (tmp_path / "run" / file).read_bytes() == (reference / "run" / file).read_bytes()
 
 
-def test_minutes_are_due_beside_steps(tmp_path, monkeypatch):
+def test_saves_by_minutes_are_independent_of_saves_by_steps(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.time.monotonic", lambda: clock[0])
     saved = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
@@ -50,19 +50,19 @@ def test_minutes_are_due_beside_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"every_n_minutes": 0}, "every_n_minutes must be positive or null, got 0"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"best": "val/x", "keep_last": 2}, "every_n_minutes and keep_last apply to the last checkpoint"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_arguments_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
         RunCheckpoint(**arguments)
 
 
-def test_a_url_that_nobody_can_write_is_refused_before_training(tmp_path):
+def test_url_without_write_access_is_rejected_before_training(tmp_path):
     saved = RunCheckpoint(copy_to="nowhere://bucket/run")
     trainer = quiet_trainer(
         callbacks=[saved], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
@@ -87,7 +87,7 @@ def bucket():
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def test_a_copy_is_verified_like_any_other_and_holds_one_version(tmp_path, bucket):
+def test_copy_is_verified_like_other_checkpoints_and_holds_one_version(tmp_path, bucket):
     for number in (1, 2):
         remote.upload(finished(tmp_path / "last.ckpt", number), bucket)
     files = fsspec.filesystem("memory").find("/bucket")
@@ -101,7 +101,7 @@ def test_a_copy_is_verified_like_any_other_and_holds_one_version(tmp_path, bucke
     assert (tmp_path / "fetched/v000002/state.pt").read_bytes() == b"\2" * 1000
 
 
-def test_a_copy_that_was_interrupted_leaves_the_one_before(tmp_path, bucket, monkeypatch):
+def test_interrupted_copy_leaves_the_previous_one(tmp_path, bucket, monkeypatch):
     remote.upload(finished(tmp_path / "last.ckpt", 1), bucket)
     fs = type(fsspec.filesystem("memory"))
     put = fs.put_file
@@ -119,7 +119,7 @@ def test_a_copy_that_was_interrupted_leaves_the_one_before(tmp_path, bucket, mon
     assert manifest.verified(tmp_path / "fetched").name == "v000001"
 
 
-def test_a_damaged_copy_is_found_out(tmp_path, bucket):
+def test_damaged_copy_is_detected(tmp_path, bucket):
     remote.upload(finished(tmp_path / "last.ckpt", 1), bucket)
     fsspec.filesystem("memory").pipe_file("/bucket/run/last.ckpt/v000001/state.pt", b"other")
     remote.download(bucket, tmp_path / "fetched")
@@ -130,7 +130,7 @@ def test_a_damaged_copy_is_found_out(tmp_path, bucket):
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_path):
+def test_run_whose_disk_is_lost_resumes_from_the_copy(forge, undisturbed, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, copy_to=url)) == 0
     shutil.rmtree(tmp_path / "run")
@@ -145,7 +145,7 @@ def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_
     assert not (tmp_path / "run/checkpoints/fetched.ckpt").exists()
 
 
-def test_a_copy_that_fails_is_a_warning_and_the_end_of_a_run_whose_last_one_failed(tmp_path, caplog):
+def test_failed_copy_warns_and_a_failed_last_copy_fails_the_run(tmp_path, caplog):
     saved = RunCheckpoint(copy_to=f"file://{tmp_path}/file/run")
     (tmp_path / "file").touch()
     saved.dirpath = str(tmp_path)
@@ -156,7 +156,7 @@ def test_a_copy_that_fails_is_a_warning_and_the_end_of_a_run_whose_last_one_fail
     assert saved._copy_failed is None
 
 
-def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
+def test_last_selects_the_local_checkpoint_then_the_copy_and_is_rejected_if_others_exist(tmp_path):
     url = f"file://{tmp_path}/store"
     saved = RunCheckpoint(copy_to=url)
     trainer = quiet_trainer(callbacks=[saved], enable_checkpointing=True, default_root_dir=tmp_path / "run")
@@ -169,11 +169,11 @@ def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     last = finished(tmp_path / "run/checkpoints/last.ckpt", 3).parent
     assert checkpoint_to_resume(trainer) == str(last)
     (last / manifest.NAME).unlink()
-    assert checkpoint_to_resume(trainer) == str(last)  # and whoever reads it refuses: its manifest is lost
+    assert checkpoint_to_resume(trainer) == str(last)  # reading it raises, because its manifest is missing
 
 
 @pytest.mark.slow
-def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, tmp_path):
+def test_run_with_a_lost_manifest_is_rejected_for_last_and_for_its_path(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(1, max_steps=2)) == 0
     (tmp_path / "run/checkpoints/last.ckpt/manifest.json").unlink()
     table = rows(tmp_path)
@@ -186,7 +186,7 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
+def test_training_continues_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
     config = ppo(every=4)
     position = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
     assert forge.attempt(tmp_path, config, position=position) == 0
@@ -197,7 +197,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_
 
 
 @pytest.mark.slow
-def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
+def test_versions_of_a_new_machine_are_numbered_after_those_of_the_copy(forge, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=4, copy_to=url)) == 0
     assert remote.newest(f"{url}/last.ckpt") == 1
@@ -212,14 +212,14 @@ def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
 
 
 @pytest.mark.slow
-def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
+def test_validate_without_a_last_checkpoint_is_rejected(forge, tmp_path):
     config = with_checkpoints(2, max_steps=2)
     assert forge.attempt(tmp_path, config, resume="last", command="validate") == 2
     assert "run has no last checkpoint to validate: remove --ckpt_path" in output(tmp_path).splitlines()[-1]
 
 
 @pytest.mark.slow
-def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):
+def test_run_that_ends_in_a_validation_keeps_its_last_step(forge, tmp_path):
     config = with_checkpoints(100, max_steps=12)
     stop = {"monitor": "val/digits_sampled", "mode": "min", "patience": 1, "strict": True}
     config["trainer"]["callbacks"].append(
@@ -231,7 +231,7 @@ def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):
     assert f"step {checkpoint(tmp_path)['global_step']}" == steps[-1]
 
 
-def test_errors_of_a_store_s_own_client_are_a_warning_like_any_other(tmp_path, monkeypatch):
+def test_client_errors_of_a_store_are_warnings_like_others(tmp_path, monkeypatch):
     class OfTheClient(Exception):
         pass
 
@@ -244,7 +244,7 @@ def test_errors_of_a_store_s_own_client_are_a_warning_like_any_other(tmp_path, m
     assert "OfTheClient: no credentials" in str(saved._copy_failed)
 
 
-def test_a_checkpoint_of_another_branch_is_not_taken_for_the_run_s_own(tmp_path):
+def test_checkpoint_of_another_branch_is_not_used_for_the_run(tmp_path):
     saved = RunCheckpoint()
     saved.dirpath = str(tmp_path)
     version = manifest.begin(saved.path)

@@ -1,4 +1,4 @@
-"""A damaged or hostile checkpoint ends the command with one sentence, before anything of the run is touched."""
+"""A damaged or hostile checkpoint ends the command with a one-line error, before any file of the run is changed."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def garbled(folder):
 
 
 def with_right_sums(name, content):
-    """Return whoever can write the files can write a manifest that fits them."""
+    """Write a file and a matching manifest, as an attacker with write access could."""
 
     def damage(folder):
         file, path = version_of(folder) / name, folder / "manifest.json"
@@ -68,7 +68,7 @@ def with_right_sums(name, content):
 
 
 def hostile(folder):
-    """Whoever can write the files can write a manifest that fits them."""
+    """Write a hostile state.pt and a matching manifest, as an attacker with write access could."""
     state, path = version_of(folder) / "state.pt", folder / "manifest.json"
     state.write_bytes(pickle.dumps(Malicious(folder.parent / "proof"), protocol=2))
     content = json.loads(path.read_text())["checkpoint"]
@@ -106,7 +106,7 @@ def finished_run(forge, tmp_path_factory):
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, finished_run, damage, message):
+def test_command_reports_file_and_reason_and_changes_nothing(forge, finished_run, damage, message):
     directory, config, whole = finished_run
     table, before = rows(directory), output(directory)
     damage(directory / LAST)
@@ -129,7 +129,7 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flipped, pytest.param(garbled, marks=pytest.mark.slow)])
-def test_the_last_one_is_checked_as_well_when_it_is_asked_for_by_name(forge, tmp_path, damage):
+def test_last_checkpoint_is_also_verified_when_selected_as_last(forge, tmp_path, damage):
     config = ppo(1, max_steps=1)
     assert forge.attempt(tmp_path, config) == 0
     damage(tmp_path / LAST)

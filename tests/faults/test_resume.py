@@ -1,4 +1,4 @@
-"""A run that is killed and resumed, wherever and however often, leaves what the undisturbed run leaves, to the bit."""
+"""A run that is killed and resumed at any points gives bitwise the results of the uninterrupted run."""
 
 import random
 import subprocess
@@ -31,7 +31,7 @@ DEATHS = {
     "between the weights of two models": ("safetensors.torch:save", 2, "before"),
     "while files are summed": (_MANIFEST + "digest", 2, "before"),
     "with a version that no manifest names": (_MANIFEST + "write", 1, "before"),
-    "with a manifest nobody renamed": (_MANIFEST + "_put", 1, "before"),
+    "with a manifest not yet renamed": (_MANIFEST + "_put", 1, "before"),
     "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
     "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
@@ -44,7 +44,7 @@ DEATHS = {
 _BY_EPOCHS = {"max_epochs": 2, "val_check_interval": 1.0}
 
 
-def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
+def test_uninterrupted_run_changes_everything_that_is_compared(undisturbed):
     table = [dict(row) for row in rows(undisturbed(ppo(), calls=0))]
     training = [row for row in table if row["kl/coef"]]
     assert [row["step"] for row in training] == [str(step) for step in range(1, 13)]
@@ -55,13 +55,13 @@ def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
 
 
 @pytest.mark.slow
-def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_path):
+def test_two_uninterrupted_runs_are_bitwise_equal(forge, undisturbed, tmp_path):
     assert forge.attempt(tmp_path, ppo()) == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
 def killed_at_random_points(forge, reference, directory, config, kills, seed):
-    """Run killed at calls drawn at random, resumed and compared, until there were so many kills."""
+    """Kill a run at randomly chosen calls and resume and compare it until the number of kills is reached."""
     calls, draw, run = int((reference / "calls").read_text()), random.Random(seed), 0
     while kills > 0:
         run += 1
@@ -72,13 +72,13 @@ def killed_at_random_points(forge, reference, directory, config, kills, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, 10])
-def test_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path, kills):
+def test_kills_at_random_points_change_no_result(forge, undisturbed, tmp_path, kills):
     killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_kills_of_a_run_with_rollouts_ahead_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+def test_kills_of_an_asynchronous_run_change_no_result(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(3, max_staleness=max_staleness)
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "in the middle of generation")  # fmt: skip
@@ -89,14 +89,12 @@ def test_kills_of_a_run_with_rollouts_ahead_leave_no_trace(forge, undisturbed, t
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_kills_at_random_points_of_a_run_with_rollouts_ahead_leave_no_trace(
-    forge, undisturbed, tmp_path, max_staleness
-):
+def test_kills_at_random_points_of_an_asynchronous_run_change_no_result(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(3, max_staleness=max_staleness)
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, 10, seed=max_staleness)
 
 
-def test_kills_at_four_points_of_one_run_leave_no_trace(forge, undisturbed, tmp_path):
+def test_kills_at_four_points_of_one_run_change_no_result(forge, undisturbed, tmp_path):
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "behind an epoch's last batch")  # fmt: skip
     assert forge.finish(tmp_path, ppo(), [{"position": DEATHS[name]} for name in names]) == 4
@@ -105,7 +103,7 @@ def test_kills_at_four_points_of_one_run_leave_no_trace(forge, undisturbed, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_kills_at_every_kind_of_point_of_one_run_leave_no_trace(forge, undisturbed, tmp_path, every):
+def test_kills_at_every_kind_of_point_of_one_run_change_no_result(forge, undisturbed, tmp_path, every):
     deaths = [{"position": position} for position in DEATHS.values()]
     assert forge.finish(tmp_path, ppo(every), deaths) == len(deaths)
     assert_same(tmp_path, undisturbed(ppo(every), calls=0))
@@ -114,13 +112,13 @@ def test_kills_at_every_kind_of_point_of_one_run_leave_no_trace(forge, undisturb
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [{}, _BY_EPOCHS], ids=["by steps", "by epochs"])
 @pytest.mark.parametrize("death", list(DEATHS))
-def test_one_kill_leaves_no_trace(forge, undisturbed, tmp_path, death, trainer):
+def test_single_kill_changes_no_result(forge, undisturbed, tmp_path, death, trainer):
     assert forge.finish(tmp_path, ppo(1, **trainer), [{"position": DEATHS[death]}]) == 1
     assert_same(tmp_path, undisturbed(ppo(1, **trainer)))
 
 
 @pytest.mark.slow
-def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_no_data(forge, undisturbed, tmp_path):
+def test_run_killed_at_the_end_of_an_epoch_and_in_the_next_repeats_no_data(forge, undisturbed, tmp_path):
     config = ppo(1, **_BY_EPOCHS)
     position = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
     deaths = [
@@ -133,7 +131,7 @@ def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbed, tmp_path):
+def test_run_that_ends_within_an_epoch_resumes_in_that_epoch(forge, undisturbed, tmp_path):
     def steps(count):
         return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
 
@@ -147,7 +145,7 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
+def test_best_checkpoint_can_be_resumed(forge, undisturbed, tmp_path):
     config = ppo(background=False)
     assert forge.attempt(tmp_path, config, position=(_WEIGHTS + "check", 9, "before")) == KILLED
     assert checkpoint(tmp_path, "best")["global_step"] < checkpoint(tmp_path, "last")["global_step"]
@@ -156,14 +154,14 @@ def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, tmp_path):
+def test_resuming_a_finished_run_changes_nothing(forge, undisturbed, tmp_path):
     assert forge.finish(tmp_path, ppo(), []) == 0
     assert forge.attempt(tmp_path, ppo(), resume="last") == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
 @pytest.mark.slow
-def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge, tmp_path):
+def test_resuming_without_a_checkpoint_starts_a_new_run_with_one_line(forge, tmp_path):
     config = ppo(max_steps=1)
     assert forge.attempt(tmp_path, config, resume="last") == 0
     text = output(tmp_path).splitlines()
@@ -173,9 +171,7 @@ def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the_last_step(
-    forge, undisturbed, tmp_path, kind
-):
+def test_supervised_runs_resume_exactly_within_an_epoch_and_after_the_last_step(forge, undisturbed, tmp_path, kind):
     position = _SAVE + "on_train_batch_end"
     deaths = [
         {"position": (position, 3, "after")},
@@ -187,7 +183,7 @@ def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the
 
 
 @pytest.mark.slow
-def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(undisturbed, tmp_path):
+def test_processes_of_the_command_killed_at_random_times_change_no_result(undisturbed, tmp_path):
     config, draw, resume = ppo(1), random.Random(1), []
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "config.yaml"]
@@ -210,7 +206,7 @@ def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(und
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+def test_ten_kills_of_a_run_on_vllm_change_no_result(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(1, engine="VLLMEngine", max_staleness=max_staleness)
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, kills=10, seed=0)
 
@@ -218,7 +214,7 @@ def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path,
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_kills_in_conversations_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+def test_kills_in_conversations_change_no_result(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(1, environment=CONVERSATIONS, max_staleness=max_staleness)
     table = [dict(row) for row in rows(undisturbed(config, calls=0))]
     training = [row for row in table if row["kl/coef"]]

@@ -1,4 +1,4 @@
-"""A resume reports what has changed since the checkpoint, and refuses what would repeat or lose rows."""
+"""A resumed run reports settings changed since the checkpoint, and rejects those that would repeat or lose rows."""
 
 import shutil
 
@@ -36,7 +36,7 @@ def problems(rows):
     return {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": rows}}
 
 
-REFUSED = {
+REJECTED = {
     "seed": (with_seed(8), "seed_everything is 8, was 7"),
     "half of the rows": (changed(train=problems(11)), "training rows is 11 with SHA-256"),
     "order": (changed(shuffle=False), "order of the data is shuffle: false, was shuffle: true"),
@@ -60,13 +60,13 @@ WARNED = {
 
 
 def digits(completions):
-    """Return another function of the same name."""
+    """Return a constant reward, as another function with the same name."""
     return [1.0] * len(completions)
 
 
 @pytest.fixture(scope="module")
 def begun(forge, tmp_path_factory):
-    """A directory with a run of two steps, to be copied."""
+    """A directory with a run of two steps, which tests copy."""
     directory = tmp_path_factory.mktemp("begun")
     assert forge.attempt(directory, ppo(1, max_steps=2)) == 0
     return directory
@@ -84,25 +84,25 @@ def resumed(forge, begun, directory, config):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("change", [*REFUSED])
-def test_what_would_repeat_or_lose_rows_is_refused(forge, begun, tmp_path, change):
-    config, sentence = REFUSED[change]
+@pytest.mark.parametrize("change", [*REJECTED])
+def test_changes_that_would_repeat_or_lose_rows_are_rejected(forge, begun, tmp_path, change):
+    config, message = REJECTED[change]
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 2
-    assert sentence in output.splitlines()[-1]
+    assert message in output.splitlines()[-1]
     assert OTHER_DATA in output.splitlines()[-1]
     assert "Traceback" not in output
 
 
 @pytest.mark.slow
-def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_path):
-    config, sentence = REFUSED["batch size"]
+def test_changed_data_are_accepted_by_choice_with_one_line_each(forge, begun, tmp_path):
+    config, message = REJECTED["batch size"]
     config["trainer"]["callbacks"].append(
         {"class_path": "lightning_rlhf.callbacks.RunState", "init_args": {"allow_other_data": True}}
     )
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 0, output[-2000:]
-    assert f"Since the checkpoint: {sentence}." in output
+    assert f"Since the checkpoint: {message}." in output
 
 
 @pytest.mark.quick_cases(1)
@@ -110,17 +110,17 @@ def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_pa
     "change",
     [name if name in ("temperature", "reward") else pytest.param(name, marks=pytest.mark.slow) for name in WARNED],
 )
-def test_what_else_has_changed_is_one_line(forge, begun, tmp_path, change):
-    config, sentence = WARNED[change]
+def test_other_changes_are_reported_in_one_line(forge, begun, tmp_path, change):
+    config, message = WARNED[change]
     code, output = resumed(forge, begun, tmp_path, config)
     assert code == 0, output[-2000:]
     lines = [line for line in output.splitlines() if line.startswith("Since the checkpoint: ")]
     assert len(lines) == 1
-    assert sentence in lines[0]
+    assert message in lines[0]
 
 
 @pytest.mark.slow
-def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_no_line(forge, begun, tmp_path):
+def test_previous_configuration_is_kept_and_an_unchanged_run_reports_nothing(forge, begun, tmp_path):
     before = (begun / "run/config.yaml").read_text()
     code, output = resumed(
         forge, begun, tmp_path / "more", ppo(1, max_steps=2)
@@ -131,7 +131,7 @@ def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_n
     assert "max_steps: 3" in (tmp_path / "more/run/config.yaml").read_text()
 
 
-def test_names_of_settings_that_come_or_go_are_changes():
+def test_added_and_removed_settings_are_changes():
     then, now = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert changes(then, now) == {"a": "a is absent, was 1", "c": "c is 3, was absent"}
     assert set(WHICH_ROWS) == {"seed_everything", "training rows", "order of the data", "batch_size"}

@@ -1,4 +1,4 @@
-"""Copies of checkpoints on a server that talks S3; needs s3fs and moto[server], which the project does not install."""
+"""Copies of checkpoints on an S3 server; needs s3fs and moto[server], which the project does not install."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A bucket of a server of this process."""
+    """A bucket of an S3 server in this process."""
     s3fs = pytest.importorskip("s3fs", reason="needs pip install s3fs 'moto[server]'")
     server = pytest.importorskip("moto.server", reason="needs pip install s3fs 'moto[server]'").ThreadedMotoServer(
         port=0

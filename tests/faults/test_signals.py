@@ -1,4 +1,4 @@
-"""A run that is sent a signal ends with a checkpoint, the right exit code and the command that goes on, in time."""
+"""A signal ends a run in time with a checkpoint, the right exit code and the command to resume."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def goes_on(step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
+def test_sigterm_during_asynchronous_generation_leads_to_the_uninterrupted_result(
     forge, undisturbed, tmp_path, max_staleness
 ):
     config = ppo(every=5, max_staleness=max_staleness)
@@ -52,7 +52,9 @@ def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
 @pytest.mark.parametrize(
     "location", [next(iter(PLACES)), *(pytest.param(position, marks=pytest.mark.slow) for position in list(PLACES)[1:])]
 )
-def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(forge, undisturbed, tmp_path, location):
+def test_sigterm_at_any_point_leaves_a_checkpoint_that_leads_to_the_uninterrupted_result(
+    forge, undisturbed, tmp_path, location
+):
     where, count, step = PLACES[location]
     config = ppo(every=5)
     assert forge.attempt(tmp_path, config, location=(where, count, [TERM])) == 143
@@ -64,7 +66,7 @@ def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_path):
+def test_ctrl_c_ends_like_sigterm_with_a_different_exit_code(forge, tmp_path):
     where, count, step = PLACES["in the middle of an update"]
     assert forge.attempt(tmp_path, ppo(every=5), position=(where, count, [CTRL_C])) == 130
     assert "Ctrl-C: the run ends after step 4; another Ctrl-C ends it immediately" in output(tmp_path)
@@ -73,25 +75,25 @@ def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_path):
+def test_signal_during_a_checkpoint_write_lets_it_finish(forge, tmp_path):
     position = (
         "lightning_rlhf.strategies.checkpoints.manifest:publish",
         2,
         [TERM],
     )  # of the best, then of the last at step 5
     assert forge.attempt(tmp_path, ppo(every=5), position=position) == 143
-    assert checkpoint(tmp_path)["global_step"] in (5, 6)  # the writer is a thread, and training goes on beside it
+    assert checkpoint(tmp_path)["global_step"] in (5, 6)  # the writer is a thread, and training continues meanwhile
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge, tmp_path):
+def test_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(), position=(_VALIDATION + "on_train_start", 1, [TERM])) == 143
     assert last_line(tmp_path) == "lightning-rlhf: ended by SIGTERM before the first step"
     assert not (tmp_path / "run/checkpoints").exists()
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_over(forge, tmp_path):
+def test_process_that_hangs_within_a_step_ends_after_the_grace_period(forge, tmp_path):
     config = ppo()
     config["trainer"]["callbacks"].append(callback("GracefulShutdown", grace_seconds=3.0))
     began = time.monotonic()
@@ -102,27 +104,27 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(TERM, 143), pytest.param(CTRL_C, 130, marks=pytest.mark.slow)])
-def test_a_second_signal_ends_the_process_at_once(forge, tmp_path, number, code):
+def test_second_signal_ends_the_process_immediately(forge, tmp_path, number, code):
     assert forge.attempt(tmp_path, ppo(), position=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
     assert "second signal" in last_line(tmp_path)
     assert last_line(tmp_path).endswith("the process ends immediately")
 
 
 @pytest.mark.slow
-def test_a_signal_that_comes_twice_at_once_is_one(forge, tmp_path):
+def test_repeated_simultaneous_signals_count_once(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=5), position=(_UPDATE, 3, [TERM, TERM, TERM])) == 143
     assert last_line(tmp_path) == f"lightning-rlhf: ended by SIGTERM after step 1; {goes_on(1)}"
 
 
 @pytest.mark.slow
-def test_a_failure_between_two_steps_leaves_a_checkpoint_of_the_last_one(forge, tmp_path):
+def test_failure_between_two_steps_leaves_a_checkpoint_of_the_last_one(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=5), position=(_WEIGHTS + "check", 4, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(3)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 3
 
 
 @pytest.mark.slow
-def test_a_failure_within_an_update_keeps_the_checkpoint_before_it(forge, tmp_path):
+def test_failure_within_an_update_keeps_the_previous_checkpoint(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=2), position=(_UPDATE, 8 * 3 + 2, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(2)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 2
@@ -130,9 +132,7 @@ def test_a_failure_within_an_update_keeps_the_checkpoint_before_it(forge, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_room(
-    forge, undisturbed, tmp_path, background
-):
+def test_full_disk_gives_a_one_line_error_and_the_run_resumes_exactly_later(forge, undisturbed, tmp_path, background):
     config = ppo(every=2, background=background)
     position = (
         "lightning_rlhf.strategies.checkpoints.manifest:write",
@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
 
 
 @pytest.mark.slow
-def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(forge, tmp_path):
+def test_removed_run_directory_is_reported_and_the_last_step_is_saved(forge, tmp_path):
     config = ppo(max_steps=4)
     assert forge.attempt(tmp_path, config, position=(_WEIGHTS + "check", 2, "gone")) == 1
     assert " was removed while the run wrote to it: do not" in last_line(tmp_path)
@@ -158,7 +158,7 @@ def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(for
 
 
 @pytest.mark.slow
-def test_a_slurm_job_ends_by_itself_before_its_time_is_over(forge, tmp_path):
+def test_slurm_job_ends_before_its_time_limit(forge, tmp_path):
     config = ppo(every=5)
     config["trainer"]["callbacks"].append({"class_path": "tests.faults.test_signals.JobEndsSoon"})
     assert forge.attempt(tmp_path, config) == 143
@@ -168,7 +168,7 @@ def test_a_slurm_job_ends_by_itself_before_its_time_is_over(forge, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_max_time_ends_keeps_its_last_step(forge, tmp_path):
+def test_run_ended_by_max_time_keeps_its_last_step(forge, tmp_path):
     config = ppo(every=100, max_steps=100_000, max_time={"seconds": 4})
     assert forge.attempt(tmp_path, config) == 0
     steps = [line.split(":")[0] for line in output(tmp_path).splitlines() if "reward/mean" in line]
@@ -176,7 +176,7 @@ def test_a_run_that_max_time_ends_keeps_its_last_step(forge, tmp_path):
 
 
 class JobEndsSoon(Callback):
-    """SLURM's variable for a job that ends in 20 seconds, from the second step on."""
+    """Sets SLURM's variable for a job that ends in 20 seconds, from the second step on."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 1:
@@ -185,7 +185,7 @@ class JobEndsSoon(Callback):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_sigterm_ends_a_run_whose_engine_no_longer_answers_with_a_checkpoint(tmp_path):
+def test_sigterm_ends_a_run_with_an_unresponsive_engine_and_saves_a_checkpoint(tmp_path):
     config = ppo(every=100, engine="VLLMEngine", max_steps=100)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "config.yaml"]

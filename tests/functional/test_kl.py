@@ -47,7 +47,7 @@ def test_gradients_of_a_case_worked_by_hand(estimator, expected):
     assert_close(logprobs.grad, expected, rtol=1e-6)
 
 
-def test_a_clamp_bounds_values_on_both_sides_and_takes_the_gradient_where_it_binds_but_for_the_straight_through():
+def test_clamp_limits_values_on_both_sides_and_removes_the_gradient_except_for_straight_through():
     for estimator, values, gradient in (
         ("k1", [2, -2, 0.5], [0, 0, 1]),  # d = 3, -4, 0.5
         ("k3", [2, 2, math.exp(-0.5) - 0.5], [0, 0, 1 - math.exp(-0.5)]),  # 2.0498, 49.6, 0.1065
@@ -61,7 +61,7 @@ def test_a_clamp_bounds_values_on_both_sides_and_takes_the_gradient_where_it_bin
 
 
 def _by_loop(estimator, logprobs, reference):
-    """Return schulman 2020: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r, with r = reference / policy."""
+    """Return Schulman 2020: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r, with r = reference / policy."""
     estimates = []
     for p, q in zip(logprobs, reference, strict=True):
         r = math.exp(q - p)
@@ -72,7 +72,7 @@ def _by_loop(estimator, logprobs, reference):
 
 @properties
 @given(seeds)
-def test_estimates_follow_the_note(seed):
+def test_estimates_follow_the_definition(seed):
     logprobs, reference = normal(8, seed=seed), normal(8, seed=seed + 1)
     for estimator in ESTIMATORS:
         expected = _by_loop(estimator, logprobs.tolist(), reference.tolist())
@@ -80,7 +80,7 @@ def test_estimates_follow_the_note(seed):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimates_and_gradients_are_verls_with_its_clamp(estimator):
+def test_clamped_estimates_and_gradients_equal_those_of_verl(estimator):
     record = golden("corrections")
     logprobs = float64(record["inputs"]["logprobs"]).requires_grad_()
     clamp = 10.0 if estimator.startswith("k3") else None  # verl clamps k3 alone
@@ -91,7 +91,7 @@ def test_estimates_and_gradients_are_verls_with_its_clamp(estimator):
     assert_close(logprobs.grad, expected["gradient"], rtol=1e-9, atol=1e-12)
 
 
-def test_the_recorded_clamp_binds():
+def test_recorded_clamp_is_active():
     assert max(map(max, golden("corrections")["outputs"]["kl"]["k3"]["estimate"])) == 10
 
 
@@ -100,7 +100,7 @@ def test_k1_is_the_default():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_estimates_are_verls(estimator):
+def test_estimates_equal_those_of_verl(estimator):
     recorded = golden("verl")
     logprobs, reference = (float64(recorded["inputs"][name]) for name in ("logprobs", "ref_logprobs"))
     assert_close(kl_estimate(logprobs, reference, estimator), recorded["outputs"]["kl"][estimator])
@@ -171,13 +171,13 @@ def test_huge_differences_stay_finite(estimator, difference):
 
 
 @pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
-def test_straight_through_values_lose_no_digit_beside_a_huge_k2(estimator):
+def test_straight_through_values_are_exact_next_to_a_huge_k2(estimator):
     logprobs = torch.tensor([-1e5 - 0.125, 3.0], requires_grad=True)
     estimate = kl_estimate(logprobs, torch.zeros(2), estimator)
     assert (estimate == kl_estimate(logprobs, torch.zeros(2), estimator.removesuffix("+"))).all()
 
 
-def test_k3_is_exact_down_to_minus_20_and_flat_beyond():
+def test_k3_is_exact_down_to_minus_20_and_constant_beyond():
     logprobs = float64([-19.5, -20.5, -30, -torch.inf]).requires_grad_()
     estimate = kl_estimate(logprobs, torch.zeros(4, dtype=torch.float64), "k3")
     estimate.sum().backward()
@@ -186,7 +186,7 @@ def test_k3_is_exact_down_to_minus_20_and_flat_beyond():
     assert_close(logprobs.grad, [1 - math.exp(19.5), 0, 0, 0])
 
 
-def test_equal_policies_are_0_apart_with_gradient_0_except_k1():
+def test_equal_policies_have_estimate_and_gradient_0_except_the_gradient_of_k1():
     for estimator, slope in {name: float(name == "k1") for name in ESTIMATORS}.items():
         logprobs = normal(2, 3, seed=1).requires_grad_()
         estimate = kl_estimate(logprobs, logprobs.detach(), estimator)
@@ -195,6 +195,6 @@ def test_equal_policies_are_0_apart_with_gradient_0_except_k1():
         assert_close(logprobs.grad, torch.full((2, 3), slope))
 
 
-def test_an_unknown_estimator_is_refused_by_name():
+def test_unknown_estimator_is_rejected_by_name():
     with pytest.raises(ValueError, match=r"^KL estimator must be one of k1, k2, k3, abs, k1\+, k3\+, abs\+, got 'k4'$"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

@@ -55,7 +55,7 @@ def test_logprobs_and_entropy_follow_the_definition(seed, scale):
         assert_close(entropy[i], -math.fsum(p * math.log(p) for p in probabilities), atol=1e-5)
 
 
-def test_logprobs_and_entropy_are_verls_and_torchs():
+def test_logprobs_and_entropy_equal_those_of_verl_and_torch():
     recorded = golden("verl")
     logits, targets = float64(recorded["inputs"]["logits"]), torch.tensor(recorded["inputs"]["targets"])
     logprobs, entropy = token_scores(logits, targets)[:2]
@@ -149,13 +149,13 @@ def test_by_default_logits_are_neither_scaled_nor_capped_and_probabilities_not_s
         assert_close(ours, exact, atol=1e-6)
 
 
-def test_hidden_states_and_targets_that_do_not_match_are_refused():
+def test_mismatched_hidden_states_and_targets_are_rejected():
     hidden, weight, bias, targets = _head(6, seed=6)
     with pytest.raises(ValueError, match="one target for each hidden state expected, got 4 for 6"):
         chunked_token_scores(hidden, weight, bias, targets[:4])
 
 
-def test_no_tokens_still_reach_every_parameter():
+def test_empty_input_still_reaches_every_parameter():
     # a rank that selects no token must take part in the gradient's collectives
     hidden, weight, bias, targets = _head(0, seed=0)
     logprobs, entropy = chunked_token_scores(hidden, weight, bias, targets)[:2]
@@ -165,7 +165,7 @@ def test_no_tokens_still_reach_every_parameter():
         assert_close(parameter.grad, torch.zeros_like(parameter))
 
 
-def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
+def test_values_without_gradients_are_equal_and_keep_no_graph():
     hidden, weight, bias, targets = _head(5, seed=1)
     with_graph = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(2, weight))
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
         assert torch.equal(first, second)
 
 
-def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
+def test_frozen_head_passes_gradients_on_to_the_hidden_states():
     hidden, weight, bias, targets = _head(5, seed=2)
     chunked_token_scores(hidden, weight.detach(), bias.detach(), targets, chunk_bytes=chunk_of(2, weight))[
         0
@@ -187,7 +187,7 @@ def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
 
 @pytest.fixture
 def chunk_sizes(monkeypatch):
-    """How many rows of logits each call of the head makes."""
+    """The number of rows of logits in each call of the head."""
     sizes = []
 
     def spy(hidden, *arguments, out):
@@ -198,7 +198,7 @@ def chunk_sizes(monkeypatch):
     return sizes
 
 
-def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_those_again_that_were_not_kept(chunk_sizes):
+def test_only_one_chunk_of_logits_exists_and_backward_recomputes_discarded_ones(chunk_sizes):
     hidden, weight, bias, targets = _head(7, seed=3)
     chunks = {"chunk_bytes": chunk_of(3, weight), "keep_bytes": chunk_of(5, weight)}
     logprobs, _ = chunked_token_scores(hidden, weight, bias, targets, **chunks)[:2]
@@ -207,19 +207,19 @@ def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_those_again_t
     assert chunk_sizes == [3, 3, 1, 3, 1]
 
 
-def test_logits_are_made_once_where_no_gradient_is_wanted(chunk_sizes):
+def test_logits_are_computed_once_without_gradients(chunk_sizes):
     hidden, weight, bias, targets = _head(1025, seed=4)
     with torch.no_grad():
         chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(1000, weight))
     assert chunk_sizes == [1000, 25]
 
 
-def test_a_chunk_has_a_token_however_large_the_vocabulary(chunk_sizes):
+def test_chunk_has_at_least_one_token_for_any_vocabulary(chunk_sizes):
     chunked_token_scores(*_head(3, seed=4), chunk_bytes=1)
     assert chunk_sizes == [1, 1, 1]
 
 
-def test_a_second_backward_pass_gives_the_same_gradient():
+def test_second_backward_pass_gives_the_same_gradient():
     head = _head(3, seed=4)
     logprobs = chunked_token_scores(*head).logprobs
     first, second = (torch.autograd.grad(logprobs.sum(), head[:2], retain_graph=True) for _ in range(2))
@@ -228,7 +228,7 @@ def test_a_second_backward_pass_gives_the_same_gradient():
 
 
 @pytest.mark.parametrize("wanted", ["logprobs", "entropy"])
-def test_a_loss_of_one_output_has_the_gradient_of_that_output(wanted):
+def test_loss_of_one_output_has_the_gradient_of_that_output(wanted):
     hidden, weight, bias, targets = _head(5, seed=8)
     expected = getattr(token_scores(hidden @ weight.T + bias, targets), wanted)
     expected = torch.autograd.grad(expected.square().sum(), (hidden, weight, bias))
@@ -238,7 +238,7 @@ def test_a_loss_of_one_output_has_the_gradient_of_that_output(wanted):
         assert_close(ours, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+def test_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     hidden = torch.ones(1, 1, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf])
     scores = chunked_token_scores(hidden, torch.ones(3, 1), bias, torch.tensor([0]))
@@ -248,7 +248,7 @@ def test_a_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     assert hidden.grad.isfinite().all()
 
 
-def test_under_autocast_the_head_computes_in_bfloat16_and_adds_gradients_in_float32():
+def test_head_under_autocast_computes_in_bfloat16_and_adds_gradients_in_float32():
     hidden, weight, bias, targets = _head(64, seed=8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(4, weight)).logprobs
@@ -264,7 +264,7 @@ def test_under_autocast_the_head_computes_in_bfloat16_and_adds_gradients_in_floa
         assert float((ours - exact).norm() / exact.norm()) < 0.01
 
 
-def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+def test_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
     logprobs, entropy = token_scores(logits, torch.tensor([0]))[:2]
     (logprobs + entropy).sum().backward()
@@ -273,7 +273,7 @@ def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient
     assert logits.grad.isfinite().all()
 
 
-def test_the_sum_of_squared_probabilities_is_computed_when_asked_for_and_has_no_gradient():
+def test_sum_of_squared_probabilities_is_computed_on_request_without_gradient():
     logits = torch.tensor([[math.log(1.0), math.log(3.0)], [0.0, 0.0]], requires_grad=True)
     assert token_scores(logits, torch.tensor([0, 1])).sum_pi_squared is None
     squares = token_scores(logits, torch.tensor([0, 1]), squares=True).sum_pi_squared
@@ -289,7 +289,7 @@ def test_chunks_give_the_sums_of_squared_probabilities_of_all_logits():
     assert_close(ours, ((hidden @ weight.T + bias).double().softmax(-1) ** 2).sum(-1), atol=1e-6)
 
 
-def test_entropies_of_a_large_vocabulary_keep_their_digits():
+def test_entropies_of_a_large_vocabulary_are_accurate():
     # float32 products of a row and a column as matrices were 1e-4 nats off at this size
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 64, generator=generator), torch.randn(50_000, 64, generator=generator) / 8
@@ -318,8 +318,8 @@ class MovedBytes(TorchDispatchMode):
         return outputs
 
 
-def test_on_a_gpu_the_head_is_read_for_chunks_of_hundreds_of_tokens():
-    """Counted for a 7B model and 16,384 tokens in bfloat16; torch has no autograd for a GPU that is not there."""
+def test_head_is_read_for_chunks_of_hundreds_of_tokens_on_a_gpu():
+    """Counted for a 7B model and 16,384 tokens in bfloat16 without a backward pass, which needs a GPU."""
     tokens, vocabulary, width = 16_384, 152_064, 3_584
     moved = {}
     for device in ("cpu", "cuda"):

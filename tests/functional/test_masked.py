@@ -44,7 +44,7 @@ def test_mean_and_variance_are_those_of_the_standard_library(mask, seed):
     assert_close(masked_variance(values, mask), statistics.variance(inside) if len(inside) > 1 else 0.0)
 
 
-def test_whitening_gives_verls_numbers():
+def test_whitening_equals_that_of_verl():
     recorded = golden("verl")
     mask = float64(recorded["inputs"]["mask"]).bool()
     ours = masked_whiten(float64(recorded["inputs"]["rewards"]), mask)
@@ -53,7 +53,7 @@ def test_whitening_gives_verls_numbers():
 
 @properties
 @given(masks(), seeds)
-def test_what_lies_outside_the_mask_may_be_anything(mask, seed):
+def test_values_outside_the_mask_may_be_anything(mask, seed):
     values = normal(*mask.shape, seed=seed)
     dirty = with_garbage(values, mask)
     for function in (masked_sum, masked_mean, masked_variance, masked_whiten):
@@ -107,7 +107,7 @@ def test_ranks_together_compute_what_one_rank_computes(mask, seed, data):
     assert_close(torch.cat(each_rank(masked_whiten)), masked_whiten(values, mask))
 
 
-def test_an_empty_mask_gives_zeros_and_not_nan():
+def test_empty_mask_gives_zeros_and_not_nan():
     nothing = torch.zeros_like(MASK)
     for function in (masked_sum, masked_mean, masked_variance):
         assert_close(function(VALUES, nothing), 0)
@@ -154,7 +154,7 @@ def test_gradients_of_the_mean_reach_only_the_mask():
     assert_close(values.grad, [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]])
 
 
-def test_the_comparison_of_these_tests_refuses_tolerances_that_prove_nothing():
+def test_assert_close_rejects_large_tolerances():
     with pytest.raises(ValueError, match=r"rtol and atol must lie in \[0, 1e-2\], got rtol=1000000.0"):
         assert_close(1.0, 1.0, rtol=1e6)
     with pytest.raises(ValueError, match=r"atol=0\.1$"):

@@ -1,4 +1,4 @@
-"""The interval of a mean over prompts."""
+"""Confidence intervals of a mean over prompts."""
 
 import random
 
@@ -8,14 +8,14 @@ from lightning_rlhf.functional.samples import mean_interval, wilson_interval
 from tests.helpers import assert_close
 
 
-def test_one_response_each_gives_wilsons_interval_of_the_prompts():
+def test_one_response_per_prompt_gives_the_wilson_interval():
     result = mean_interval([[1.0]] * 7 + [[0.0]] * 3)
     assert result["interval"] == "wilson"
     assert_close([result["low"], result["high"]], [0.39677, 0.89221], rtol=1e-4)
     assert_close(mean_interval([[1.0]] * 5)["low"], 5 / (5 + 1.959964**2))
 
 
-def test_samples_of_one_prompt_are_no_further_trials():
+def test_samples_of_one_prompt_are_not_independent_trials():
     alike = mean_interval([[1.0] * 50] * 5 + [[0.0] * 50] * 5)
     single = mean_interval([[1.0]] * 5 + [[0.0]] * 5)
     assert_close([alike["low"], alike["high"]], [single["low"], single["high"]])
@@ -23,7 +23,7 @@ def test_samples_of_one_prompt_are_no_further_trials():
     assert spread["high"] - spread["low"] < (single["high"] - single["low"]) / 5
 
 
-def test_other_numbers_get_the_normal_interval():
+def test_other_values_get_the_normal_interval():
     result = mean_interval([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
     assert result["interval"] == "normal"
     assert_close([result["low"], result["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
@@ -31,7 +31,7 @@ def test_other_numbers_get_the_normal_interval():
 
 
 @pytest.mark.parametrize("kinds", [(0.5, 0.5), (0.1, 0.9), (0.0, 1.0), (0.02, 0.3)])
-def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
+def test_intervals_contain_the_true_value_at_the_nominal_rate(kinds):
     draw, held, tries = random.Random(0), 0, 600
     for _ in range(tries):
         prompts = [draw.choice(kinds) for _ in range(40)]
@@ -40,7 +40,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
     assert 0.92 <= held / tries <= 0.985
 
 
-def test_values_between_0_and_1_have_as_many_trials_as_explain_their_variance():
+def test_values_between_0_and_1_have_the_number_of_trials_that_explains_their_variance():
     # p = 1/2, s^2 = (0.1^2 + 0.1^2) / 2 = 0.01 with m - 1 = 2, n = 0.25 / (0.01 / 3) = 75 trials
     result = mean_interval([[0.4], [0.5], [0.6]])
     expected = wilson_interval(37.5, 75)
@@ -50,7 +50,7 @@ def test_values_between_0_and_1_have_as_many_trials_as_explain_their_variance():
 
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("parameters", [(2, 5), (0.5, 0.5), (1, 20)])
-def test_intervals_of_graded_rewards_contain_the_mean_as_often_as_they_should(parameters, samples):
+def test_intervals_of_graded_rewards_contain_the_mean_at_the_nominal_rate(parameters, samples):
     draw, contained, tries = random.Random(0), 0, 600
     a, b = parameters
     for _ in range(tries):
@@ -59,7 +59,7 @@ def test_intervals_of_graded_rewards_contain_the_mean_as_often_as_they_should(pa
     assert 0.92 <= contained / tries <= 0.985
 
 
-def test_intervals_at_none_and_all_hold_them():
+def test_intervals_at_0_and_1_contain_them():
     for value in (0.0, 1.0):
         result = mean_interval([[value] * 3] * 4)
         assert result["low"] <= value <= result["high"]

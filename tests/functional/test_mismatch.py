@@ -141,7 +141,7 @@ def test_metrics_follow_their_formulas(mask, seed):
         assert 0 < metrics[f"rollout_corr/{name}"] <= 1 + 1e-12
 
 
-def test_metrics_are_verls():
+def test_metrics_equal_those_of_verl():
     record = golden("corrections")
     train, rollout, mask = (float64(record["inputs"][n]) for n in ("old_logprobs", "rollout_logprobs", "mask"))
     metrics = mismatch_metrics(train, rollout, mask.bool())
@@ -179,7 +179,7 @@ def test_padding_the_order_of_responses_and_empty_ones_change_nothing(mask, seed
 
 @properties
 @given(masks(), seeds)
-def test_equal_policies_do_not_differ(mask, seed):
+def test_equal_policies_have_no_mismatch(mask, seed):
     assume(mask.any())
     train, _ = logprobs_of(mask, seed)
     metrics = mismatch_metrics(train.float(), train.float(), mask)
@@ -191,25 +191,25 @@ def test_equal_policies_do_not_differ(mask, seed):
             assert value == float(short in ones), name
 
 
-def test_a_deviation_of_equal_values_is_0_where_e_of_x2_less_e_of_x_2_is_not():
+def test_deviation_of_equal_values_is_exactly_0():
     values, mask = torch.full((7, 3), 0.9), torch.ones(7, 3, dtype=torch.bool)
     assert spread_metrics({"x": (values, mask)}, ONE_RANK)["x_std"] < 1e-15
 
 
-def test_probabilities_that_do_not_vary_have_no_correlation():
+def test_constant_probabilities_have_no_correlation():
     train, mask = torch.full((3, 7), -0.1), torch.ones(3, 7, dtype=torch.bool)
     assert math.isnan(mismatch_metrics(train, normal(3, 7, seed=1), mask)["rollout_corr/prob_correlation"])
 
 
 @pytest.mark.parametrize(("reach", "expected"), [(1.2e-12, 1.0), (0.8e-12, math.nan)])
-def test_probabilities_must_vary_by_more_than_rounding_to_have_a_correlation(reach, expected):
+def test_correlation_requires_variation_beyond_rounding(reach, expected):
     logprobs, mask = float64([[0.1 - reach, 0.1 + reach]]).log(), torch.ones(1, 2, dtype=torch.bool)
     ours = mismatch_metrics(logprobs, logprobs, mask)["rollout_corr/prob_correlation"]
     assert_close(ours, expected, rtol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize(("difference", "expected"), [(15.0, 20.0), (-15.0, -20.0), (7.0, 14.0)])
-def test_the_logarithm_of_a_responses_ratio_is_clamped_too(difference, expected):
+def test_log_ratio_of_a_response_is_clamped(difference, expected):
     train, mask = torch.full((1, 2), difference - 15), torch.ones(1, 2, dtype=torch.bool)
     metrics = mismatch_metrics(train, torch.full((1, 2), -15.0), mask)
     assert_close(math.log(metrics["rollout_corr/sequence_ratio_mean"]), expected, rtol=1e-12)
@@ -217,7 +217,7 @@ def test_the_logarithm_of_a_responses_ratio_is_clamped_too(difference, expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_metrics_of_no_token_are_nan_and_no_error(shape):
+def test_metrics_without_tokens_are_nan(shape):
     mask = torch.zeros(shape, dtype=torch.bool)
     metrics = mismatch_metrics(torch.zeros(shape), torch.zeros(shape), mask)
     assert all(math.isnan(value) for value in metrics.values())
@@ -242,7 +242,7 @@ def test_log_ratios_are_of_train_over_rollout_clamped_at_20_without_gradient_and
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_metrics_of_lower_precision_are_worked_out_in_float64(dtype):
+def test_metrics_of_lower_precision_are_computed_in_float64(dtype):
     mask = torch.ones(40, 50, dtype=torch.bool)
     train, rollout = (values.to(dtype) for values in logprobs_of(mask, 3))
     assert mismatch_metrics(train, rollout, mask) == mismatch_metrics(train.double(), rollout.double(), mask)

@@ -1,4 +1,4 @@
-"""Products of linear layers by oneDNN are those of torch, and are left to torch where oneDNN has no advantage."""
+"""Products of linear layers by oneDNN equal those of torch, and are left to torch where oneDNN has no advantage."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_float64(rows, bias, transpose, onednn
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_that_is_expanded_from_one_number_is_multiplied():
+def test_gradient_expanded_from_one_number_is_supported():
     states, weight, _ = _layer((5,), bias=False)
     products.linear(states, weight).sum().backward()
     torch.testing.assert_close(states.grad, weight.detach().sum(dim=0).expand(5, -1))
@@ -68,7 +68,7 @@ def test_gradients_have_gradients():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-2)
 
 
-def test_a_single_state_and_functional_gradients_are_those_of_torch():
+def test_single_state_and_functional_gradients_equal_those_of_torch():
     states, weight, _ = (None if each is None else each.detach() for each in _layer((70,), bias=False))
     torch.testing.assert_close(products.linear(states[0], weight), functional.linear(states[0], weight))
     actual, expected = (
@@ -79,7 +79,7 @@ def test_a_single_state_and_functional_gradients_are_those_of_torch():
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_only_the_gradients_that_are_needed_are_computed(frozen, onednn):
+def test_only_required_gradients_are_computed(frozen, onednn):
     tensors = _layer((70,), bias=True)
     tensors[frozen].requires_grad_(False)
     products.linear(*tensors).sum().backward()
@@ -87,13 +87,13 @@ def test_only_the_gradients_that_are_needed_are_computed(frozen, onednn):
     assert len(onednn) == (3 if frozen == 2 else 2)
 
 
-def test_without_gradients_nothing_is_kept():
+def test_forward_pass_without_gradients_keeps_no_graph():
     with torch.no_grad():
         assert not products.linear(*_layer((5,), bias=True)).requires_grad
 
 
 class _Sharded(torch.Tensor):
-    """A subclass of tensors, as the shards of tensor parallelism are."""
+    """A tensor subclass, like the shards of tensor parallelism."""
 
 
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "autocast", "small", "subclass", "disabled", "old CPU"])

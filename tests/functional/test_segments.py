@@ -1,4 +1,4 @@
-"""No other library has these functions; what is built on them is compared with verl in tests/objectives."""
+"""Segment statistics; no other library has these functions, but tests/objectives compares their callers with verl."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ ALL = torch.ones(5, dtype=torch.bool)
 
 @st.composite
 def segments(draw):
-    """Return values, their segments, and which of them count; the others are NaN or infinite."""
+    """Generate values, their segments, and a mask; values outside the mask are NaN or infinite."""
     rows = draw(st.integers(1, 9))
     segment = torch.tensor(draw(st.lists(st.sampled_from([-4, 0, 5]), min_size=rows, max_size=rows)))
     member = torch.tensor(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
@@ -49,7 +49,7 @@ def test_weighted_means_worked_by_hand():
     assert_close(segment_centered(VALUES, SEGMENT, weights), [-1.75, 0, -0.75, 0, 3.25], rtol=1e-14)
 
 
-def test_half_precision_and_integers_are_worked_out_in_float64():
+def test_half_precision_and_integers_are_computed_in_float64():
     for values in (VALUES.half(), VALUES.long()):
         assert_close(segment_std(values, SEGMENT, ALL)[0], 7**0.5, rtol=1e-14)
         for result in (
@@ -105,7 +105,7 @@ def test_equal_values_have_neither_spread_nor_distance_to_their_mean(value, size
     assert (segment_std(values, segment, member) == 0).all()
 
 
-def test_a_large_common_offset_costs_no_digits():
+def test_large_common_offset_keeps_precision():
     values = float64([1e9 + 1, 1e9 + 2, 1e9 + 6])
     segment, member = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
     assert_close(segment_std(values, segment, member), [7**0.5] * 3, rtol=1e-12)
@@ -123,7 +123,7 @@ def test_order_of_rows_and_names_of_segments_change_nothing(case, seed):
         assert_close(moved, statistic(values, segment, member)[order], rtol=1e-11, atol=1e-13)
 
 
-def test_no_rows_give_no_rows():
+def test_empty_input_gives_empty_output():
     none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     assert segment_sum(torch.zeros(0, 3), none).shape == (0, 3)
     assert segment_std(rows, none, rows.bool()).shape == (0,)

@@ -1,4 +1,4 @@
-"""Record the advantages that verl and TRL compute on fixed inputs. README.md has the command."""
+"""Record the advantages that verl and TRL compute for fixed inputs. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -22,7 +22,7 @@ DRAWS = 64
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(*shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def make_inputs() -> dict[str, Tensor]:
 
 
 def record_verl(inputs: dict[str, Tensor], mask: Tensor) -> dict[str, Any]:
-    """Return advantages, and returns where verl's are rewards to come."""
+    """Return advantages, and also returns where verl's are future rewards."""
     index = np.array(GROUP)
     rewards = inputs["rewards"] * mask
     group = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
@@ -106,7 +106,7 @@ def _record_baselines(compute: Any, arguments: dict[str, Any], inputs: dict[str,
 
 
 def record_draws(scores: Tensor) -> list[dict[str, Any]]:
-    """Return rows that PF-PPO draws."""
+    """Return the rows that PF-PPO draws."""
     records = []
     for method, power in (("pow", 2.0), ("pow", 0.5), ("max_min", 2.0), ("max_random", 2.0)):
         batch = _Batch(token_level_scores=scores.unsqueeze(1), row=torch.arange(len(scores)))
@@ -118,13 +118,13 @@ def record_draws(scores: Tensor) -> list[dict[str, Any]]:
 
 
 class _Batch(dict[str, Tensor]):
-    """As much of a TensorDict as verl touches."""
+    """The parts of a TensorDict that verl uses."""
 
     batch_size = 0
 
 
 def record_trl(rewards_per_func: Tensor, trainer: str, **options: Any) -> dict[str, Any]:
-    """Return TRL works advantages out in the middle of a long method: its very lines are run, in groups of four."""
+    """Return advantages in groups of four, by running TRL's own lines, which are in the middle of a long method."""
     package = importlib.util.find_spec("trl")
     if package is None or not package.submodule_search_locations:
         raise RuntimeError("install trl first")
@@ -146,7 +146,7 @@ def record_trl(rewards_per_func: Tensor, trainer: str, **options: Any) -> dict[s
 
 
 def _nanstd(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return standard deviation (divisor n - 1) of what is not NaN, as trl.trainer.utils.nanstd; importing trl needs more."""
+    """Return the standard deviation (divisor n - 1) without NaNs, like trl.trainer.utils.nanstd without its import."""
     mean = torch.nanmean(values, dim=dim, keepdim=True)
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     std = (((values - mean) ** 2).nansum(dim=dim, keepdim=True) / (count - 1)).sqrt()

@@ -1,4 +1,4 @@
-"""Record what verl and TRL compute for aggregation, KL and rollout correction. README.md has the command."""
+"""Record the results of verl and TRL for aggregation, KL and rollout correction. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -43,7 +43,7 @@ FURTHER = {
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float) -> Tensor:
@@ -70,7 +70,7 @@ def make_inputs() -> dict[str, Tensor]:
 
 
 def record_aggregation(inputs: dict[str, Tensor], mode: str) -> dict[str, Any]:
-    """Return loss and gradient, with one response emptied besides."""
+    """Return loss and gradient, also with one empty response."""
     records = {}
     for name in ("full", "one_empty"):
         mask = inputs["mask"].clone()
@@ -91,7 +91,7 @@ def record_kl(inputs: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 
 
 def record_importance(inputs: dict[str, Tensor], corrected: bool) -> dict[str, Any]:
-    """Return TRL's loss where only the KL term is left: advantage 0, beta 1, mean over tokens."""
+    """Return TRL's loss with only the KL term: advantage 0, beta 1, mean over tokens."""
     logprobs = inputs["logprobs"].clone().requires_grad_()
 
     def alone(value: Tensor, **kwargs: str) -> Tensor:
@@ -130,7 +130,7 @@ def record_importance(inputs: dict[str, Tensor], corrected: bool) -> dict[str, A
 
 
 def record_correction(inputs: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """Weight, what is kept, and metrics."""
+    """Return weights, kept tokens, and metrics."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     weights, saved, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         inputs["old_logprobs"],
@@ -154,7 +154,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def make_outputs(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Everything that the peers compute and we compute too."""
+    """Return all results of the other libraries that this library computes too."""
     return {
         "aggregation": {mode: record_aggregation(inputs, mode) for mode in AGGREGATIONS},
         "kl": {kind: record_kl(inputs, kind) for kind in ESTIMATORS},

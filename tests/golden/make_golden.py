@@ -1,4 +1,4 @@
-"""Record what verl computes on fixed inputs, as numbers our tests must reproduce. README.md has the command."""
+"""Record the results of verl for fixed inputs, as reference values of tests. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ SEED = 20261121
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float, *shape: int) -> Tensor:
@@ -114,7 +114,7 @@ def record_adaptive_kl() -> list[dict[str, float]]:
 
 
 def make_outputs(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Everything that verl computes and we compute too."""
+    """Return all results of verl that this library computes too."""
     never = 1e9  # verl's dual clip cannot be switched off; no ratio reaches this bound
     pairs = inputs["logprobs"], inputs["ref_logprobs"]
     return {

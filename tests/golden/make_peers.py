@@ -1,4 +1,4 @@
-"""Record what seven libraries compute, for what verl.json has not. README.md has the command."""
+"""Record the results of seven libraries for functions that are not in verl.json. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -36,24 +36,24 @@ generator = torch.Generator().manual_seed(SEED)
 
 
 def normal(scale: float, *shape: int) -> Tensor:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).round(decimals=3)
 
 
 def number(value: float) -> float | str:
-    """Return a float, or "nan", which JSON has no number for; ``float`` reads both."""
+    """Return a float, or "nan" because JSON has no such number; ``float`` reads both."""
     return "nan" if math.isnan(value) else float(value)
 
 
 def peer(package: str, function: str, differs: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one function of one library: what was called, how it differs from ours, and what it returned."""
+    """Return the record of a function of a library: its name, the difference to this library, and its results."""
     version = importlib.metadata.version(package)
     source = {"package": package, "version": version, "function": function, "command": COMMAND}
     return source | {"differs": differs, "cases": cases}
 
 
 def trl_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center_coef: float | None) -> Tensor:
-    """Return RewardTrainer.compute_loss itself, on a trainer that has only what this method touches."""
+    """Return RewardTrainer.compute_loss on a trainer with only the attributes that this method uses."""
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=False),
         args=SimpleNamespace(center_rewards_coefficient=center_coef),
@@ -68,7 +68,7 @@ def trl_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, center_coe
 
 
 def record_pairwise_loss() -> list[dict[str, Any]]:
-    """Return the loss of every pair by itself, their mean and its gradient."""
+    """Return the loss of each pair, their mean and its gradient."""
     extreme = torch.tensor([0.0, 800.0, -800.0, 40.0, -40.0, 1.5], dtype=torch.float64)
     batches = [(normal(2.0, size), normal(2.0, size), normal(1.0, size)) for size in (1, 4, 9)]
     batches.append((extreme, torch.zeros(6, dtype=torch.float64), normal(1.0, 6)))
@@ -89,7 +89,7 @@ def record_pairwise_loss() -> list[dict[str, Any]]:
 
 
 def critics(scale: float) -> list[dict[str, Tensor]]:
-    """Return critics that guess, that are perfect, biased, constant or wrong in sign."""
+    """Return critics that guess, that are perfect, biased, constant, or have the wrong sign."""
     batches = []
     for rows in MASKS:
         mask = torch.tensor(rows, dtype=torch.float64)
@@ -103,7 +103,7 @@ def critics(scale: float) -> list[dict[str, Tensor]]:
 
 
 def record_explained_variance() -> list[dict[str, Any]]:
-    """Return of the numbers inside the mask, since stable-baselines3 has no mask."""
+    """Return the explained variance of the numbers inside the mask, because stable-baselines3 has no mask."""
     batches = critics(1.5)
     batches.append(batches[0] | {"returns": torch.full_like(batches[0]["returns"], 0.5)})
     batches.append(batches[1] | {"mask": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)})
@@ -116,7 +116,7 @@ def record_explained_variance() -> list[dict[str, Any]]:
 
 
 def record_explained_variance_by_mask() -> list[dict[str, Any]]:
-    """Return verl masks by itself; returns of this size make its 1e-5 vanish."""
+    """Return verl's masked explained variance; its epsilon of 1e-5 is negligible for returns of this size."""
     records = []
     for inputs in critics(400.0):
         mask = inputs["mask"]
@@ -131,7 +131,7 @@ def record_explained_variance_by_mask() -> list[dict[str, Any]]:
 
 
 def sb3_approx_kl(old_logprobs: Tensor, logprobs: Tensor) -> float:
-    """Return PPO.train itself, for one step on one batch, with a policy whose log-probabilities are given."""
+    """Return the KL of PPO.train for one step on one batch, with a policy of given log-probabilities."""
     logprobs = logprobs.clone().requires_grad_()
     zeros = torch.zeros_like(old_logprobs)
     rollout = {"observations": zeros, "actions": zeros, "advantages": zeros, "returns": zeros, "old_values": zeros}
@@ -167,7 +167,7 @@ def sb3_approx_kl(old_logprobs: Tensor, logprobs: Tensor) -> float:
 
 
 def policies(*extreme: float) -> list[dict[str, Tensor]]:
-    """Return log-probabilities before and after an update; the first ones moved as far as ``extreme`` says."""
+    """Return log-probabilities before and after an update; the first ones differ by ``extreme``."""
     batches = []
     for rows in MASKS:
         mask = torch.tensor(rows, dtype=torch.float64)
@@ -181,7 +181,7 @@ def policies(*extreme: float) -> list[dict[str, Tensor]]:
 
 
 def record_approx_kl() -> list[dict[str, Any]]:
-    """Return of each token by itself, and the mean of those inside the mask, since stable-baselines3 has no mask."""
+    """Return the KL of each token, and the mean inside the mask, because stable-baselines3 has no mask."""
     records = []
     for inputs in policies(3.0, -6.0):
         old, new, mask = inputs["old_logprobs"], inputs["logprobs"], inputs["mask"].bool()
@@ -192,7 +192,7 @@ def record_approx_kl() -> list[dict[str, Any]]:
 
 
 def record_ppo_kl() -> list[dict[str, Any]]:
-    """Return of each token by itself."""
+    """Return the KL of each token."""
     records = []
     one = torch.ones(1, 1, dtype=torch.float64)
     for inputs in policies(3.0, -6.0, 19.0, 21.0, -19.0, -25.0):
@@ -204,7 +204,7 @@ def record_ppo_kl() -> list[dict[str, Any]]:
 
 
 def record_pass_at_k() -> list[dict[str, Any]]:
-    """Return no sample correct, all of them, just too many to miss, just not, and in between."""
+    """Return pass@k for no correct sample, all correct, and numbers around the point where a miss is impossible."""
     records = []
     for n, ks in ((1, (1,)), (5, (1, 2, 5)), (10, (1, 3, 10)), (200, (1, 10, 100, 200)), (2000, (7, 500))):
         for k in ks:
@@ -216,7 +216,7 @@ def record_pass_at_k() -> list[dict[str, Any]]:
 
 
 def scores() -> list[dict[str, list[float]]]:
-    """Return without ties, with many, all tied, all right, all wrong, and none on one side."""
+    """Return scores without ties, with many, all tied, all right, all wrong, and empty on one side."""
     pairs = [(normal(1.0, n) + 0.5, normal(1.0, m)) for n, m in ((1, 1), (1, 5), (7, 3), (20, 20))]
     pairs += [((normal(2.0, n) + 0.5).round(), normal(2.0, m).round()) for n, m in ((4, 4), (9, 5), (30, 12))]
     lists = [(better.tolist(), worse.tolist()) for better, worse in pairs]
@@ -225,19 +225,19 @@ def scores() -> list[dict[str, list[float]]]:
 
 
 def record_roc_auc(inputs: dict[str, list[float]]) -> dict[str, Any]:
-    """Return better answers are the positive class."""
+    """Return the area under the ROC curve, with better answers as the positive class."""
     labels = [1] * len(inputs["better"]) + [0] * len(inputs["worse"])
     share = roc_auc_score(labels, inputs["better"] + inputs["worse"])
     return {"inputs": inputs, "outputs": {"share": number(share)}}
 
 
 def record_mannwhitneyu(inputs: dict[str, list[float]]) -> dict[str, Any]:
-    """Return u, the number of pairs ordered rightly and half the ties."""
+    """Return U, the number of correctly ordered pairs plus half the ties."""
     return {"inputs": inputs, "outputs": {"u": number(mannwhitneyu(*inputs.values()).statistic)}}
 
 
 def record_wilson() -> list[dict[str, Any]]:
-    """Return of several confidences, none seen, all seen, few, many and half a success."""
+    """Return Wilson intervals for several confidences and for no, all, few, many and fractional successes."""
     counts = ((0, 1), (1, 1), (0, 20), (20, 20), (1, 29), (15, 148), (81, 263), (2.5, 7), (10**6, 10**9))
     records = []
     for alpha in (0.05, 0.01, 0.1, 0.32):
@@ -248,7 +248,7 @@ def record_wilson() -> list[dict[str, Any]]:
 
 
 def make_records() -> dict[str, Any]:
-    """Return every function of a peer, under the name that tests read it by."""
+    """Return the records of all functions by the name that tests use."""
     no_mask = "Has no mask: called with the numbers inside it."
     return {
         "pairwise_loss": peer(
@@ -280,7 +280,7 @@ def make_records() -> dict[str, Any]:
             "verl",
             "verl.trainer.ppo.core_algos.compute_policy_loss, ppo_kl",
             "The k1 estimate, minus the log ratio; ours is k3, expm1(log ratio) - log ratio. "
-            "What is the same is the log ratio, its direction and its clamp to [-20, 20]. "
+            "The log ratio, its direction and its clamp to [-20, 20] are the same. "
             "Divides by the count + 1e-8, which the test undoes.",
             record_ppo_kl(),
         ),

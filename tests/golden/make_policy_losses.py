@@ -1,4 +1,4 @@
-"""Record what verl and TRL make of policy losses on fixed inputs. README.md has the commands."""
+"""Record the policy losses of verl and TRL for fixed inputs. README.md has the commands."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("policy_losses.json")
 
 
 def make_inputs() -> dict[str, Tensor]:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal(scale: float, *shape: int) -> Tensor:
@@ -56,7 +56,7 @@ def gradient_of(compute: Callable[[Tensor], Tensor], inputs: dict[str, Tensor]) 
 
 
 def record_verl(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Return each of verl's losses; ``advantages`` says which of the inputs were given."""
+    """Return each of verl's losses; ``advantages`` is the kind of the input that was used."""
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -119,7 +119,7 @@ def record_verl(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Return each of TRL's losses, from a trainer that was never built: the method with only what it reads."""
+    """Return each of TRL's losses, by calling the method on an object with only the attributes that it uses."""
     from trl.experimental.gmpo import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -127,7 +127,7 @@ def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
     def record(loss_type: str, level: str, trainer: type = GRPOTrainer, **settings: float) -> dict[str, Any]:
         arguments = {name: value for name, value in settings.items() if not name.startswith("epsilon")}
-        stand_in = SimpleNamespace(
+        trainer_like = SimpleNamespace(
             loss_type=loss_type,
             importance_sampling_level=level,
             epsilon_low=settings.get("epsilon"),
@@ -147,12 +147,16 @@ def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
             ),
             _metrics={"eval": {}},
         )
-        stand_in._metrics["eval"] = type(
+        trainer_like._metrics["eval"] = type(
             "Lists", (dict,), {"__missing__": lambda self, key: self.setdefault(key, [])}
         )()
 
         def compute(logprobs: Tensor) -> Tensor:
-            stand_in._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)
+            trainer_like._get_per_token_logps_and_entropies = lambda *_, **__: (
+                logprobs,
+                torch.zeros_like(logprobs),
+                None,
+            )
             batch = {
                 "prompt_ids": mask[:, :1],
                 "prompt_mask": mask[:, :1],
@@ -163,11 +167,11 @@ def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
                 "old_per_token_logps": inputs["old_logprobs"],
                 "num_items_in_batch": mask.sum(),
             }  # fmt: skip
-            loss: Tensor = trainer._compute_loss(stand_in, None, batch)
+            loss: Tensor = trainer._compute_loss(trainer_like, None, batch)
             return loss
 
         recorded = gradient_of(compute, inputs)
-        metrics = {name: values[0] for name, values in stand_in._metrics["eval"].items()}
+        metrics = {name: values[0] for name, values in trainer_like._metrics["eval"].items()}
         return {"loss_type": loss_type, "level": level, "settings": settings, **recorded, "metrics": metrics}
 
     return {
@@ -181,7 +185,7 @@ def record_trl(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def main(package: str) -> None:
-    """Write what one package computes into policy_losses.json; what the other computed stays."""
+    """Write the results of one package into policy_losses.json and keep those of the other."""
     torch.set_default_dtype(torch.float64)  # or TRL's temperatures are float32
     inputs = make_inputs()
     record = json.loads(FILE.read_text()) if FILE.exists() else {}

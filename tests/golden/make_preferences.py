@@ -1,4 +1,4 @@
-"""Record what TRL computes for losses of pairs and of single judgements. README.md has the command."""
+"""Record the losses of TRL for pairs and for single labels. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -23,22 +23,22 @@ generator = torch.Generator().manual_seed(SEED)
 
 
 def normal(scale: float, *shape: int) -> Tensor:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).round(decimals=3)
 
 
 def lengths(rows: int) -> Tensor:
-    """Return tokens of each answer, in [1, TOKENS]."""
+    """Return the number of tokens of each answer, in [1, TOKENS]."""
     return torch.randint(1, TOKENS + 1, (rows,), generator=generator)
 
 
 def masked(logprobs: Tensor, counts: Tensor) -> Tensor:
-    """Zero behind the last token of each answer, as TRL's models return them."""
+    """Set log-probabilities after the last token of each answer to zero, as TRL's models return them."""
     return logprobs * (torch.arange(logprobs.shape[1]) < counts.unsqueeze(1))
 
 
 def trainer(**options: Any) -> SimpleNamespace:
-    """Return an object that has only what the method touches."""
+    """Return an object with only the attributes that the method uses."""
     accelerator = SimpleNamespace(device="cpu", gather=lambda tensor: tensor, gather_for_metrics=lambda tensor: tensor)
     return SimpleNamespace(
         model=SimpleNamespace(training=False), accelerator=accelerator, aux_loss_enabled=False,
@@ -47,13 +47,13 @@ def trainer(**options: Any) -> SimpleNamespace:
 
 
 def answer_of(logprobs: Tensor) -> Any:
-    """Return a model's output that has only what the method reads."""
+    """Return a model output with only the attributes that the method uses."""
     zeros = torch.zeros_like(logprobs)
     return SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
 
 
 def inputs_of(counts: Tensor, rows: int) -> dict[str, Tensor]:
-    """Return one prompt token, then the answer."""
+    """Return token ids of one prompt token followed by the answer."""
     ids = torch.ones(rows, TOKENS + 1, dtype=torch.long)
     position = torch.arange(TOKENS + 1)
     marked = ((position >= 1) & (position <= counts.unsqueeze(1))).long()
@@ -61,7 +61,7 @@ def inputs_of(counts: Tensor, rows: int) -> dict[str, Tensor]:
 
 
 def pair_loss(logprobs: Tensor, ref: Tensor, counts: Tensor, kind: str, beta: float, smoothing: float) -> Any:
-    """Return DPOTrainer._compute_loss itself: the mean loss and the metrics."""
+    """Return the mean loss and the metrics of DPOTrainer._compute_loss."""
     made = trainer(
         ld_alpha=None, f_divergence_type="reverse_kl", beta=beta, label_smoothing=smoothing, use_weighting=False,
         loss_types=[kind], loss_weights=[1.0],
@@ -73,7 +73,7 @@ def pair_loss(logprobs: Tensor, ref: Tensor, counts: Tensor, kind: str, beta: fl
 
 
 def record_pairs() -> list[dict[str, Any]]:
-    """Return the mean loss of some pairs, its gradient, and the loss of every pair by itself."""
+    """Return the mean loss of some pairs, its gradient, and the loss of each pair."""
     records = []
     for kind, smoothing in LOSSES:
         for beta in (0.1, 0.7):
@@ -94,7 +94,7 @@ def record_pairs() -> list[dict[str, Any]]:
 
 
 def record_judgements() -> list[dict[str, Any]]:
-    """Return KTOTrainer._compute_loss itself: several answers of both kinds, of one kind, and a KL below 0."""
+    """Return results of KTOTrainer._compute_loss: answers of both kinds, of one kind, and a negative KL."""
     records = []
     for labels, weights, shift in (
         ([1, 0, 1, 1, 0], (1.0, 1.0), 1.0),

@@ -1,4 +1,4 @@
-"""Record what verl and scipy say of sampled answers and of a batch. README.md has the command."""
+"""Record the results of verl and scipy for sampled answers and for a batch. README.md has the command."""
 
 import datetime
 import importlib.metadata
@@ -30,7 +30,7 @@ generator = torch.Generator().manual_seed(SEED)
 
 
 def normal(scale: float, *shape: int) -> Tensor:
-    """Return random numbers of three decimals, so that the file holds exactly what was computed with."""
+    """Return random numbers of three decimals, which the file stores exactly."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).round(decimals=3)
 
 
@@ -47,7 +47,7 @@ def record_moments() -> list[dict[str, Any]]:
 
 
 def record_majorities() -> list[dict[str, Any]]:
-    """Return verl's majority of every draw of k in every order: ties, which it gives to the first drawn, become fair."""
+    """Return verl's majority over all draws of k in every order, which averages its choice in ties."""
     records = []
     for answers, rewards in VOTES:
         samples = [{"pred": answer, "val": reward} for answer, reward in zip(answers, rewards, strict=True)]

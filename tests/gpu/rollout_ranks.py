@@ -1,4 +1,4 @@
-"""What two ranks with a GPU each do, run by :func:`tests.distributed.launch.run_ranks`."""
+"""Functions of two ranks with a GPU each, run by :func:`tests.distributed.launch.run_ranks`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.rollout.engines import largest_gap, parameters_of, prompts_of, setup_
 
 
 def own_and_shared(folder):
-    """Return an engine on each GPU, then one on both."""
+    """Return the results of an engine on each GPU, then of one engine on both."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank)

@@ -1,4 +1,4 @@
-"""On a GPU: the engine says what the trainer computes, and one PPO step trains. Skipped without one."""
+"""On a GPU, the engine has the trainer's log-probabilities, and one PPO step trains. Skipped without a GPU."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def source_of(dtype, seed=0):
 
 @pytest.fixture(params=["vllm", "transformers"])
 def make_engine(request):
-    """Makes the engine, and closes what was made."""
+    """Create engines and close them."""
     if request.param == "vllm" and not vllm_installed():
         pytest.skip("vLLM is not installed")
     made = []
@@ -51,7 +51,7 @@ def make_engine(request):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_log_probabilities_are_the_trainers_after_every_push(make_engine, dtype, tmp_path):
+def test_log_probabilities_equal_the_trainer_after_every_push(make_engine, dtype, tmp_path):
     engine = make_engine()
     engine.start(setup_of(source_of(dtype), tmp_path))
     assert "cuda" in engine.wait().lower() or torch.cuda.get_device_name() in engine.wait()
@@ -64,7 +64,7 @@ def test_log_probabilities_are_the_trainers_after_every_push(make_engine, dtype,
         assert largest_gap(actor.cpu(), prompts_of(16), completions) < BOUNDS[dtype]
 
 
-def test_the_same_requests_get_the_same_tokens(make_engine, tmp_path):
+def test_equal_requests_give_equal_tokens(make_engine, tmp_path):
     engine = make_engine()
     engine.start(setup_of(source_of("float32"), tmp_path))
     engine.update_weights(parameters_of(source_of("float32").causal().cuda()), 0)
@@ -77,7 +77,7 @@ def share_of_a(completions):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_one_ppo_step_moves_the_weights_and_passes_the_check(make_engine, precision, tmp_path):
+def test_one_ppo_step_changes_the_weights_and_passes_the_check(make_engine, precision, tmp_path):
     architecture = ON_GPU | {"vocab_size": 11}
     adam = partial(torch.optim.AdamW, lr=1e-3)
     module = PPOModule(FromConfig(architecture, seed=0), actor_optimizer=adam, critic_optimizer=adam, minibatch_size=8)
@@ -97,7 +97,7 @@ def test_one_ppo_step_moves_the_weights_and_passes_the_check(make_engine, precis
     assert trainer.callback_metrics["rollout/logprob_diff_max"] < BOUNDS["bfloat16"]
 
 
-def test_the_engine_leaves_the_trainer_its_memory(tmp_path):
+def test_engine_leaves_memory_to_the_trainer(tmp_path):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
     engine = VLLMEngine(gpu_memory_utilization=0.2)
@@ -114,7 +114,7 @@ def test_the_engine_leaves_the_trainer_its_memory(tmp_path):
 
 
 def losses(engine, tmp_path, steps=3):
-    """Return the loss of each step of a run whose engine is given."""
+    """Return the loss of each step of a run with the given engine."""
     module = PPOModule(
         FromConfig(ON_GPU | {"vocab_size": 11}, seed=0),
         actor_optimizer=partial(torch.optim.AdamW, lr=1e-3),
@@ -138,7 +138,7 @@ def losses(engine, tmp_path, steps=3):
     return float(trainer.callback_metrics["loss/policy"]), module.actor
 
 
-def test_an_engine_that_sleeps_gets_every_push_and_leaves_its_memory(tmp_path):
+def test_sleeping_engine_receives_every_push_and_frees_its_memory(tmp_path):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
     free = []
@@ -155,7 +155,7 @@ def test_an_engine_that_sleeps_gets_every_push_and_leaves_its_memory(tmp_path):
     assert min(free) > 0.15 * torch.cuda.mem_get_info()[1]
 
 
-def test_a_deterministic_engine_and_trainer_repeat_a_run(tmp_path):
+def test_deterministic_engine_and_trainer_repeat_a_run(tmp_path):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
     runs = [losses(VLLMEngine(0.3, deterministic=True), tmp_path / name) for name in ("first", "second")]
@@ -164,7 +164,7 @@ def test_a_deterministic_engine_and_trainer_repeat_a_run(tmp_path):
     assert all(torch.equal(first, second) for first, second in pairs)
 
 
-def test_the_cache_has_the_same_size_whatever_the_trainer_loads(tmp_path):
+def test_cache_size_is_independent_of_the_models_of_the_trainer(tmp_path):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
     blocks = set()

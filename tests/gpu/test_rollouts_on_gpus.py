@@ -1,4 +1,4 @@
-"""On GPUs: each engine on its own, one engine on two, a server by shared memory and by NCCL, and what a push takes."""
+"""On GPUs: separate engines, one engine on two GPUs, a server with shared memory and NCCL, and the memory of a push."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def assert_right(engine, version):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=two_gpus)])
-def test_an_engine_runs_on_the_gpu_it_was_given_and_no_other(number, tmp_path):
+def test_engine_runs_only_on_its_gpu(number, tmp_path):
     setup = setup_of(source_of(), tmp_path)
     before = [torch.cuda.mem_get_info(n)[0] for n in range(torch.cuda.device_count())]
     engine = VLLMEngine(gpu_memory_utilization=0.2)
@@ -69,7 +69,7 @@ def test_an_engine_runs_on_the_gpu_it_was_given_and_no_other(number, tmp_path):
 
 
 @two_gpus
-def test_two_ranks_have_engines_of_their_own_and_one_on_both_gpus(tmp_path):
+def test_two_ranks_have_separate_engines_and_one_on_both_gpus(tmp_path):
     first, second = run_ranks("tests.gpu.rollout_ranks:own_and_shared", 2, str(tmp_path), seconds=800)
     for result in (first, second):
         assert max(result["gaps"]) < BOUND
@@ -79,7 +79,7 @@ def test_two_ranks_have_engines_of_their_own_and_one_on_both_gpus(tmp_path):
 
 
 def served(tmp_path, backend, devices):
-    """Return the document's command for this backend; the process and its url."""
+    """Run the documented server command for this backend; yield the process and its url."""
     document = (ROOT / "docs/rollouts.md").read_text()
     command = next(block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if backend in block)
     port, folder = free_port(), tmp_path / "model"
@@ -105,7 +105,7 @@ def served(tmp_path, backend, devices):
 @pytest.mark.parametrize(
     ("backend", "devices"), [("shared_memory", "0"), pytest.param("nccl", "1", marks=two_gpus)], ids=str
 )
-def test_a_server_takes_every_push(backend, devices, tmp_path, monkeypatch):
+def test_server_receives_every_push(backend, devices, tmp_path, monkeypatch):
     process, url = served(tmp_path, backend, devices)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     engine = VLLMServerEngine(url, timeout=600)
@@ -121,7 +121,7 @@ def test_a_server_takes_every_push(backend, devices, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("largest", [16, 256])
-def test_a_push_takes_the_gpu_memory_of_the_largest_parameter(largest):
+def test_push_needs_the_gpu_memory_of_the_largest_parameter(largest):
     def parameters():
         for number in range(40):
             size = largest if number % 4 < 2 else 4

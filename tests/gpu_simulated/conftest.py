@@ -1,4 +1,4 @@
-"""Runs on a pretended GPU: every module with all default callbacks."""
+"""Runs of every module with all default callbacks on a simulated GPU."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.stand_ins import quiet_trainer
 
 
 class OnPretendedGPU(RLHFSingleDeviceStrategy):
-    """One pretended GPU, for which there is no autograd: losses have no graph, and all gradients are zeros."""
+    """A simulated GPU without autograd: losses have no graph, and all gradients are zeros."""
 
     root_device = CUDA
     forwards = 0  # of any role
@@ -36,7 +36,7 @@ class OnPretendedGPU(RLHFSingleDeviceStrategy):
 
 @pytest.fixture
 def on_gpu(monkeypatch, tmp_path):
-    """Fits a module on the pretended GPU for two steps; returns what made the host wait in them, and the forwards."""
+    """Fit a module on the simulated GPU for two steps; returns the waits of the host, and the forward passes."""
     monkeypatch.setattr(CPUAccelerator, "setup_device", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=80 << 30))

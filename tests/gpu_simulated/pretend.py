@@ -1,4 +1,4 @@
-"""A pretended CUDA device: tensors report ``cuda:0``, compute on the CPU, and refuse to mix with tensors of the CPU.
+"""A simulated CUDA device: tensors report ``cuda:0``, compute on the CPU, and raise when mixed with tensors of the CPU.
 
 Counts the operations for which a host would wait for a GPU. Not covered: kernels, the backward pass (a build of torch
 for CPUs has no autograd thread for CUDA), mixed precision.
@@ -38,7 +38,7 @@ _READS = {"__int__": int, "__float__": float, "__bool__": bool, "__index__": int
 
 
 class Waits(collections.Counter):
-    """How often the host waited, by the line of this project that made it; counts while ``on``."""
+    """The number of times that the host waited, by the line of this project that caused it; counts while ``on``."""
 
     on = False
 
@@ -59,7 +59,7 @@ def _where():
 
 
 class Pretend(torch.Tensor):
-    """A tensor of the pretended device.
+    """A tensor of the simulated device.
 
     Args:
         inner: the tensor on the CPU that it computes with.
@@ -122,7 +122,7 @@ def _run(func, args, kwargs):
 
 
 class _Operations(TorchDispatchMode):
-    """Sees operations without a pretended tensor among their arguments, such as ``torch.zeros(..., device="cuda")``."""
+    """Intercepts operations without simulated tensors as arguments, such as ``torch.zeros(..., device="cuda")``."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Replaces the functions that torch's Python bindings would refuse, because this build knows no CUDA device."""
+    """Replaces functions whose Python bindings raise because this build has no CUDA device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -167,7 +167,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _view(tensor, index):
-    """Return what slices, numbers and None of an index select, and the tensors of the index by dimension, if any."""
+    """Return the view that slices, numbers and None of an index select, and its index tensors by dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
         position = next(i for i, item in enumerate(items) if item is Ellipsis)

@@ -1,4 +1,4 @@
-"""Roles are built in host memory under every strategy, although Lightning makes the GPU the default device."""
+"""Roles are built in host memory under every strategy, although Lightning sets the GPU as default device."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ STRATEGIES = [SingleDeviceStrategy, RLHFSingleDeviceStrategy, RLHFDDPStrategy, R
 
 @pytest.fixture(params=STRATEGIES, ids=lambda kind: kind.__name__)
 def built(request, monkeypatch):
-    """Builds a module's roles in the context that Lightning opens on a GPU; returns the module."""
+    """Build a module's roles in the context that Lightning opens on a GPU; returns the module."""
 
     def built(source):
         strategy = request.param(**({"stage": 1} if request.param is RLHFDeepSpeedStrategy else {}))
@@ -44,7 +44,7 @@ def digest(module):
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
-def test_the_same_seed_draws_the_same_weights_whatever_the_device(built):
+def test_same_seed_gives_the_same_weights_on_any_device(built):
     module = built(TinyModel(seed=3, lora=LoRA(rank=2, alpha=4)))
     assert {parameter.device.type for parameter in module.actor.parameters()} == {"cpu"}
     on_cpu = SFTModule(TinyModel(seed=3, lora=LoRA(rank=2, alpha=4)))
@@ -52,7 +52,7 @@ def test_the_same_seed_draws_the_same_weights_whatever_the_device(built):
     assert digest(module) == digest(on_cpu)
 
 
-def test_a_saved_model_loads_without_accelerate(built, monkeypatch, tmp_path):
+def test_saved_model_loads_without_accelerate(built, monkeypatch, tmp_path):
     TinyModel(seed=1).causal().lm.save_pretrained(tmp_path)
     monkeypatch.setattr(transformers.integrations.accelerate, "is_accelerate_available", lambda: False)
     module = built(Pretrained(str(tmp_path)))
@@ -62,7 +62,7 @@ def test_a_saved_model_loads_without_accelerate(built, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2, alpha=4)])
-def test_the_generators_of_the_gpus_are_not_seeded(lora, monkeypatch):
+def test_gpu_generators_are_not_seeded(lora, monkeypatch):
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     before = torch.get_rng_state()

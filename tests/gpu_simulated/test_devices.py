@@ -1,4 +1,4 @@
-"""Two steps of every module on a pretended GPU: no tensors of two devices meet, and the host seldom waits."""
+"""Two steps of every module on a simulated GPU: tensors stay on one device, and the host seldom waits."""
 
 from functools import partial
 
@@ -92,14 +92,14 @@ RUNS = {
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", RUNS)
-def test_no_tensors_of_two_devices_meet(on_gpu, name):
+def test_operations_use_tensors_of_one_device(on_gpu, name):
     waits, forwards = on_gpu(*RUNS[name]())
     updates = 2 * 8 if name == "ppo" else 2 * 4
     assert 0 < sum(waits.values()) <= WAITS_PER_FORWARD * forwards + WAITS_PER_UPDATE * updates + WAITS_PER_STEP * 2
 
 
 @pytest.mark.slow
-def test_a_micro_batch_makes_the_host_wait_no_more_than_twice(on_gpu):
+def test_micro_batch_makes_the_host_wait_at_most_twice(on_gpu):
     runs = (GRPOModule(**GROUPS | {"micro_batch_tokens": tokens}) for tokens in (128, 32))
     (few, fewer), (many, more) = (on_gpu(module, prompts(), rollouts(4)) for module in runs)
     assert more > 2 * fewer
@@ -109,7 +109,7 @@ def test_a_micro_batch_makes_the_host_wait_no_more_than_twice(on_gpu):
 # -- the pretended device itself --------------------------------------------------------------------------------------
 
 
-def test_mixed_devices_are_refused_and_reading_a_value_is_a_wait():
+def test_mixed_devices_raise_and_reading_a_value_counts_as_a_wait():
     with pretended_cuda() as waits:
         there, here = torch.ones(3, device=CUDA), torch.ones(3)
         assert isinstance(there, Pretend)
@@ -147,7 +147,5 @@ def optimizer_settings(optimizer, device, **arguments):
     ],
     ids=["AdamW", "Adam", "CPU", "CPU, foreach", "foreach", "not fused", "SGD"],
 )
-def test_adam_steps_in_fused_kernels_on_gpus_and_cpus_unless_another_implementation_is_chosen(
-    optimizer, device, arguments, fused
-):
+def test_adam_uses_fused_kernels_unless_another_implementation_is_configured(optimizer, device, arguments, fused):
     assert optimizer_settings(optimizer, device, lr=0.1, **arguments) == fused

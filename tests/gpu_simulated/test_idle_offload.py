@@ -1,4 +1,4 @@
-"""Frozen models and optimizer states in host memory while they are not used, on a pretended GPU."""
+"""Frozen models and optimizer states move to host memory while they are not used, on a simulated GPU."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def swap(tensor, data):  # .data of a tensor on the pretended device cannot be s
     torch.utils.swap_tensors(tensor, new)
 
 
-def test_only_the_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
+def test_only_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(idle, "set_data", swap)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     strategy, generation = Watched(offload_idle=True), AtGeneration()
@@ -97,7 +97,7 @@ def test_only_the_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
     assert generation.moments == {CPU}
 
 
-def test_numbers_do_not_change(tmp_path):
+def test_offloading_does_not_change_results(tmp_path):
     batches = [rollout_of(responses(8, seed)) for seed in range(3)]
     saved, offloaded = ppo(), ppo()
     fit(saved, batches, default_root_dir=tmp_path, strategy=RLHFSingleDeviceStrategy())
@@ -106,7 +106,7 @@ def test_numbers_do_not_change(tmp_path):
         assert torch.equal(one, other), name
 
 
-def test_a_validation_without_training_needs_no_optimizer(tmp_path):
+def test_validation_without_training_needs_no_optimizer(tmp_path):
     trainer = quiet_trainer(
         strategy=RLHFSingleDeviceStrategy(offload_idle=True), callbacks=[rollouts()], default_root_dir=tmp_path
     )
@@ -114,7 +114,7 @@ def test_a_validation_without_training_needs_no_optimizer(tmp_path):
     assert "val/score_greedy" in trainer.callback_metrics
 
 
-def test_a_module_that_uses_its_reference_in_every_update_is_refused(tmp_path):
+def test_module_that_uses_its_reference_in_every_update_is_rejected(tmp_path):
     module = DPOModule(TinyModel(), ref=TinyModel(seed=1), **LEARNING)
     trainer = quiet_trainer(strategy=RLHFSingleDeviceStrategy(offload_idle=True), default_root_dir=tmp_path)
     with pytest.raises(ValueError, match=r"DPOModule uses its reference in every micro-batch: set offload_idle"):

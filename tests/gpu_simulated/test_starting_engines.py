@@ -1,6 +1,6 @@
-"""When engines start on GPUs: alone on their GPU, before any role is built, so that vLLM measures only itself.
+"""Engines on GPUs start before any role is built, so that vLLM measures only its own memory.
 
-vLLM's own memory accounting runs against a pretended card of 80 GiB that trainer and engine share.
+vLLM's memory accounting runs against a simulated GPU of 80 GiB that trainer and engine share.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not instal
 
 
 class Card:
-    """A GPU of which only the use of memory is pretended, in bytes."""
+    """A GPU whose memory use is simulated, in bytes."""
 
     total = 80 * GIB
 
@@ -85,7 +85,7 @@ def accounting(monkeypatch):
 
 
 class Measuring(ScriptedEngine):
-    """Sizes its cache as vLLM's worker does, between ``start`` and ``wait``; 14 GiB of weights, 2 of activations."""
+    """Sizes its cache between ``start`` and ``wait`` like vLLM's worker: 14 GiB of weights and 2 of activations."""
 
     def __init__(self, card, accounting):
         super().__init__(["a"], None)
@@ -108,7 +108,7 @@ class Measuring(ScriptedEngine):
 
 @pytest.fixture
 def started(card, accounting, monkeypatch, tmp_path):
-    """Begins a run; returns its engine, and what happened in which order."""
+    """Start a run; returns its engine, and the events in their order."""
 
     def started(gibibytes_of_a_role, devices):
         card.trainer = card.engine = card.peak = 0
@@ -130,25 +130,25 @@ def started(card, accounting, monkeypatch, tmp_path):
     return started
 
 
-def test_on_gpus_the_engine_is_ready_before_any_role_is_built(started):
+def test_engine_is_ready_before_any_role_is_built_on_gpus(started):
     assert started(7, ("0",)).calls[:4] == ["start", "ready", "build actor", "build critic"]
 
 
-def test_on_cpus_the_engine_gets_ready_while_roles_are_built(started):
+def test_engine_starts_while_roles_are_built_on_cpus(started):
     assert started(7, ()).calls[:4] == ["start", "build actor", "build critic", "ready"]
 
 
 @pytest.mark.slow
-def test_the_size_of_the_cache_does_not_depend_on_the_trainer(started):
+def test_cache_size_does_not_depend_on_the_trainer(started):
     assert {started(size, ("0",)).cache for size in (0, 3, 7, 20)} == {SHARE * 80 - 16}
 
 
 @pytest.mark.slow
-def test_it_would_depend_on_the_trainer_if_roles_were_built_meanwhile(started):
+def test_cache_size_would_depend_on_the_trainer_if_roles_were_built_meanwhile(started):
     assert [started(size, ()).cache for size in (0, 3, 7, 20)] == pytest.approx([16, 10, 2, -24])
 
 
-def test_vllm_sizes_the_cache_as_this_file_does():
+def test_vllm_computes_the_cache_size_like_this_file():
     source = Path(importlib.util.find_spec("vllm").origin).with_name("v1") / "worker" / "gpu_worker.py"
     assert "self.requested_memory\n            - profile_result.non_kv_cache_memory" in source.read_text()
     assert "assert init_free_memory >= free_gpu_memory" in source.read_text()
@@ -159,7 +159,7 @@ def test_vllm_sizes_the_cache_as_this_file_does():
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What was asked of torch.cuda's allocator, in order."""
+    """The calls of torch.cuda's allocator, in order."""
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, device: calls.append(round(f, 6)))
@@ -170,7 +170,9 @@ def cuda(monkeypatch):
     ("gib", "share", "limit"),
     [(80, 0.4, 0.5625), (16, 0.4, 0.5375), (80, 0.0, 1.0), (80, 0.97, 0.0), (141, 0.9, 0.078723)],
 )
-def test_the_trainer_is_limited_to_what_the_engine_contexts_and_nccl_leave(cuda, monkeypatch, gib, share, limit):
+def test_trainer_memory_is_limited_to_the_part_outside_of_engine_contexts_and_nccl(
+    cuda, monkeypatch, gib, share, limit
+):
     card = types.SimpleNamespace(total_memory=gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     limit_gpu_memory(torch.device("cuda", 0), share)
@@ -190,7 +192,7 @@ class Sleeping(Sharing):
 
 
 def limits(monkeypatch, kind, tmp_path):
-    """Return the calls of an engine in a run of two steps with a validation, and the memory that it leaves the trainer."""
+    """Return the calls of an engine in a run of two steps with a validation, and the limits of the trainer's memory."""
     run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
     engine = kind(run.engine.texts, run.engine.tokenizer)
     run.loop._engine_choice = engine
@@ -203,19 +205,19 @@ def limits(monkeypatch, kind, tmp_path):
     return [call for call in engine.calls if not str(call).startswith("generate")]
 
 
-def test_an_engine_that_stays_awake_keeps_its_share_all_the_time(monkeypatch, tmp_path):
+def test_awake_engine_keeps_its_share_permanently(monkeypatch, tmp_path):
     calls = limits(monkeypatch, Sharing, tmp_path)
     step = [0.4, "update_weights 0", "learn", 0.4, "update_weights 1", "learn"]
     assert calls == ["start", 0.4, *step, "close", 0.0]
 
 
-def test_an_engine_that_sleeps_leaves_all_memory_while_the_trainer_learns_and_gets_every_push(monkeypatch, tmp_path):
+def test_sleeping_engine_frees_all_memory_during_training_and_receives_every_push(monkeypatch, tmp_path):
     calls = limits(monkeypatch, Sleeping, tmp_path)
     step = [0.4, "update_weights 0", "sleep", 0.0, "learn", 0.4, "update_weights 1", "sleep", 0.0, "learn"]
     assert calls == ["start", 0.4, "sleep", 0.0, *step, "close", 0.0]
 
 
-def test_after_a_validation_a_sleeping_engine_is_pushed_the_same_weights_again(monkeypatch, tmp_path):
+def test_sleeping_engine_receives_the_same_weights_again_after_a_validation(monkeypatch, tmp_path):
     run = Run(tmp_path, data={"val": InMemory(ROWS)}, trainer={"max_steps": 1})
     engine = Sleeping(run.engine.texts, run.engine.tokenizer)
     run.loop._engine_choice = engine
@@ -227,8 +229,8 @@ def test_after_a_validation_a_sleeping_engine_is_pushed_the_same_weights_again(m
 # -- vLLM's sleep mode ------------------------------------------------------------------------------------------------
 
 
-class StandInLLM:
-    """The methods of ``vllm.LLM`` that sleeping uses, in the order in which they were called."""
+class FakeLLM:
+    """The methods of ``vllm.LLM`` that sleeping uses; records the order of their calls."""
 
     def __init__(self):
         self.calls = []
@@ -250,7 +252,7 @@ class StandInLLM:
 
 @pytest.fixture
 def core(monkeypatch):
-    """A core without vLLM around a stand-in."""
+    """An engine core around a fake LLM."""
     for name, names in (
         ("vllm", ("LLM", "SamplingParams", "TokensPrompt")),
         ("vllm.lora", ()),
@@ -266,7 +268,7 @@ def core(monkeypatch):
     from lightning_rlhf.rollout.vllm.core import VLLMCore
 
     core = VLLMCore.__new__(VLLMCore)
-    core._llm, core._version, core._asleep, core._adapter = StandInLLM(), -1, False, None
+    core._llm, core._version, core._asleep, core._adapter = FakeLLM(), -1, False, None
     core._engine = types.SimpleNamespace(has_unfinished_requests=lambda: False, set_weight_version=lambda version: None)
     yield core
     sys.modules.pop("lightning_rlhf.rollout.vllm.core", None)
@@ -295,7 +297,7 @@ def test_weights_in_parts_wake_a_sleeping_engine_once(core):
     assert core._llm.calls == ["sleep 2", *parts, "load_part", "finish_parts", "reset"]
 
 
-def test_an_engine_that_stays_asleep_is_an_error(core):
+def test_engine_that_stays_asleep_raises(core):
     core.sleep()
     core._llm.wake_up = lambda tags: False
     with pytest.raises(RuntimeError, match="vLLM did not wake up"):
@@ -303,7 +305,7 @@ def test_an_engine_that_stays_asleep_is_an_error(core):
 
 
 def signature(path, name):
-    """Return parameters of a function of vLLM, read from its source without importing it."""
+    """Return the parameters of a function of vLLM, read from its source without importing it."""
     import ast
 
     tree = ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / path).read_text())
@@ -311,7 +313,7 @@ def signature(path, name):
     return [argument.arg for argument in result[0].args.args]
 
 
-def test_vllm_has_what_sleeping_and_reloading_call():
+def test_vllm_has_the_methods_for_sleeping_and_reloading():
     assert signature("entrypoints/llm.py", "sleep")[:2] == ["self", "level"]
     assert signature("entrypoints/llm.py", "wake_up") == ["self", "tags"]
     assert signature("v1/worker/gpu_worker.py", "wake_up") == ["self", "tags"]
@@ -334,7 +336,7 @@ class Worker(WeightReceiver):
         self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
 
-def test_weights_are_loaded_by_the_workers_own_method():
+def test_weights_are_loaded_by_the_method_of_the_worker():
     sender, worker = WeightSender(), Worker()
     worker.receive_weights(**sender.write([("a", torch.tensor([1.0, 2.0]))]))
     assert worker.loaded["a"].tolist() == [1.0, 2.0]
@@ -343,7 +345,7 @@ def test_weights_are_loaded_by_the_workers_own_method():
 
 @pytest.fixture
 def locks(monkeypatch):
-    """Calls of CUDA's page locking; ``fails_at`` is the number of the first call that fails."""
+    """The calls of CUDA's page locking; ``fails_at`` is the number of the first failing call."""
     state = types.SimpleNamespace(calls=[], locked={}, fails_at=99)
 
     def register(pointer, nbytes, flags):
@@ -367,7 +369,7 @@ def weights_of(version, device, sizes=(3, 700_000, 5, 400_000, 7)):
 
 
 @pytest.mark.parametrize(("device", "fails_at"), [(CUDA, 99), (CUDA, 0), (CUDA, 2), ("cpu", 99)])
-def test_weights_of_a_gpu_are_pushed_through_page_locked_memory_from_the_first_push(locks, caplog, device, fails_at):
+def test_gpu_weights_are_pushed_through_page_locked_memory_from_the_first_push(locks, caplog, device, fails_at):
     locks.fails_at = fails_at
     sender, worker = WeightSender(), Worker()
     with pretended_cuda():

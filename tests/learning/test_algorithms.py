@@ -1,4 +1,4 @@
-"""Every algorithm solves the addition task from the same supervised start, with real vLLM, as its YAML says."""
+"""Every algorithm solves the addition task from the same supervised start, with vLLM, as configured in its YAML."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.m
 
 
 def fit(directory, *names):
-    """Run configurations together in a directory and return the output."""
+    """Run configurations in a common directory and return the output."""
     command = [sys.executable, "-m", "lightning_rlhf", "fit"]
     for name in names:
         command += ["--config", str(ROOT / f"configs/{name}.yaml")]
@@ -27,7 +27,7 @@ def fit(directory, *names):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A directory with the supervised model in it."""
+    """A directory with the supervised model."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("algorithms")
     fit(directory, "quickstart/sft")
@@ -35,8 +35,8 @@ def start(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_task_is_solved(start, path):
-    """The bounds are 0.04 and 0.03 below the worse of two seeds: another processor samples other responses."""
+def test_task_is_solved(start, path):
+    """The bounds are 0.04 and 0.03 below the worse of two seeds, because other processors sample other responses."""
     printed = fit(start, "algorithms/base", f"algorithms/{path.stem}")
     assert "warning" not in printed.lower()
     assert "Rollouts by VLLMEngine" in printed

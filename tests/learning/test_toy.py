@@ -1,4 +1,4 @@
-"""A task that anyone can solve must be solved, and solved the same way twice."""
+"""A trivial task is solved, and two runs with the same seed are equal."""
 
 from functools import partial
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.learning
 LENGTH, STEPS = 6, 30
 
 
-def says_a(completions):
-    """Share of the longest possible response that is the letter a; the best policy says aaaaaa and never stops."""
+def share_of_a(completions):
+    """Return the share of the letter a in the longest possible response; the best policy always writes aaaaaa."""
     return [text.count("a") / LENGTH for text in completions]
 
 
 class Rewards(PPOModule):
-    """Remembers the mean reward of each step."""
+    """Records the mean reward of each step."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -34,7 +34,7 @@ class Rewards(PPOModule):
 
 
 def run(directory, seed):
-    """Return mean reward of every step, and the actor's weights afterwards."""
+    """Return the mean reward of every step, and the final weights of the actor."""
     seed_everything(seed, verbose=False)
     adam = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.0)
     module = Rewards(
@@ -49,7 +49,7 @@ def run(directory, seed):
     rows = [{"prompt": letter * count} for letter in "bcdefg" for count in range(1, 6)]
     data = PromptDataModule(InMemory(rows * 2), CharacterTokenizer("abcdefg"), batch_size=16, max_tokens=8)
     loop = RolloutLoop(
-        [RewardFunction(says_a)], TransformersEngine(), group_size=4, max_response_tokens=LENGTH, check_rows=2
+        [RewardFunction(share_of_a)], TransformersEngine(), group_size=4, max_response_tokens=LENGTH, check_rows=2
     )
     trainer = quiet_trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1, default_root_dir=directory)
     trainer.fit(module, datamodule=data)
@@ -61,7 +61,7 @@ def first(tmp_path_factory):
     return run(tmp_path_factory.mktemp("first"), seed=1)
 
 
-def test_the_toy_is_solved(first):
+def test_toy_task_is_solved(first):
     history, _ = first
     assert len(history) == STEPS
     assert history[0] < 0.25  # a tenth of all letters, less what stops early
@@ -69,7 +69,7 @@ def test_the_toy_is_solved(first):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_rewards_and_bit_for_bit_the_same_weights(first, tmp_path):
+def test_same_seed_gives_the_same_rewards_and_bitwise_equal_weights(first, tmp_path):
     history, weights = first
     again, same_weights = run(tmp_path, seed=1)
     assert again == history
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_rewards_and_bit_for_bit_the_same_weights(f
 
 
 @pytest.mark.slow
-def test_another_seed_takes_another_way(first, tmp_path, monkeypatch):
+def test_another_seed_gives_another_run(first, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "STEPS", 2)
     history, _ = run(tmp_path, seed=2)
     assert history != first[0][:2]

@@ -111,7 +111,7 @@ def tiny(name: str) -> dict[str, Any]:
 
 
 def sizes(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the sizes that a configuration knows and that can be set."""
+    """Return the size fields of a configuration that can be set."""
     fixed = {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}
     values = {field: value for field, value in SIZES.items() if field in vars(config) and field not in fixed}
     if hasattr(config, "qk_rope_head_dim"):

@@ -1,4 +1,4 @@
-"""The architectures of ``docs/architectures.md``: their log-probs and gradients are those of their own logits."""
+"""The architectures of ``docs/architectures.md``: their log-probs and gradients equal those of the model's logits."""
 
 import re
 import warnings
@@ -16,14 +16,14 @@ COMPARED = [name for name, verdict in LISTED.items() if verdict not in ("Rejecte
 QUICK = ["llama", "gemma2", "falcon_h1", "qwen3_5", "mistral3"]
 
 
-def test_the_page_lists_every_causal_architecture():
+def test_page_lists_every_causal_architecture():
     assert sorted(LISTED) == architectures.names()
     assert {verdict.lower() for verdict in LISTED.values()} <= architectures.VERDICTS.keys()
 
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", sorted(COMPARED, key=lambda name: (name not in QUICK, name)))
-def test_log_probs_and_gradients_are_those_of_the_models_own_logits(name):
+def test_log_probs_and_gradients_equal_those_of_the_logits_of_the_model(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' warnings about tiny forms
         result = architectures.check(name)

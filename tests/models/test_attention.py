@@ -1,4 +1,4 @@
-"""Attention is that of the architecture, also where transformers' default kernel leaves a part of it away."""
+"""Attention follows the architecture, even where the default kernel of transformers omits a part."""
 
 import re
 
@@ -20,7 +20,7 @@ IDS = torch.arange(40).view(2, 20)
 
 
 @torch.no_grad()
-def test_gemma_2_caps_its_attention_logits_as_it_was_trained_to(tmp_path):
+def test_gemma_2_caps_its_attention_logits(tmp_path):
     lm = SOURCE.causal().lm.eval()
     capped = lm(IDS).logits
     lm.config.attn_logit_softcapping = None
@@ -31,7 +31,7 @@ def test_gemma_2_caps_its_attention_logits_as_it_was_trained_to(tmp_path):
     assert torch.equal(Pretrained(str(tmp_path)).causal().lm.eval()(IDS).logits, capped)
 
 
-def test_the_roles_and_the_engine_cap_the_logits_of_attention(tmp_path):
+def test_roles_and_engine_cap_the_attention_logits(tmp_path):
     save_architecture(SOURCE, tmp_path)
     engine = TransformersEngine()
     engine.start(EngineSetup(tmp_path, "float32", 40, tmp_path / "log"))
@@ -43,7 +43,7 @@ def test_the_roles_and_the_engine_cap_the_logits_of_attention(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_a_pretrained_model_computes_attention_as_it_is_told_to(tmp_path, name):
+def test_attention_implementation_of_a_pretrained_model_can_be_set(tmp_path, name):
     FromConfig(TINY, seed=0).causal().save_pretrained(tmp_path)
     model = Pretrained(str(tmp_path), attn_implementation=name).causal().lm
     assert model.config._attn_implementation == name
@@ -52,28 +52,30 @@ def test_a_pretrained_model_computes_attention_as_it_is_told_to(tmp_path, name):
 
 @pytest.fixture
 def asking(tmp_path):
-    """A directory whose own config.json asks for compiled code from the hub."""
+    """A directory whose config.json requests compiled code from the hub."""
     FromConfig(TINY, seed=0).scalar().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace("{", '{"attn_implementation": "kernels-community/flash-attn",', 1))
     return tmp_path
 
 
-def test_code_from_the_hub_that_a_configuration_asks_for_is_refused_everywhere(asking):
-    asks = re.escape("requests attn_implementation 'kernels-community/flash-attn', expected one of eager, sdpa, flash")
-    with pytest.raises(ValueError, match=asks):
+def test_code_from_the_hub_requested_by_a_configuration_is_rejected(asking):
+    requests_kernel = re.escape(
+        "requests attn_implementation 'kernels-community/flash-attn', expected one of eager, sdpa, flash"
+    )
+    with pytest.raises(ValueError, match=requests_kernel):
         Pretrained(str(asking)).scalar()
-    with pytest.raises(ValueError, match=asks):
+    with pytest.raises(ValueError, match=requests_kernel):
         FromConfig(TINY | {"attn_implementation": "kernels-community/flash-attn"}).causal()
-    with pytest.raises(ValueError, match=asks):
+    with pytest.raises(ValueError, match=requests_kernel):
         LearnedReward(str(asking))(prompts=["a"], completions=["b"])
-    with pytest.raises(ValueError, match=asks):
+    with pytest.raises(ValueError, match=requests_kernel):
         TransformersEngine().start(EngineSetup(asking, "float32", 40, asking / "log"))
     chosen = Pretrained(str(asking), attn_implementation="sdpa").scalar()
     assert chosen.lm.config._attn_implementation == "sdpa"
 
 
-def test_flash_attention_that_is_not_installed_is_not_fetched_and_can_be_planned_with(tmp_path, monkeypatch):
+def test_missing_flash_attention_is_not_downloaded_and_can_be_planned(tmp_path, monkeypatch):
     FromConfig(TINY, seed=0).causal().save_pretrained(tmp_path)
     monkeypatch.setitem(attention._FLASH, "flash_attention_2", lambda: False)
     source = Pretrained(str(tmp_path), attn_implementation="flash_attention_2")

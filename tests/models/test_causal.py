@@ -1,4 +1,4 @@
-"""CausalLM gives transformers' own log-probabilities, for architectures that treat their logits differently."""
+"""CausalLM returns the log-probabilities of transformers, for architectures with different treatments of logits."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def model_of(family, dtype="float32"):
 
 
 def question(seed=0):
-    """Return ragged texts, padded with tokens, of which about half of the tokens are asked for."""
+    """Return ragged padded texts and a mask of about half of their tokens."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (4, 9), generator=draw)
     position = torch.arange(8).expand(4, 8)
@@ -40,7 +40,7 @@ def question(seed=0):
 
 
 def answer_of_transformers(lm, ids, mask, temperature):
-    """Return log-probabilities and entropies from the model's own logits, one text at a time and without padding."""
+    """Return log-probabilities and entropies from the logits of the model, one text at a time and without padding."""
     logprobs, entropies = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
     for i, length in enumerate(LENGTHS):
         every = (lm(ids[i : i + 1, :length]).logits[0].double() / temperature).log_softmax(-1)
@@ -52,7 +52,7 @@ def answer_of_transformers(lm, ids, mask, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_entropies_and_gradients_are_those_of_transformers_own_logits(family, temperature):
+def test_logprobs_entropies_and_gradients_equal_those_of_transformers(family, temperature):
     model = model_of(family)
     ids, index, targets, mask = question()
     ours = model(ids, index, targets, mask, temperature)[:2]
@@ -72,20 +72,20 @@ def test_logprobs_entropies_and_gradients_are_those_of_transformers_own_logits(f
             assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
-def test_each_family_of_the_above_computes_something_else():
+def test_families_above_compute_different_values():
     ids, index, targets, mask = question()
     output = {family: model_of(family)(ids, index, targets, mask)[0].sum().item() for family in FAMILIES}
     assert len({round(value, 3) for value in output.values()}) == len(FAMILIES)
 
 
-def test_nothing_is_said_where_the_mask_is_false():
+def test_outputs_are_zero_where_the_mask_is_false():
     ids, index, targets, mask = question()
     for values in TinyModel().causal()(ids, index, targets, mask, squares=True):
         assert not values[~mask].any()
         assert values[mask].all()
 
 
-def test_padding_and_what_stands_in_it_change_nothing():
+def test_padding_and_its_tokens_change_nothing():
     model = TinyModel().causal()
     ids, index, targets, mask = question()
     position = torch.arange(13).expand(4, 13)
@@ -97,7 +97,7 @@ def test_padding_and_what_stands_in_it_change_nothing():
         assert_close(one, other, atol=1e-6)
 
 
-def test_no_target_at_all_still_reaches_every_parameter():
+def test_empty_mask_still_reaches_every_parameter():
     model = TinyModel().causal()
     ids, index, targets, mask = question()
     logprobs, entropy, _ = model(ids, index, targets, torch.zeros_like(mask))
@@ -105,7 +105,7 @@ def test_no_target_at_all_still_reaches_every_parameter():
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_parameters_in_bfloat16_answer_in_float32():
+def test_bfloat16_parameters_give_float32_outputs():
     model = model_of("llama untied", dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     logprobs = model(*question()).logprobs
@@ -114,7 +114,7 @@ def test_parameters_in_bfloat16_answer_in_float32():
     assert (logprobs - exact).abs().max() < 0.2
 
 
-def test_what_is_saved_is_what_transformers_loads(tmp_path):
+def test_saved_model_is_loaded_by_transformers(tmp_path):
     model = model_of("llama tied")
     model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.bin"))
@@ -123,7 +123,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
         assert torch.equal(one, other), name
 
 
-def test_a_model_without_a_head_is_refused():
+def test_model_without_a_head_is_rejected():
     config = TinyModel().hf_config()
     with pytest.raises(ValueError, match=r"^LlamaModel is not a causal language model: it has no output head over a"):
         CausalLM(AutoModel.from_config(config))

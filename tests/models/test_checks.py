@@ -1,4 +1,4 @@
-"""A model whose files contradict themselves or lead elsewhere is refused in a sentence, before its weights are read."""
+"""Inconsistent model files, and files outside of the model's directory, are rejected before weights are read."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.tools.planning.fakes import source
 
 @pytest.fixture
 def model(tmp_path):
-    """A directory with a small model, its weights called as one of several files."""
+    """A directory with a small model, whose weights file is named like one of several."""
     source("llama").causal().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     return tmp_path
@@ -38,7 +38,7 @@ def tiny_tokenizer():
         ([], "model.safetensors.index.json is damaged: TypeError"),
     ],
 )
-def test_an_index_leads_to_safetensors_beside_it_only(model, index, message):
+def test_index_may_refer_only_to_safetensors_in_its_directory(model, index, message):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=message):
         Pretrained(str(model)).causal()
@@ -53,7 +53,7 @@ def test_an_index_leads_to_safetensors_beside_it_only(model, index, message):
         ({"hidden_size": 2**40}, "the weights of .* have other shapes than its config.json specifies"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(model, fields, message):
+def test_invalid_sizes_are_rejected(model, fields, message):
     (model / "model-00001-of-00001.safetensors").rename(model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | fields))
@@ -61,7 +61,7 @@ def test_sizes_that_cannot_be_are_refused(model, fields, message):
         Pretrained(str(model)).causal()
 
 
-def test_a_model_that_memory_does_not_hold_is_named():
+def test_model_larger_than_memory_is_reported():
     with pytest.raises(ValueError, match="FromConfig needs more memory than this machine has"):
         source("llama", hidden_size=2**40).causal()
 
@@ -75,7 +75,7 @@ def test_a_model_that_memory_does_not_hold_is_named():
         "{{ messages[99].content.x }}",
     ],
 )
-def test_a_template_that_fails_or_that_the_sandbox_refuses_is_a_bad_row(template, tiny_tokenizer):
+def test_failing_template_makes_a_bad_row(template, tiny_tokenizer):
     tiny_tokenizer.chat_template = template
     with pytest.raises(BadRow, match="the chat template rejects the prompt: "):
         Chat(tiny_tokenizer).render([{"role": "user", "content": "who?"}], "prompt")

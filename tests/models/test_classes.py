@@ -1,4 +1,5 @@
-"""Vision-language checkpoints trained on texts, and scalar models of architectures that transformers has none for."""
+"""Vision-language checkpoints trained on texts, and scalar models of architectures without such a class in
+transformers."""
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def tensor_names(directory):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes a small vision-language model."""
+    """Write a small vision-language model."""
 
     def write(name):
         config = CONFIG_MAPPING[name](text_config=dict(TEXT), vision_config=dict(VISION), **TOKENS)
@@ -43,9 +44,7 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "mistral3", "gemma3", "qwen3_5", "llama4"])
-def test_the_text_model_of_a_vision_language_checkpoint_is_trained_and_all_of_it_is_exported(
-    checkpoint, name, tmp_path
-):
+def test_text_model_of_a_vision_language_checkpoint_is_trained_and_everything_is_exported(checkpoint, name, tmp_path):
     directory = checkpoint(name)
     model = Pretrained(str(directory)).causal()
     ids = torch.randint(3, 12, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -63,7 +62,7 @@ def test_the_text_model_of_a_vision_language_checkpoint_is_trained_and_all_of_it
     assert tensor_names(tmp_path / "export") == tensor_names(directory)
 
 
-def test_tensors_that_an_export_will_not_contain_are_named(checkpoint, caplog):
+def test_tensors_that_an_export_omits_are_reported(checkpoint, caplog):
     """Qwen3.5 has heads that predict several tokens, which transformers does not load."""
     directory = checkpoint("qwen3_5")
     file = directory / "model.safetensors"
@@ -75,7 +74,7 @@ def test_tensors_that_an_export_will_not_contain_are_named(checkpoint, caplog):
 
 
 @pytest.mark.parametrize("name", ["cohere", "granite", "ernie4_5", "olmoe"])
-def test_an_architecture_without_a_scalar_form_gets_a_linear_head(name, tmp_path):
+def test_architecture_without_a_scalar_class_gets_a_linear_head(name, tmp_path):
     source = FromConfig(TINY_LLAMA | {"model_type": name, "num_experts": 2, "num_experts_per_tok": 1}, seed=3)
     model = source.scalar()
     weight = torch.linspace(-1, 2, 32)
@@ -89,6 +88,6 @@ def test_an_architecture_without_a_scalar_form_gets_a_linear_head(name, tmp_path
     assert_close(again(ids, torch.tensor([[0, 1, 2]])), scores, rtol=1e-4, atol=1e-5)
 
 
-def test_an_architecture_without_a_language_model_is_an_error():
+def test_architecture_without_a_language_model_raises():
     with pytest.raises(ValueError, match=r"^transformers has no language model for the model_type 'vit'"):
         language_model_class(CONFIG_MAPPING["vit"]())

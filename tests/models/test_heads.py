@@ -32,7 +32,7 @@ def source(name, **options):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_log_probs_are_those_of_the_models_own_logits(name):
+def test_log_probs_equal_those_of_the_logits_of_the_model(name):
     model = source(name).causal().eval()
     ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
     index, targets = torch.arange(8).unsqueeze(0), ids[:, 1:]
@@ -47,7 +47,7 @@ def sft(model):
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "hyperclovax", "modernbert-decoder"])
-def test_a_head_that_is_not_known_ends_the_run_before_its_first_step(name, monkeypatch):
+def test_unknown_head_ends_the_run_before_its_first_step(name, monkeypatch):
     monkeypatch.setattr(heads, "_FACTORS", {})
     known = heads.head_of
     monkeypatch.setattr("lightning_rlhf.models.causal.head_of", lambda lm: known(lm)._replace(transform=None))
@@ -55,7 +55,7 @@ def test_a_head_that_is_not_known_ends_the_run_before_its_first_step(name, monke
         fit(sft(source(name)), [texts()])
 
 
-def test_an_encoder_as_a_decoder_has_a_head_that_is_not_supported():
+def test_encoder_used_as_a_decoder_has_an_unsupported_head():
     model = source("bert", is_decoder=True)
     with pytest.raises(ValueError, match=r"the actor's BertLMHeadModel has a head that lightning-rlhf does not supp"):
         fit(sft(model), [texts()])
@@ -70,7 +70,7 @@ def test_an_encoder_as_a_decoder_has_a_head_that_is_not_supported():
         ("xglm", {"layerdrop": 0.9, "d_model": 32, "attention_heads": 2, "num_layers": 2, "ffn_dim": 48}),
     ],
 )
-def test_random_layers_are_off_in_train_mode(name, options):
+def test_random_layers_are_disabled_in_train_mode(name, options):
     model = source(name, **options).causal().train()
     ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
     index = torch.arange(9).unsqueeze(0)
@@ -78,7 +78,7 @@ def test_random_layers_are_off_in_train_mode(name, options):
     assert torch.equal(once, again)
 
 
-def test_a_model_that_draws_random_numbers_ends_the_run_before_its_first_step():
+def test_model_with_random_outputs_ends_the_run_before_its_first_step():
     class Noisy(FromConfig):
         def causal(self):
             model = super().causal()

@@ -1,4 +1,4 @@
-"""On a CPU the cache of vLLM holds one text of the full length, however long the model's texts are."""
+"""The cache of vLLM on a CPU has room for one text of full length, for any length of texts."""
 
 import argparse
 
@@ -15,16 +15,16 @@ SMOLLM2 = AutoConfig.for_model(
 )
 
 
-def test_a_token_of_a_real_model_takes_what_its_layers_keep():
+def test_token_needs_the_cache_of_all_layers():
     assert bytes_per_token(SMOLLM2, "float32") == 2 * 30 * 3 * 64 * 4
     assert bytes_per_token(SMOLLM2, "bfloat16") == 2 * 30 * 3 * 64 * 2
 
 
-def test_latent_attention_keeps_its_latent_vector():
+def test_latent_attention_stores_its_latent_vector():
     assert bytes_per_token(source("deepseek_v3").hf_config(), "float32") == 2 * (24 + 8) * 4
 
 
-def test_the_cache_holds_64_texts_within_its_bounds_and_one_text_in_any_case(monkeypatch):
+def test_cache_holds_64_texts_within_its_limits_and_at_least_one(monkeypatch):
     memory = {"SC_PHYS_PAGES": 1 << 24, "SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
     monkeypatch.setattr(kv_cache.os, "sysconf", memory.__getitem__)
     token = bytes_per_token(SMOLLM2, "float32")
@@ -40,7 +40,7 @@ def test_the_cache_holds_64_texts_within_its_bounds_and_one_text_in_any_case(mon
     assert size % (32 * token) == 0
 
 
-def test_the_longest_text_that_memory_holds_takes_at_most_half_of_it(monkeypatch):
+def test_longest_supported_text_takes_at_most_half_of_the_memory(monkeypatch):
     free = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
     monkeypatch.setattr(kv_cache.os, "sysconf", free.__getitem__)
     longest = longest_in_memory(SMOLLM2, "float32")
@@ -54,7 +54,7 @@ def small_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def test_serve_shortens_texts_that_do_not_fit_and_prints_why(small_memory, tmp_path, capsys):
+def test_serve_shortens_texts_that_do_not_fit_and_prints_the_reason(small_memory, tmp_path, capsys):
     model = exported(tmp_path)
     inputs = argparse.Namespace(model=model, dtype="auto", max_model_len=None)
     assert serve._fitting(inputs, 64) == 48

@@ -1,4 +1,4 @@
-"""Where weights come from, and what is refused."""
+"""Loading of weights, and rejected models."""
 
 import json
 import logging
@@ -39,14 +39,14 @@ def saved(tmp_path):
 # -- from scratch -----------------------------------------------------------------------------------------------------
 
 
-def test_the_seed_decides_the_weights_and_nothing_else_does():
+def test_weights_depend_only_on_the_seed():
     one = state(FromConfig(TINY_LLAMA, seed=3).causal())
     torch.rand(5)
     assert same(one, state(FromConfig(TINY_LLAMA, seed=3).causal()))
     assert not same(one, state(FromConfig(TINY_LLAMA, seed=4).causal()))
 
 
-def test_without_a_seed_the_runs_seed_decides(monkeypatch):
+def test_run_seed_is_used_without_a_seed(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     one = state(FromConfig(TINY_LLAMA).causal())
     assert same(one, state(FromConfig(TINY_LLAMA).causal()))
@@ -54,14 +54,14 @@ def test_without_a_seed_the_runs_seed_decides(monkeypatch):
     assert not same(one, state(FromConfig(TINY_LLAMA).causal()))
 
 
-def test_drawing_weights_leaves_the_random_state_alone():
+def test_initialization_does_not_change_the_random_state():
     before = torch.get_rng_state()
     FromConfig(TINY_LLAMA, seed=3).causal()
     FromConfig(TINY_LLAMA, seed=3).scalar()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_language_and_scalar_model_of_one_source_share_their_backbone_and_the_head_is_0():
+def test_language_and_scalar_model_of_one_source_share_the_backbone_and_the_head_is_0():
     source = FromConfig(TINY_LLAMA, seed=3)
     causal, scalar = source.causal().lm.model.state_dict(), source.scalar().lm
     assert same(causal, scalar.model.state_dict())
@@ -71,13 +71,13 @@ def test_language_and_scalar_model_of_one_source_share_their_backbone_and_the_he
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
-def test_parameters_have_the_dtype_asked_for(saved, kind, dtype):
+def test_parameters_have_the_requested_dtype(saved, kind, dtype):
     for source in (FromConfig(TINY_LLAMA, dtype=dtype), Pretrained(str(saved), dtype=dtype)):
         model = getattr(source, kind)()
         assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_an_architecture_without_or_of_unknown_type_is_refused():
+def test_missing_or_unknown_model_type_is_rejected():
     with pytest.raises(
         ValueError, match=r"^FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'$"
     ):
@@ -86,14 +86,14 @@ def test_an_architecture_without_or_of_unknown_type_is_refused():
         FromConfig({"model_type": "lama2"}).hf_config()
 
 
-def test_dropout_is_off_everywhere(tmp_path):
+def test_dropout_is_disabled_everywhere(tmp_path):
     architecture = {
         "model_type": "gpt2", "vocab_size": 11, "n_embd": 32, "n_layer": 1, "n_head": 1, "n_positions": 16,
         "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3,
     }  # fmt: skip
     model = FromConfig(architecture).causal().train()
     assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.0}
-    model.lm.config.resid_pdrop = 0.3  # as somebody else's directory may say
+    model.lm.config.resid_pdrop = 0.3  # as in some published directories
     model.save_pretrained(tmp_path)
     again = Pretrained(str(tmp_path)).causal().train()
     assert {layer.p for layer in again.modules() if isinstance(layer, torch.nn.Dropout)} == {0.0}
@@ -103,24 +103,24 @@ def test_dropout_is_off_everywhere(tmp_path):
 # -- from a directory -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_is_loaded(saved):
+def test_saved_model_is_loaded(saved):
     assert same(state(Pretrained(str(saved)).causal()), state(TinyModel().causal()))
 
 
-def test_a_scalar_model_from_a_language_model_scores_0_everywhere(saved):
+def test_scalar_model_of_a_language_model_scores_0_everywhere(saved):
     model = Pretrained(str(saved)).scalar()
     assert same(model.lm.model.state_dict(), TinyModel().causal().lm.model.state_dict())
     assert not model(torch.tensor([[3, 4, 5]]), torch.tensor([[0, 1, 2]])).any()
 
 
-def test_a_trained_head_is_kept(tmp_path):
+def test_trained_head_is_loaded(tmp_path):
     model = TinyModel().scalar()
     model.save_pretrained(tmp_path)
     assert torch.equal(Pretrained(str(tmp_path)).scalar().lm.score.weight, model.lm.score.weight)
     assert model.lm.score.weight.any()
 
 
-def test_a_classifier_of_two_labels_is_refused(tmp_path):
+def test_classifier_of_two_labels_is_rejected(tmp_path):
     config = TinyModel().hf_config()
     config.num_labels = 2
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
@@ -128,14 +128,14 @@ def test_a_classifier_of_two_labels_is_refused(tmp_path):
         Pretrained(str(tmp_path)).scalar()
 
 
-def test_a_reward_model_has_no_language_head_to_act_with(tmp_path):
+def test_reward_model_cannot_be_an_actor_without_a_language_head(tmp_path):
     FromConfig(TINY_LLAMA | {"tie_word_embeddings": False}).scalar().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 parameters of LlamaForCausalLM: \['lm_head.weight'\]"):
         Pretrained(str(tmp_path)).causal()
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "runs/never/sft/export"])
-def test_a_missing_directory_is_named(path):
+def test_missing_directory_is_reported(path):
     with pytest.raises(FileNotFoundError) as error:
         Pretrained(path).causal()
     assert str(error.value).startswith(
@@ -145,7 +145,7 @@ def test_a_missing_directory_is_named(path):
     )
 
 
-def test_an_existing_directory_without_a_model_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+def test_existing_directory_without_a_model_is_not_searched_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "one" / "two").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no model at 'one/two': expected a directory with config.json"):
@@ -162,7 +162,7 @@ def test_pickled_weights_are_not_loaded(saved, kind):
 
 
 @pytest.mark.parametrize("beside", [(), ("adapter_model.safetensors",)])
-def test_an_index_of_pickled_weights_is_named(saved, beside):
+def test_index_of_pickled_weights_is_reported(saved, beside):
     (saved / "model.safetensors").unlink()
     (saved / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}')
     for name in beside:
@@ -176,7 +176,7 @@ def test_an_index_of_pickled_weights_is_named(saved, beside):
         Pretrained(str(saved)).causal()
 
 
-def test_code_that_lies_beside_the_weights_is_not_run(saved):
+def test_code_next_to_the_weights_is_not_run(saved):
     (saved / "evil.py").write_text("raise SystemExit('code from the model directory ran')\n")
     config = json.loads((saved / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
@@ -188,14 +188,14 @@ def test_code_that_lies_beside_the_weights_is_not_run(saved):
 # -- around -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bare_string_is_a_path():
+def test_string_is_a_path():
     assert as_source("x/y") == Pretrained("x/y")
     source = TinyModel()
     assert as_source(source) is source
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_architecture_alone_is_enough_to_build_the_model(tmp_path, dtype):
+def test_architecture_is_sufficient_to_build_the_model(tmp_path, dtype):
     save_architecture(TinyModel(dtype=dtype), tmp_path / "engine")
     assert os.listdir(tmp_path / "engine") == ["config.json"]
     written = json.loads((tmp_path / "engine" / "config.json").read_text())
@@ -205,7 +205,7 @@ def test_the_architecture_alone_is_enough_to_build_the_model(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_transformers_is_as_loud_afterwards_as_it_was(shown):
+def test_verbosity_of_transformers_is_restored(shown):
     logs = transformers.utils.logging
     before, level = logs.is_progress_bar_enabled(), logs.get_verbosity()
     logs.set_verbosity_info()
@@ -219,7 +219,7 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
     (logs.enable_progress_bar if before else logs.disable_progress_bar)()
 
 
-def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeypatch, caplog):
+def test_router_logits_without_a_loss_warn_once(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     loading._warn_once.cache_clear()
     for value in (False, True, True):
@@ -230,12 +230,12 @@ def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeyp
     assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [message]
 
 
-def test_an_unknown_architecture_is_named_with_what_was_meant():
+def test_unknown_architecture_is_reported_with_a_suggestion():
     with pytest.raises(ValueError, match="has no model_type 'lama'; did you mean 'llama'"):
         FromConfig({"model_type": "lama"}).hf_config()
 
 
-def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
+def test_misspelt_field_is_rejected_and_fields_of_related_models_are_accepted():
     with pytest.raises(
         ValueError, match=r"'llama' has no field 'num_hiden_layers'; did you mean 'num_hidden_layers'\?"
     ):
@@ -261,14 +261,14 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
         ('{"model_type": "llama", "dtype": "floaty"}', "cannot be read: AttributeError: module 'torch' has no"),
     ],
 )
-def test_a_damaged_configuration_is_one_sentence(saved, content, message):
+def test_damaged_configuration_raises_a_one_line_error(saved, content, message):
     (saved / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
         Pretrained(str(saved)).hf_config()
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_from_which_no_model_can_be_built_is_named(saved):
+def test_configuration_that_gives_no_model_is_reported(saved):
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"hidden_act": "nope"}))
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_a_configuration_from_which_no_model_can_be_built_is_named(saved):
         Pretrained(str(saved)).causal()
 
 
-def test_weights_of_which_a_part_is_missing_are_one_sentence(saved):
+def test_partly_missing_weights_raise_a_one_line_error(saved):
     whole = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(whole[:1000])
     with pytest.raises(ValueError, match=r"^the weights of '.*' cannot be read, a file is damaged: "):

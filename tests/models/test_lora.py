@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what is merged, what is left when they are switched off."""
+"""LoRA adapters: trained parameters, merging, and the model with disabled adapters."""
 
 import copy
 import importlib.util
@@ -41,7 +41,7 @@ def source(architecture=TINY_LLAMA, lora=None, **options):
 
 
 def trained(model):
-    """Return the model after some training: no adapter is zero."""
+    """Return the model after some training, so that adapters are not zero."""
     draw = torch.Generator().manual_seed(5)
     for name, parameter in model.lm.named_parameters():
         if is_adapter(name):
@@ -61,10 +61,10 @@ def equal(ours, theirs):
     return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-# -- what is trained --------------------------------------------------------------------------------------------------
+# -- trained parameters ------------------------------------------------------------------------------------------------
 
 
-def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_nothing_else_is_trained():
+def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_only_adapters_are_trained():
     model = source().causal()
     names = {name for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
     assert len(names) == 2 * len(LINEAR) * 2  # layers, matrices of an adapter
@@ -72,21 +72,21 @@ def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_nothing_else_is_tr
     assert {name.split(".")[4] for name in names} == set(LINEAR)
 
 
-def test_named_layers_alone_get_one():
+def test_only_target_modules_get_an_adapter():
     model = source(lora=LoRA(2, 4, ["q_proj", "v_proj"])).causal()
     names = [name for name, parameter in model.lm.named_parameters() if parameter.requires_grad]
     assert {name.split(".")[4] for name in names} == {"q_proj", "v_proj"}
     assert {tuple(model.lm.get_parameter(name).shape) for name in names} == {(2, 32), (32, 2)}
 
 
-def test_the_head_of_a_scalar_model_is_trained_whole():
+def test_head_of_a_scalar_model_is_trained_completely():
     model = source().scalar()
     names = {name for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
     assert {name for name in names if not is_adapter(name)} == {"score.weight"}
     assert len(names) == 2 * len(LINEAR) * 2 + 1
 
 
-def test_adapters_are_float32_beside_weights_that_are_not():
+def test_adapters_are_float32_next_to_weights_of_other_dtypes():
     model = source(dtype="bfloat16").causal()
     kinds = {is_adapter(name): parameter.dtype for name, parameter in model.lm.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
@@ -104,14 +104,14 @@ def test_gradients_reach_every_adapter_and_no_weight():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @ARCHITECTURES
-def test_the_model_begins_as_its_source_to_the_bit(architecture, dtype):
+def test_initial_model_equals_its_source_bitwise(architecture, dtype):
     adapted = source(architecture, dtype=dtype)
     assert torch.equal(logprobs(adapted.causal()), logprobs(replace(adapted, lora=None).causal()))
     scores = [made.scalar()(IDS, INDEX) for made in (adapted, replace(adapted, lora=None))]
     assert torch.equal(*scores)
 
 
-def test_the_runs_seed_decides_where_they_begin_and_nothing_else_does(monkeypatch):
+def test_initial_adapters_depend_only_on_the_run_seed(monkeypatch):
     def begin():
         return plain(source().causal().lm)
 
@@ -130,13 +130,13 @@ def test_the_runs_seed_decides_where_they_begin_and_nothing_else_does(monkeypatc
     assert not torch.equal(first, second)
 
 
-def test_actor_and_critic_of_one_source_do_not_begin_with_the_same_numbers():
+def test_actor_and_critic_of_one_source_have_different_initial_adapters():
     actor, critic = plain(source().causal().lm), plain(source().scalar().lm)
     assert not any(torch.equal(actor[name], critic[name]) for name in actor if ".lora_A." in name)
 
 
-def test_what_has_no_data_yet_is_laid_out_as_what_is_loaded(tmp_path):
-    """Other ranks know only the configuration until they are sent their shards."""
+def test_meta_model_has_the_same_layout_as_a_loaded_one(tmp_path):
+    """Other ranks build from the configuration until they receive their shards."""
     source().causal().save_pretrained(tmp_path)
     for made in (source(dtype="bfloat16"), Pretrained(str(tmp_path), lora=LoRA(4, 8))):
         with torch.device("meta"):
@@ -153,7 +153,7 @@ def test_what_has_no_data_yet_is_laid_out_as_what_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @ARCHITECTURES
-def test_switched_off_the_trained_model_is_its_source_to_the_bit(architecture, dtype):
+def test_trained_model_with_disabled_adapters_equals_its_source_bitwise(architecture, dtype):
     adapted = source(architecture, dtype=dtype)
     model, base = trained(adapted.causal()), replace(adapted, lora=None).causal()
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_switched_off_the_trained_model_is_its_source_to_the_bit(architecture, d
         assert not torch.equal(logprobs(model), logprobs(base))
 
 
-def test_switched_on_again_whatever_happened_and_still_trained():
+def test_adapters_are_enabled_again_after_errors_and_stay_trainable():
     model = trained(source().causal())
     before = logprobs(model)
     with pytest.raises(KeyError), adapters_disabled(model):
@@ -171,14 +171,14 @@ def test_switched_on_again_whatever_happened_and_still_trained():
     assert all(p.requires_grad == is_adapter(name) for name, p in model.lm.named_parameters())
 
 
-def test_a_model_without_adapters_cannot_switch_them_off():
+def test_model_without_adapters_cannot_disable_them():
     model = replace(source(), lora=None).causal()
     with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to disable"):
         logprobs(model, adapters=False)
 
 
-def test_peft_still_reads_the_switch_where_it_is_set():
-    """Found in peft 0.21.2; if this fails, look at what BaseTunerLayer.enable_adapters sets now."""
+def test_peft_reads_the_switch_where_it_is_set():
+    """Found in peft 0.21.2; if this fails, check the attributes that BaseTunerLayer.enable_adapters sets."""
     layer = next(module for module in source().causal().modules() if isinstance(module, LoraLayer))
     assert layer.disable_adapters is layer._disable_adapters is False
     layer.enable_adapters(False)
@@ -193,7 +193,7 @@ def test_peft_still_reads_the_switch_where_it_is_set():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft sees for itself that GPT-2 is other
 @ARCHITECTURES
-def test_merged_weights_are_pefts_own_under_the_names_of_the_base(architecture, dtype, tmp_path):
+def test_merged_weights_equal_those_of_peft_under_the_names_of_the_base(architecture, dtype, tmp_path):
     adapted = source(architecture, dtype=dtype)
     base, model = replace(adapted, lora=None).causal().lm, trained(adapted.causal())
     before = {name: tensor.clone() for name, tensor in plain(model.lm).items()}
@@ -206,13 +206,13 @@ def test_merged_weights_are_pefts_own_under_the_names_of_the_base(architecture, 
     assert equal(plain(model.lm), before)  # a merge changes nothing
 
 
-def test_the_merged_model_computes_what_the_adapted_one_does(tmp_path):
+def test_merged_model_computes_the_same_as_the_adapted_one(tmp_path):
     model = trained(source().causal())
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logprobs(Pretrained(str(tmp_path)).causal()), logprobs(model), atol=1e-5, rtol=0)
 
 
-def test_merging_needs_each_tensor_only_until_the_next():
+def test_merging_needs_one_tensor_at_a_time():
     model = trained(source(TINY_LLAMA | {"attention_bias": True}).causal())
     expected = {name: tensor.clone() for name, tensor in merged(model.lm, plain(model.lm).items())}
     assert any(name.endswith("q_proj.bias") for name in expected)
@@ -229,7 +229,7 @@ def test_merging_needs_each_tensor_only_until_the_next():
     assert equal(result, expected)
 
 
-def test_a_model_without_adapters_is_passed_through_untouched():
+def test_model_without_adapters_is_passed_through_unchanged():
     lm = replace(source(), lora=None).causal().lm
     inputs = plain(lm)
     assert all(tensor is inputs[name] for name, tensor in merged(lm, inputs.items()))
@@ -245,7 +245,7 @@ def test_scalar_models_are_saved_merged_with_their_head(tmp_path):
 # -- as files ---------------------------------------------------------------------------------------------------------
 
 
-def test_peft_puts_the_saved_adapter_onto_the_base(tmp_path):
+def test_peft_loads_the_saved_adapter_onto_the_base(tmp_path):
     replace(source(), lora=None).causal().save_pretrained(tmp_path / "base")
     model = trained(Pretrained(str(tmp_path / "base"), lora=LoRA(3, 12, ["q_proj", "down_proj"])).causal())
     weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
@@ -264,7 +264,7 @@ def test_peft_puts_the_saved_adapter_onto_the_base(tmp_path):
         torch.testing.assert_close(logprobs(model), expected.squeeze(2), atol=1e-6, rtol=0)
 
 
-def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
+def test_earlier_adapter_is_replaced_while_it_is_read(tmp_path):
     model = trained(source().causal())
     weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
     save_adapter(LoRA(4, 8), weights, tmp_path)
@@ -276,7 +276,7 @@ def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
     assert all(torch.equal(again[name], saved[name] + 1) for name in saved)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected options --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,25 +287,25 @@ def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
         ((4, 8, []), "lora: target_modules is empty; leave it out to adapt all linear layers"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments, message):
+def test_arguments_out_of_range_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         LoRA(*arguments)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "query"])
-def test_what_is_no_linear_layer_of_the_blocks_cannot_be_adapted(name):
+def test_modules_other_than_linear_layers_of_the_blocks_cannot_be_adapted(name):
     known = ", ".join(sorted(LINEAR))
     message = f"^lora: target_modules {name} not found among the linear layers of LlamaForCausalLM; available: {known}$"
     with pytest.raises(ValueError, match=message):
         source(lora=LoRA(4, 8, ["q_proj", name])).causal()
 
 
-def test_a_misspelt_layer_comes_with_the_similar_one():
+def test_misspelt_layer_is_reported_with_a_similar_one():
     with pytest.raises(ValueError, match="did you mean 'v_proj'\\? available: "):
         source(lora=LoRA(4, 8, ["v_porj"])).causal()
 
 
-def test_a_model_without_linear_layers_is_refused():
+def test_model_without_linear_layers_is_rejected():
     lm = replace(source(), lora=None).causal().lm
     lm.model.layers = torch.nn.ModuleList()
     with pytest.raises(
@@ -314,7 +314,7 @@ def test_a_model_without_linear_layers_is_refused():
         LoRA(4, 8).add_to(lm)
 
 
-def test_without_peft_there_is_one_sentence(monkeypatch):
+def test_missing_peft_raises_a_one_line_error(monkeypatch):
     result = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else result(name))
     with pytest.raises(ModuleNotFoundError) as error:
@@ -322,7 +322,7 @@ def test_without_peft_there_is_one_sentence(monkeypatch):
     assert str(error.value) == "lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'"
 
 
-def test_a_checkpoint_of_other_adapters_is_refused():
+def test_checkpoint_of_other_adapters_is_rejected():
     sources = {"actor": source(), "ref": replace(source(), lora=None)}
     stored = adapter_settings(sources)
     check_adapters(sources, stored)

@@ -38,7 +38,7 @@ def source(name, attention=None, **options):
 
 
 def texts():
-    """Return token ids of prompts with responses, the places that predict the responses, the responses and their mask."""
+    """Return token ids of prompts with responses, the positions before response tokens, the responses and a mask."""
     draw = torch.Generator().manual_seed(0)
     prompts = {group: torch.randint(VOCABULARY, (9,), generator=draw) for group in set(GROUPS)}
     ids = torch.zeros(len(GROUPS), WIDTH, dtype=torch.long)
@@ -88,7 +88,7 @@ def test_all_tested_architectures_are_listed():
 
 
 @pytest.mark.parametrize("layout", ["texts", "shared prompts"])
-def test_a_scalar_model_has_the_scores_of_padded_rows(layout):
+def test_scalar_model_has_the_scores_of_padded_rows(layout):
     model = source("llama").scalar()
     torch.nn.init.normal_(model.lm.score.weight)
     ids, index, _, mask = texts()
@@ -109,7 +109,7 @@ def test_activation_checkpointing_passes_the_layout_on(layout):
         assert torch.equal(one, other)
 
 
-def test_under_autocast_packed_rows_are_close_to_float32():
+def test_packed_rows_under_autocast_are_close_to_float32():
     model = source("qwen3").causal()
     exact, _ = outputs(model, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -117,26 +117,26 @@ def test_under_autocast_packed_rows_are_close_to_float32():
     assert float((actual - exact).detach().abs().mean()) < 0.05
 
 
-def test_masks_made_in_a_validation_can_be_used_in_training():
+def test_masks_from_a_validation_can_be_used_in_training():
     model = source("mistral").causal()
     with torch.inference_mode():
         model(*texts(), packing=packings()["shared prompts"])
     outputs(model, packings()["shared prompts"])
 
 
-def test_an_implementation_of_the_configuration_is_used():
+def test_configured_attention_implementation_is_used():
     assert source("llama", "sdpa").causal().lm.config._attn_implementation == "sdpa"
     assert source("gpt2", n_embd=32, n_head=2, n_layer=2).causal().lm.config._attn_implementation == "sdpa"
 
 
-def test_runs_of_neighbours_with_equal_lengths():
+def test_runs_of_equal_neighbours_and_their_lengths():
     assert runs_of_equal_length((4, 4, 2, 4)) == ((4, 2), (2, 1), (4, 1))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3, 600, 1100])
 @pytest.mark.parametrize(("length", "before"), [(5, 0), (5, 9), (512, 0), (513, 3), (1100, 77)])
-def test_attention_in_blocks_of_queries_is_that_of_all_at_once(length, before, window, softcap):
+def test_attention_in_blocks_of_queries_equals_that_of_all_at_once(length, before, window, softcap):
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, size, 8, dtype=torch.float64, generator=draw, requires_grad=True)
@@ -157,7 +157,7 @@ def test_attention_in_blocks_of_queries_is_that_of_all_at_once(length, before, w
         assert_close(one, other, rtol=0, atol=1e-5 if single else 1e-11)
 
 
-def test_masks_are_as_long_as_a_text_and_begin_at_aligned_addresses(monkeypatch):
+def test_masks_cover_a_text_and_start_at_aligned_addresses(monkeypatch):
     offsets, sizes = [], set()
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -190,11 +190,11 @@ def attend(**options):
         ({"attention_mask": torch.zeros(5, 5)}, "a mask or dropout"),
     ],
 )
-def test_what_it_would_compute_wrongly_is_refused(options, message):
+def test_unsupported_models_are_rejected(options, message):
     with pytest.raises(NotImplementedError, match=rf"needs {message}, which attention over concatenated texts"):
         attend(**options)
 
 
-def test_a_row_of_another_length_is_refused():
+def test_row_of_another_length_is_rejected():
     with pytest.raises(ValueError, match="the query of a packed row has shape"):
         attend(packed_lengths=PackedLengths((3, 1), ((), ())))

@@ -1,4 +1,4 @@
-"""How long a text a model reads, known from its configuration alone."""
+"""The longest text that a model supports, determined from its configuration."""
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -35,7 +35,7 @@ def test_positions_of_architectures(model_type, inputs, expected):
     assert max_positions(CONFIG_MAPPING[model_type](**inputs)) == expected
 
 
-def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_fit():
+def test_texts_that_fit_pass_and_one_more_token_is_rejected_with_the_limit():
     roles = {"the actor": FromConfig(TINY_LLAMA | {"max_position_embeddings": 64})}
     check_positions(roles, 64)
     check_positions(roles, 60, 4)
@@ -47,7 +47,7 @@ def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_
         check_positions(roles, 60, 5)
 
 
-def test_every_role_is_asked():
+def test_every_role_is_checked():
     roles = {"the actor": FromConfig(TINY_LLAMA | {"max_position_embeddings": 64})}
     roles["the reward_model"] = FromConfig(TINY_LLAMA | {"max_position_embeddings": 32})
     with pytest.raises(ValueError, match="and the reward_model accepts at most 32"):
@@ -66,12 +66,12 @@ DYNAMIC = TINY_LLAMA | {
 
 
 @pytest.mark.parametrize(("model", "has_pairs"), [(DYNAMIC, False), (DYNAMIC, True), (PHI, True)])
-def test_texts_that_would_change_the_positions_of_others_are_refused(model, has_pairs):
+def test_texts_that_would_change_the_positions_of_others_are_rejected(model, has_pairs):
     roles = {"the actor": FromConfig(model)}
     check_positions(roles, 8, 4, has_pairs)
     with pytest.raises(ValueError, match=r"more than 12 tokens would change .* up to 13: use at most 12 tokens"):
         check_positions(roles, 8, 5, has_pairs)
 
 
-def test_texts_of_any_length_have_their_positions_where_each_row_is_one_text():
+def test_texts_of_any_length_are_supported_if_each_row_is_one_text():
     check_positions({"the actor": FromConfig(PHI)}, 40, 24)

@@ -1,4 +1,4 @@
-"""ScalarModel reads transformers' classifier at any position, and keeps its scale with its weights."""
+"""ScalarModel evaluates the classifier of transformers at any position, and stores its scale with its weights."""
 
 import copy
 
@@ -15,13 +15,13 @@ LENGTHS = torch.tensor([7, 3, 5])
 
 
 def texts():
-    """Return right-padded with the padding token, which stands nowhere else."""
+    """Return texts padded on the right with the padding token, which is not used elsewhere."""
     ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(0))
     return ids.masked_fill(torch.arange(7) >= LENGTHS.unsqueeze(1), 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_score_of_the_last_token_is_that_of_transformers_classifier(family):
+def test_score_of_the_last_token_equals_that_of_the_classifier(family):
     model = FromConfig(TINY_LLAMA | {"model_type": family}, seed=0).scalar()
     torch.nn.init.normal_(model.lm.score.weight)
     ids = texts()
@@ -33,21 +33,21 @@ def test_the_score_of_the_last_token_is_that_of_transformers_classifier(family):
         assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_each_position_is_the_score_of_the_text_up_to_it():
+def test_each_position_has_the_score_of_the_text_up_to_it():
     model, ids = TinyModel().scalar(), texts()
     every = model(ids, torch.arange(7).expand(3, 7))
     for t in range(7):
         assert_close(every[:, t], model(ids[:, : t + 1], torch.full((3, 1), t)).squeeze(1), atol=1e-6)
 
 
-def test_positions_may_be_asked_in_any_order_and_more_than_once():
+def test_positions_may_be_repeated_and_in_any_order():
     model, ids = TinyModel().scalar(), texts()
     every = model(ids, torch.arange(7).expand(3, 7))
     index = torch.tensor([[3, 0, 3], [2, 2, 1], [6, 4, 5]])
     assert torch.equal(model(ids, index), every.gather(1, index))
 
 
-def test_normalised_scores_have_mean_0_and_deviation_1_however_often():
+def test_normalized_scores_have_mean_0_and_deviation_1_after_repeated_calls():
     model, ids = TinyModel().scalar(), texts()
     ends = (LENGTHS - 1).unsqueeze(1)
     raw = model(ids, ends).squeeze(1).detach()
@@ -60,13 +60,13 @@ def test_normalised_scores_have_mean_0_and_deviation_1_however_often():
     assert_close(model.score_std, raw.std(), rtol=1e-4)
 
 
-def test_normalising_equal_scores_does_not_divide_by_0():
+def test_normalizing_equal_scores_does_not_divide_by_0():
     model = TinyModel().scalar()
     model.normalize(torch.ones(4))
     assert model(texts(), torch.zeros(3, 1).long()).isfinite().all()
 
 
-def test_the_scale_is_saved_with_the_weights(tmp_path):
+def test_scale_is_saved_with_the_weights(tmp_path):
     model, ids = TinyModel().scalar(), texts()
     model.normalize(normal(5, seed=1, dtype=torch.float32) * 3 + 2)
     model.save_pretrained(tmp_path)
@@ -81,14 +81,14 @@ def test_the_scale_is_saved_with_the_weights(tmp_path):
     assert torch.equal(head.score.weight, model.lm.score.weight)
 
 
-def test_the_scale_is_part_of_a_checkpoint_and_is_not_trained():
+def test_scale_is_part_of_a_checkpoint_and_is_not_trained():
     model = TinyModel().scalar()
     assert {"score_mean", "score_std"} <= model.state_dict().keys()
     assert {"score_mean", "score_std"}.isdisjoint(name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("labels", [2, 3])
-def test_a_classifier_of_several_labels_is_refused(labels):
+def test_classifier_of_several_labels_is_rejected(labels):
     config = TinyModel().hf_config()
     config.num_labels = labels
     lm = AutoModelForSequenceClassification.from_config(config)
@@ -96,14 +96,14 @@ def test_a_classifier_of_several_labels_is_refused(labels):
         ScalarModel(lm)
 
 
-def test_a_language_model_is_no_scalar_model():
+def test_language_model_is_not_a_scalar_model():
     with pytest.raises(
         ValueError, match=r"^LlamaForCausalLM has no linear head named 'score'; a critic or reward model"
     ):
         ScalarModel(TinyModel().causal().lm)
 
 
-def test_a_classifier_without_a_backbone_is_an_error():
+def test_classifier_without_a_backbone_raises():
     model = TinyModel().scalar().lm
     model.base_model_prefix = "absent"
     model.backbone, model.model = model.model, None

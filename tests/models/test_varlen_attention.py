@@ -1,4 +1,4 @@
-"""Attention by torch's kernel for variable lengths, replaced by its definition; nothing here runs on a GPU."""
+"""Attention with torch's variable-length kernel, replaced by its definition because the tests run without a GPU."""
 
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ def torch_2_12(
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Replaces torch's function, and lets tensors of the CPU use it as if they lay on a GPU."""
+    """Replace torch's function, and let tensors on the CPU use it like tensors on a GPU."""
 
     def replace(function, capability=(8, 0)):
         monkeypatch.setattr(varlen, "varlen_attn", function)
@@ -99,7 +99,7 @@ def with_gradients(output, tensors):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_outputs_and_gradients_are_those_of_attention_by_texts(kernel, lengths, shape, window, function):
+def test_outputs_and_gradients_equal_those_of_attention_by_texts(kernel, lengths, shape, window, function):
     tensors = inputs(lengths, shape)
     scale = shape[2] ** -0.5
     by_texts, _ = packed_attention.packed_attention(
@@ -117,20 +117,20 @@ def fake_tensors(device="cuda", dtype=torch.bfloat16, width=64):
 
 
 @pytest.mark.parametrize("function", [torch_2_11, torch_2_12, varlen.varlen_attn])
-def test_the_kernel_is_used_in_half_precision_from_ampere_on(kernel, function):
+def test_kernel_is_used_in_half_precision_since_ampere(kernel, function):
     kernel(function)
     for dtype in (torch.bfloat16, torch.float16):
         query = fake_tensors(dtype=dtype)
         assert packed_attention._has_varlen_kernel(query, query)
 
 
-def test_a_torch_whose_function_has_no_scale_computes_attention_by_texts(kernel):
+def test_torch_without_the_scale_argument_computes_attention_by_texts(kernel):
     kernel(torch_2_10)
     query = fake_tensors()
     assert not packed_attention._has_varlen_kernel(query, query)
 
 
-def test_a_gpu_before_ampere_computes_attention_by_texts(kernel):
+def test_gpu_before_ampere_computes_attention_by_texts(kernel):
     kernel(torch_2_12, capability=(7, 5))
     query = fake_tensors()
     assert not packed_attention._has_varlen_kernel(query, query)
@@ -143,7 +143,7 @@ def test_other_devices_dtypes_and_wide_heads_compute_attention_by_texts(kernel, 
     assert not packed_attention._has_varlen_kernel(query, query)
 
 
-def test_gpus_of_amd_have_no_capability_of_nvidia(monkeypatch):
+def test_amd_gpus_have_no_nvidia_capability(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     packed_attention._capability.cache_clear()
     assert packed_attention._capability(torch.device("cuda", 0)) == (0, 0)

@@ -1,4 +1,4 @@
-"""Models that read token ids as the run's tokenizer writes them, and models that do not."""
+"""Token ids of models must agree with the run's tokenizer."""
 
 import re
 
@@ -16,7 +16,7 @@ from tests.stand_ins import TINY_LLAMA, HandOver, TinyModel, quiet_trainer
 
 @pytest.fixture
 def saved(tmp_path):
-    """Writes a tiny model of so many tokens, with the tokenizer of these letters beside it."""
+    """Write a tiny model of the given number of tokens, with a tokenizer of the given letters."""
 
     def saved(name, size=11, letters=None):
         TinyModel(TINY_LLAMA | {"vocab_size": size}).causal().save_pretrained(tmp_path / name)
@@ -32,13 +32,13 @@ def refused(roles, tokenizer, message):
         check_vocabularies(roles, tokenizer)
 
 
-def test_an_embedding_padded_to_another_size_is_no_difference(saved, tokenizer):
+def test_embedding_padded_to_another_size_is_accepted(saved, tokenizer):
     roles = {"the actor": saved("actor", 12, "abcdefg"), "the reward_model": saved("reward", 16, "abcdefg")}
     check_vocabularies(roles, tokenizer)
     check_vocabularies(roles, None)
 
 
-def test_other_tokens_of_the_same_number_are_refused_and_the_first_is_named(saved, tokenizer):
+def test_different_tokens_of_the_same_number_are_rejected_and_the_first_is_reported(saved, tokenizer):
     roles = {"the actor": saved("actor", letters="abcdefg"), "the reward_model": saved("reward", letters="abdcefg")}
     message = (
         "the reward_model was trained with another tokenizer: in its tokenizer 'c' is 7, in {} 'c' is 6; all roles must"
@@ -54,12 +54,12 @@ def test_other_tokens_of_the_same_number_are_refused_and_the_first_is_named(save
         ("abcdefgh", "in its tokenizer 'h' is 11, in the run"),
     ],
 )
-def test_a_token_that_only_one_tokenizer_knows_is_named(saved, tokenizer, letters, message):
+def test_token_of_only_one_tokenizer_is_reported(saved, tokenizer, letters, message):
     roles = {"the actor": TinyModel(), "the critic": saved("critic", 16, letters)}
     refused(roles, tokenizer, f"the critic was trained with another tokenizer: {message}")
 
 
-def test_the_actor_s_own_tokenizer_must_be_the_run_s_too(saved, tokenizer):
+def test_tokenizer_of_the_actor_must_be_that_of_the_run(saved, tokenizer):
     roles = {"the actor": saved("actor", letters="gfedcba")}
     refused(
         roles,
@@ -68,7 +68,7 @@ def test_the_actor_s_own_tokenizer_must_be_the_run_s_too(saved, tokenizer):
     )
 
 
-def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
+def test_model_without_a_tokenizer_must_be_as_large_as_the_actor(saved, tokenizer):
     actor = saved("actor", 12, "abcdefg")
     check_vocabularies({"the actor": actor, "the critic": saved("same", 12)}, tokenizer)
     for other in (saved("larger", 13), TinyModel(), TinyModel(TINY_LLAMA | {"vocab_size": 13})):
@@ -77,12 +77,12 @@ def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
         refused({"the actor": actor, "the critic": other}, tokenizer, message)
 
 
-def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_is_refused(saved, tokenizer):
+def test_model_with_fewer_tokens_than_the_tokenizer_is_rejected(saved, tokenizer):
     small = {"the actor": saved("actor", letters="abcdefg"), "the critic": saved("critic", 10, "abcdefg")}
     refused(small, tokenizer, "the tokenizer has 11 tokens, the critic only 10: use the tokenizer that belongs to")
 
 
-def test_a_tokenizer_that_cannot_be_read_is_said(saved, tokenizer, tmp_path):
+def test_unreadable_tokenizer_is_reported(saved, tokenizer, tmp_path):
     actor = saved("actor")
     (tmp_path / "actor/tokenizer.json").write_text("{")
     message = f"the tokenizer of the actor at '{actor.path}' cannot be read, so it cannot be compared with the run's: "
@@ -102,7 +102,7 @@ def set_up(module):
     quiet_trainer(callbacks=[Fed()]).fit(module, datamodule=data)
 
 
-def test_each_source_is_read_once_and_before_any_weight(saved, monkeypatch):
+def test_each_source_is_read_once_before_any_weight(saved, monkeypatch):
     actor, reward = saved("actor", 12, "abcdefg"), saved("reward", 16, "abcdefgh")
     module, read = PPOModule(actor, kl_reward=KLTerm(0.1), critic="actor", reward_model=reward), []
     real = AutoTokenizer.from_pretrained
@@ -115,7 +115,7 @@ def test_each_source_is_read_once_and_before_any_weight(saved, monkeypatch):
     assert not module.built
 
 
-def test_the_run_s_tokenizer_is_what_roles_are_compared_with(saved):
+def test_roles_are_compared_with_the_tokenizer_of_the_run(saved):
     module = PPOModule(saved("actor", 12, "gfedcba"))
     with pytest.raises(
         ValueError, match=r"^the actor was trained with another tokenizer: in its tokenizer 'a' is 10, in the"

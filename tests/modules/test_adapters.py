@@ -1,4 +1,4 @@
-"""Roles with adapters: one model is actor and reference, and only what is trained is kept."""
+"""Roles with adapters: one model is actor and reference, and only trained weights are saved."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
 
 LORA = LoRA(rank=4, alpha=8)
 ACTOR = TinyModel(lora=LORA)
-ELSEWHERE = FromConfig(TINY_LLAMA, seed=0)  # the same weights as the actor's, as a source of its own
+ELSEWHERE = FromConfig(TINY_LLAMA, seed=0)  # the same weights as the actor's, from a separate source
 SGD = partial(torch.optim.SGD, lr=0.5)
 BATCHES = [rollout_of(responses(6, seed=seed)) for seed in range(4)]
 
@@ -35,7 +35,7 @@ def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is_loaded():
+def test_reference_is_the_actor_without_adapters_and_no_second_copy_is_loaded():
     module = made()
     assert set(module.sources) == {"actor", "critic"}
     assert module.frozen_roles == ()
@@ -44,7 +44,7 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
     assert metrics["kl/ref"] != 0
     experience = module.last_step.experience
     base = replace(ACTOR, lora=None).causal()
-    module.build_role = lambda name: base  # a module whose actor is the base says what the reference should
+    module.build_role = lambda name: base  # a module with the base as actor gives the expected reference
     expected = made(actor=replace(ACTOR, lora=None))
     expected.configure_model()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
 
 
 @pytest.mark.slow
-def test_a_run_with_a_second_copy_of_the_reference_is_the_same_to_the_bit():
+def test_run_with_a_second_copy_of_the_reference_is_bitwise_equal():
     one, two = made(), made(ref=ELSEWHERE)
     assert two.frozen_roles == ("ref",)
     ours, theirs = fit(one, BATCHES).callback_metrics, fit(two, BATCHES).callback_metrics
@@ -67,17 +67,17 @@ def test_a_run_with_a_second_copy_of_the_reference_is_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("ref", [None, ACTOR, replace(ACTOR, lora=None)], ids=["none", "same", "without lora"])
-def test_the_actors_own_source_is_not_loaded_twice_however_it_is_named(ref):
+def test_source_of_the_actor_is_not_loaded_twice_in_any_notation(ref):
     assert "ref" not in made(ref=ref).sources
 
 
-def test_a_module_without_kl_has_no_reference_to_measure():
+def test_module_without_kl_has_no_reference():
     module = made(kl_loss=KLTerm(), kl_reward=KLTerm())
     assert "kl/ref" not in fit(module, BATCHES[:1]).callback_metrics
 
 
 @pytest.mark.parametrize("kind", [PPOModule, GRPOModule, SFTModule, RewardModule])
-def test_optimizers_hold_adapters_and_the_head_of_scalar_models_alone(kind):
+def test_optimizers_hold_only_adapters_and_the_head_of_scalar_models(kind):
     module = made(kind) if kind in (PPOModule, GRPOModule) else kind(ACTOR)
     module.configure_model()
     optimizers = module.configure_optimizers()
@@ -88,7 +88,7 @@ def test_optimizers_hold_adapters_and_the_head_of_scalar_models_alone(kind):
         assert held == {name for name in named.values() if is_adapter(name)} | head
 
 
-def test_the_critic_has_adapters_where_it_starts_as_the_actor_does_and_not_where_it_has_a_source_of_its_own():
+def test_critic_has_adapters_if_it_starts_from_the_actor_and_not_with_a_separate_source():
     for critic, adapted in ((None, True), ("actor", True), (ELSEWHERE, False)):
         module = made(critic=critic)
         module.configure_model()
@@ -96,12 +96,12 @@ def test_the_critic_has_adapters_where_it_starts_as_the_actor_does_and_not_where
 
 
 @pytest.mark.parametrize("role", ["ref", "reward_model"])
-def test_a_frozen_role_has_no_adapters(role):
+def test_frozen_role_has_no_adapters(role):
     with pytest.raises(ValueError, match=f"^the {role} is not trained, so its source cannot have lora"):
         made(**{role: TinyModel(seed=7, lora=LORA)})
 
 
-def test_an_engine_is_sent_merged_weights_and_a_push_changes_nothing():
+def test_engine_receives_merged_weights_and_a_push_changes_nothing():
     module = made()
     fit(module, BATCHES)
     before, roles = weights(module), SingleDeviceRoles(module)
@@ -122,7 +122,7 @@ def test_an_engine_is_sent_merged_weights_and_a_push_changes_nothing():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["auto", "rlhf_single"])
-def test_a_resumed_run_is_the_uninterrupted_one_and_frozen_weights_are_not_written(strategy, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_one_and_frozen_weights_are_not_saved(strategy, tmp_path):
     adam = {"actor_optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}
     whole, first, second = (made(**adam) for _ in range(3))
     options = {"strategy": strategy, "default_root_dir": tmp_path, "max_epochs": -1}

@@ -1,4 +1,4 @@
-"""DPO and IPO: log-ratios of whole answers to the frozen reference, every pair counting the same."""
+"""DPO and IPO: log-ratios of whole answers to the frozen reference; all pairs have the same weight."""
 
 import math
 from functools import partial
@@ -19,7 +19,7 @@ CHOSEN, REJECTED = [5, 2, 9, 4], [3, 8, 2, 4]
 
 
 def side(lengths, seed):
-    """Return texts whose prompt is the first token; one of nine marks is left out, as between two turns."""
+    """Return texts whose prompt is the first token; one mask entry in nine is False, as between two turns."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
     position, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
@@ -31,7 +31,7 @@ def pairs(chosen=CHOSEN, rejected=REJECTED, seed=0):
 
 
 def logprobs(texts, lm):
-    """Return (B,) of the marked tokens, one text at a time and without padding."""
+    """Return (B,) log-probabilities of the marked tokens, one text at a time and without padding."""
     result = []
     for ids, length, marked in zip(texts.input_ids, texts.lengths, texts.loss_mask, strict=True):
         scores = lm(ids[None, :length]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:length, None]).squeeze(1)
@@ -44,12 +44,12 @@ def models(dtype="float32"):
 
 
 def log_ratios(batch, dtype="float32"):
-    """Return of chosen and rejected, and the actor's log-probabilities of both."""
+    """Return log-ratios of chosen and rejected, the actor's log-probabilities of both, and the actor."""
     actor, ref = models(dtype)
-    instance = [logprobs(texts, actor) for texts in (batch.chosen, batch.rejected)]
+    policy = [logprobs(texts, actor) for texts in (batch.chosen, batch.rejected)]
     return (
-        [a - logprobs(t, ref).detach() for a, t in zip(instance, (batch.chosen, batch.rejected), strict=True)],
-        instance,
+        [a - logprobs(t, ref).detach() for a, t in zip(policy, (batch.chosen, batch.rejected), strict=True)],
+        policy,
         actor,
     )
 
@@ -81,11 +81,11 @@ def test_loss_rewards_and_margin_are_those_of_whole_answers(micro_batch_tokens, 
     batch = pairs()
     module = dpo(loss=DPOLoss(0.3), micro_batch_tokens=micro_batch_tokens, packing=packing)
     metrics = fit(module, [batch]).callback_metrics
-    (chosen, rejected), instance, _ = log_ratios(batch)
+    (chosen, rejected), policy, _ = log_ratios(batch)
     assert_close(metrics["train/loss"], -logsigmoid(0.3 * (chosen - rejected)).mean())
     assert_close(metrics["train/score_margin"], 0.3 * (chosen - rejected).mean(), atol=1e-6)
     assert_close(metrics["train/pair_accuracy"], (chosen > rejected).float().mean())
-    for name, ratio, logprob in zip(("chosen", "rejected"), (chosen, rejected), instance, strict=True):
+    for name, ratio, logprob in zip(("chosen", "rejected"), (chosen, rejected), policy, strict=True):
         assert_close(metrics[f"train/reward_{name}"], 0.3 * ratio.mean(), atol=1e-6)
         assert_close(metrics[f"train/logprob_{name}"], logprob.mean(), rtol=1e-5)
 
@@ -104,7 +104,7 @@ def test_ipo_divides_log_ratios_by_the_marked_tokens():
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
-def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens, packing):
+def test_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens, packing):
     batch = pairs()
     module = dpo(
         dtype="float64", lr=1.0, micro_batch_tokens=micro_batch_tokens, max_grad_norm=None, loss=DPOLoss(0.3),
@@ -121,7 +121,7 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batc
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(2, alpha=4)])
-def test_without_a_reference_of_its_own_a_run_starts_at_no_preference(lora):
+def test_run_without_a_separate_reference_starts_without_preference(lora):
     source = TinyModel(lora=lora)
     module = DPOModule(source, optimizer=partial(torch.optim.SGD, lr=0.5), loss=DPOLoss(0.3))
     assert module.frozen_roles == (("ref",) if lora is None else ())
@@ -130,7 +130,7 @@ def test_without_a_reference_of_its_own_a_run_starts_at_no_preference(lora):
     assert seen[2] < seen[1] < seen[0]
 
 
-def test_the_actor_without_its_adapters_is_the_reference_that_a_copy_would_be():
+def test_actor_without_its_adapters_equals_a_separate_reference():
     copy = TinyModel(TinyModel().architecture | {"use_cache": False})  # the same weights, under another description
     seen = []
     for ref, frozen in ((None, ()), (copy, ("ref",))):
@@ -143,7 +143,7 @@ def test_the_actor_without_its_adapters_is_the_reference_that_a_copy_would_be():
     assert seen[0][2] != seen[0][0]
 
 
-def test_held_out_pairs_of_both_ranks_count_the_same():
+def test_held_out_pairs_of_both_ranks_have_equal_weight():
     shares = [[pairs([3], [4], 1), pairs([5, 6, 2], [1, 9, 3], 3)], [pairs([2, 8], [5, 2], 5), pairs([4], [4], 7)]]
     every = torch.cat([torch.sub(*log_ratios(batch)[0]).detach() for share in shares for batch in share])
     modules = [dpo(loss=DPOLoss(0.3), micro_batch_tokens=9) for _ in shares]
@@ -159,7 +159,7 @@ def test_held_out_pairs_of_both_ranks_count_the_same():
         assert_close(metrics["val/pair_calibration_error"], calibration_error(calibration_bins(0.3 * every)), rtol=1e-4)
 
 
-def test_a_short_fit_prefers_what_people_prefer():
+def test_short_fit_learns_the_preferences():
     batch = pairs([5, 2, 7, 4, 3, 3], [3, 8, 1, 4, 5, 6])
     module = DPOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
     metrics = fit(module, [batch] * 30).callback_metrics
@@ -168,6 +168,6 @@ def test_a_short_fit_prefers_what_people_prefer():
     assert metrics["train/reward_chosen"] > metrics["train/reward_rejected"] + 1
 
 
-def test_a_reference_with_adapters_of_its_own_is_refused():
+def test_reference_with_adapters_is_rejected():
     with pytest.raises(ValueError, match=r"^the ref is not trained, so its source cannot have lora"):
         DPOModule(TinyModel(), ref=TinyModel(seed=1, lora=LoRA(2, alpha=4)))

@@ -1,4 +1,4 @@
-"""The linear layers of roles on a CPU use the faster products; nothing else about the model changes."""
+"""Linear layers of roles on a CPU use the faster products; the model is otherwise unchanged."""
 
 import copy
 
@@ -18,7 +18,7 @@ WIDE = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 128}  # matrices t
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2, alpha=4)], ids=["whole", "LoRA"])
-def test_log_probs_and_gradients_stay_and_names_too(lora, monkeypatch):
+def test_log_probs_gradients_and_names_do_not_change(lora, monkeypatch):
     model = FromConfig(WIDE, seed=1, lora=lora).causal()
     changed = copy.deepcopy(model)
     use_faster_products(changed)
@@ -36,13 +36,13 @@ def test_log_probs_and_gradients_stay_and_names_too(lora, monkeypatch):
     assert any(type(each) is Linear for each in changed.modules())
 
 
-def test_subclasses_of_linear_layers_stay():
+def test_subclasses_of_linear_layers_are_not_replaced():
     model = nn.Sequential(nn.Linear(2, 2), nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2))
     use_faster_products(model)
     assert [type(each) for each in model] == [Linear, nn.modules.linear.NonDynamicallyQuantizableLinear]
 
 
-def test_the_roles_of_a_run_on_a_cpu_have_these_layers():
+def test_roles_of_a_run_on_a_cpu_have_these_layers():
     module = SFTModule(FromConfig(WIDE, seed=1))
     ids = torch.randint(0, 11, (2, 9))
     fit(module, [SequenceBatch(ids, torch.tensor([9, 9]), torch.ones(2, 9).bool())])

@@ -28,7 +28,7 @@ def rollout():
 
 
 class Separate(RLHFModule):
-    """The same module with a separate pass."""
+    """The module with a separate pass."""
 
     def actor_loss(self, rows, means):
         return super().actor_loss(rows, means)
@@ -46,7 +46,7 @@ class Counted(RLHFModule):
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """The FirstForward of each step, None for a step with a separate pass."""
+    """The FirstForward of each step, or None for a step with a separate pass."""
     made, old_scores = [], RLHFModule.old_scores
 
     def remembered(module, rollout):
@@ -65,7 +65,7 @@ def trained(kind, **arguments):
     return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
+def test_log_probs_before_the_update_are_those_of_its_forward_pass():
     module, metrics = trained(Counted)
     assert module.passes == 2  # one for each of two steps
     separate, expected = trained(Separate)
@@ -86,7 +86,7 @@ def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
 
 
 @pytest.mark.parametrize("kl_loss", [KLTerm(0.0), KLTerm(0.1, "k3")], ids=["no KL", "KL loss"])
-def test_several_micro_batches_and_a_reference(kl_loss, made):
+def test_several_micro_batches_and_a_reference_are_supported(kl_loss, made):
     options = {"kl_loss": kl_loss, "ref": TinyModel(seed=1), "micro_batch_tokens": 16}
     module, metrics = trained(RLHFModule, **options)
     assert len(made[-1].logprobs) > 1
@@ -109,7 +109,7 @@ def test_several_micro_batches_and_a_reference(kl_loss, made):
 
 @pytest.mark.parametrize("keep_groups", [False, True])
 @pytest.mark.parametrize("size", [4, 3, 2])
-def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, made):
+def test_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, made):
     options = {"minibatch_size": size, "keep_groups": keep_groups, "micro_batch_tokens": 24}
     module, metrics = trained(RLHFModule, **options)
     assert len(made[-1].first) == size
@@ -127,7 +127,7 @@ def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, 
     assert metrics["kl/approx"] > 0
 
 
-def test_the_separate_pass_leaves_out_the_rows_of_the_first_mini_batch():
+def test_separate_pass_omits_the_rows_of_the_first_mini_batch():
     class Rows(RLHFModule):
         evaluated = 0
 
@@ -175,7 +175,7 @@ def test_other_steps_have_a_separate_pass_for_all_rows(kind, arguments, made):
     assert made == [None, None]
 
 
-def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass(made):
+def test_modules_with_other_losses_or_resampled_responses_have_a_separate_pass(made):
     for module in (
         OnlineDPOModule(TinyModel(), minibatch_size=ROWS),
         PPOModule(TinyModel(), minibatch_size=ROWS, resampling=ScoreResampling()),
@@ -187,7 +187,7 @@ def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass(made)
 
 
 @pytest.mark.parametrize("fault", ["numbers that several rows have", "nothing to learn from first"])
-def test_rollouts_that_do_not_allow_it_have_a_separate_pass(fault, made):
+def test_unsuitable_rollouts_have_a_separate_pass(fault, made):
     inputs = rollout()
     if fault.startswith("numbers"):
         inputs.position[1] = inputs.position[0]
@@ -209,17 +209,17 @@ def test_losses_of_subclasses_get_the_recorded_log_probs():
     assert module.seen == (0.0, 0.0)
 
 
-def test_the_critic_of_ppo_does_not_prevent_it(made):
+def test_critic_of_ppo_does_not_prevent_it(made):
     fit(PPOModule(TinyModel(), minibatch_size=ROWS), [rollout()])
     assert made[0] is not None
 
 
-def test_a_preset_with_one_update_uses_it(made):
+def test_preset_with_one_update_uses_it(made):
     fit(GRPOModule(TinyModel(), minibatch_size=ROWS), [rollout()])
     assert made[0] is not None
 
 
-def test_responses_without_a_token_to_learn_from_leave_the_metrics_of_the_rollout():
+def test_responses_without_trained_tokens_keep_the_metrics_of_the_rollout():
     empty = replace(rollout(), included=torch.zeros(ROWS, dtype=torch.bool))
     module = RLHFModule(TinyModel(), minibatch_size=ROWS, actor_optimizer=SGD)
     fit(module, [empty])

@@ -10,7 +10,7 @@ from lightning_rlhf.batching.sequences import with_next_rows_response
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
-from tests.data.rows_given import Given, Letters
+from tests.data.rows_given import GivenRows, Letters
 from tests.helpers import assert_close, over_ranks
 from tests.modules.test_dpo import logprobs, models
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer
@@ -53,7 +53,7 @@ def kto(dtype="float32", lr=0.0, **options):
 
 
 def expected_of(batch, dtype="float32"):
-    """Return losses, log-ratios, KL and the actor, by one text at a time."""
+    """Return losses, log-ratios, KL and the actor, computed one text at a time."""
     actor, ref = models(dtype)
     ratios = logprobs(batch.texts, actor) - logprobs(batch.texts, ref).detach()
     other = mismatched_by_hand(batch)
@@ -61,7 +61,7 @@ def expected_of(batch, dtype="float32"):
     return LOSS(ratios, batch.desirable, kl), ratios, kl, actor
 
 
-def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_rows():
+def test_each_prompt_gets_the_answer_of_the_next_text_for_any_order_of_rows():
     batch = batch_of()
     expected = mismatched_by_hand(batch)
     for order in (range(5), (3, 0, 4, 2, 1)):
@@ -73,7 +73,7 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
             assert result.loss_mask[at, :length].equal(expected.loss_mask[row, :length])
 
 
-def test_an_answer_is_cut_where_the_text_would_be_longer_than_any_of_the_batch():
+def test_answer_is_truncated_if_the_text_would_be_the_longest_of_the_batch():
     batch = batch_of([4, 9], [3, 1], [True, False])
     result = with_next_rows_response(batch, ONE_RANK)
     assert result.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
@@ -96,7 +96,7 @@ def test_loss_rewards_and_kl_are_those_of_single_texts(micro_batch_tokens, packi
         assert_close(metrics[f"{prefix}/score_margin"], rewards[0] - rewards[1], atol=1e-6)
 
 
-def test_a_kl_that_is_measured_below_0_counts_as_0():
+def test_negative_kl_is_replaced_by_0():
     batch = batch_of()
     metrics = fit(kto(ref=TinyModel(seed=0), actor=TinyModel(seed=1)), [batch]).callback_metrics
     _, ratios, kl, _ = expected_of(batch)
@@ -108,7 +108,7 @@ def test_a_kl_that_is_measured_below_0_counts_as_0():
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
-def test_the_gradient_is_that_of_the_whole_batch_and_leaves_the_kl_alone(micro_batch_tokens, packing):
+def test_gradient_is_that_of_the_whole_batch_without_the_kl(micro_batch_tokens, packing):
     batch = batch_of()
     module = kto("float64", 1.0, micro_batch_tokens=micro_batch_tokens, max_grad_norm=None, packing=packing)
     before = [p.detach().clone() for p in module.actor.parameters()]
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_leaves_the_kl_alone(micro_b
     assert max(float((one - other).abs().max()) for one, other in zip(taken, expected, strict=True)) <= 1e-12
 
 
-def test_two_ranks_measure_and_learn_what_one_does():
+def test_two_ranks_compute_the_same_as_one():
     batch = batch_of()
     one = kto(lr=0.1, max_grad_norm=None)
     alone = fit(one, [batch], val=[batch]).callback_metrics
@@ -138,7 +138,7 @@ def test_two_ranks_measure_and_learn_what_one_does():
         assert max(float((a - b).abs().max().detach()) for a, b in pairs) < 1e-5
 
 
-def test_judgements_of_one_kind_leave_the_other_kinds_rewards_unknown():
+def test_labels_of_one_kind_leave_rewards_of_the_other_kind_undefined():
     batch = batch_of(labels=[True] * 5)
     metrics = fit(kto(), [batch]).callback_metrics
     assert metrics["train/reward_chosen"].isfinite()
@@ -147,15 +147,15 @@ def test_judgements_of_one_kind_leave_the_other_kinds_rewards_unknown():
 
 
 @pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"batch_size": 2, "val_batch_size": 1}])
-def test_batches_of_one_text_are_refused_before_any_model_is_made(sizes):
+def test_batches_of_one_text_are_rejected_before_any_model_is_built(sizes):
     row = {"prompt": "a", "completion": "b", "label": True}
     module = KTOModule(TinyModel())
     with pytest.raises(ValueError, match=f"responses of other texts: {list(sizes)[-1]} must be at least 2$"):
-        quiet_trainer().fit(module, datamodule=UnpairedDataModule(Given((row,) * 2), Letters(), **sizes))
+        quiet_trainer().fit(module, datamodule=UnpairedDataModule(GivenRows((row,) * 2), Letters(), **sizes))
     assert not module.built
 
 
-def test_a_short_fit_tells_good_answers_from_bad_ones():
+def test_short_fit_separates_good_and_bad_answers():
     module = KTOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
     metrics = fit(module, [batch_of()] * 30).callback_metrics
     assert metrics["train/score_margin"] > 0.5

@@ -27,14 +27,14 @@ SGD = partial(torch.optim.SGD, lr=0.0)  # the weights stay
 
 
 class Gradients(Callback):
-    """Keeps the gradients of the actor's only update."""
+    """Stores the gradients of the actor's only update."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.result = {name: p.grad.clone() for name, p in pl_module.actor.named_parameters()}
 
 
 class LargestTensor(TorchDispatchMode):
-    """Keeps the size of the largest tensor that any operation returns, bytes."""
+    """Stores the size in bytes of the largest tensor that any operation returns."""
 
     size = 0
 
@@ -54,7 +54,7 @@ def tokens(count, seed):
 
 
 def plain_logprobs(lm, ids):
-    """Return (L - 1,) log-probs of the tokens of a text by transformers alone."""
+    """Return (L - 1,) log-probs of the tokens of a text, computed by transformers."""
     logits = lm(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1)
 
@@ -80,7 +80,7 @@ def assert_equal_gradients(ours, plain):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1}])
-def test_an_update_of_sft_on_5000_tokens_is_that_of_plain_transformers(options):
+def test_sft_update_on_5000_tokens_equals_plain_transformers(options):
     texts = [tokens(5000, 0), tokens(300, 1)]
     batch = SequenceBatch(
         torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
@@ -101,7 +101,7 @@ def test_an_update_of_sft_on_5000_tokens_is_that_of_plain_transformers(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [2048, 7000, 10000])
-def test_an_update_of_grpo_on_6000_tokens_is_that_of_plain_transformers(budget):
+def test_grpo_update_on_6000_tokens_equals_plain_transformers(budget):
     prompt = tokens(PROMPT, 0).tolist()
     rows = [Response(prompt, tokens(size, 5 + i).tolist(), reward=i % 3) for i, size in enumerate(RESPONSES)]
     rollout = rollout_of(rows)

@@ -1,4 +1,4 @@
-"""Every estimator with every policy loss and every aggregation takes a real step, the same however rows are cut up."""
+"""Every estimator with every policy loss and every aggregation takes a real step, independent of micro-batches."""
 
 import copy
 from functools import partial
@@ -57,7 +57,7 @@ def rollouts():
 
 
 class EachPair(Callback):
-    """Before each step other objectives and the first weights again; after it, by how much the weights moved."""
+    """Sets other objectives and the initial weights before each step, and records the change of the weights."""
 
     provides_rollouts = True
 
@@ -81,7 +81,7 @@ SMALL = {**TINY_LLAMA, "num_hidden_layers": 1}
 
 
 def moves(estimator, pairs, micro_batch_tokens):
-    """Return how each pair of loss and aggregation moves the actor's weights."""
+    """Return the change of the actor's weights for each pair of loss and aggregation."""
     kind = PPOModule if estimator.needs_critic else RLHFModule
     sgd = partial(torch.optim.SGD, lr=0.05)
     options = {"critic_optimizer": partial(torch.optim.SGD, lr=0.0)} if estimator.needs_critic else {}
@@ -119,7 +119,7 @@ def check(estimator, pairs):
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("number", range(len(ESTIMATORS)), ids=NAMES)
 def test_every_estimator_steps_with_one_pair_of_loss_and_aggregation(number):
-    """Estimators meet losses only through tensors of one shape, so that each is tried with a few of the others."""
+    """Estimators and losses share only tensors of one shape, so that each is tested with a few of the others."""
     check(ESTIMATORS[number], [PAIRS[7 * number % len(PAIRS)], PAIRS[(7 * number + 30) % len(PAIRS)]])
 
 
@@ -132,11 +132,11 @@ def test_every_pair_of_loss_and_aggregation_steps_with_one_estimator():
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=NAMES)
-def test_every_combination_steps_and_micro_batches_do_not_matter(estimator):
+def test_every_combination_steps_independent_of_micro_batches(estimator):
     check(estimator, PAIRS)
 
 
-def test_the_matrix_holds_every_objective_there_is():
+def test_matrix_holds_all_objectives():
     # BestAgainstWorst marks responses for online DPO, which combines with no policy loss.
     estimators = set(concrete_objectives(AdvantageEstimator))
     assert estimators - {BestAgainstWorst} == {type(estimator) for estimator in ESTIMATORS}
@@ -147,7 +147,7 @@ def test_the_matrix_holds_every_objective_there_is():
 
 
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if not e.needs_critic], ids=NAMES[1:])
-def test_a_critic_that_nobody_uses_is_refused(estimator):
+def test_unused_critic_is_rejected(estimator):
     name = type(estimator).__name__
     with pytest.raises(
         ValueError, match=f"^PPOModule needs an advantage estimator with a critic such as GAE, got {name}: use the"
@@ -155,7 +155,7 @@ def test_a_critic_that_nobody_uses_is_refused(estimator):
         PPOModule(TinyModel(), advantages=estimator)
 
 
-def test_an_estimator_without_its_critic_is_refused():
+def test_estimator_without_its_critic_is_rejected():
     with pytest.raises(
         ValueError, match=r"^GAE needs a critic, which RLHFModule does not have: use PPOModule, or an est"
     ):
@@ -163,7 +163,7 @@ def test_an_estimator_without_its_critic_is_refused():
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.uses_ratio], ids=lambda loss: type(loss).__name__)
-def test_importance_weights_on_top_of_a_ratio_that_is_one_are_refused(loss):
+def test_importance_weights_with_a_constant_ratio_are_rejected(loss):
     correction = RolloutCorrection(level="token", bypass=True)
     with pytest.raises(ValueError, match=f"the ratio of {type(loss).__name__} is the importance weight already"):
         RLHFModule(TinyModel(), policy_loss=loss, correction=correction)
@@ -171,7 +171,7 @@ def test_importance_weights_on_top_of_a_ratio_that_is_one_are_refused(loss):
     RLHFModule(TinyModel(), policy_loss=tokens.ReinforceLoss(), correction=correction)
 
 
-def test_the_token_baseline_is_refused_where_nobody_asks_the_actor():
+def test_token_baseline_without_a_pass_of_the_actor_is_rejected():
     with pytest.raises(
         ValueError, match=r"^OptimalTokenBaseline evaluates the actor on every response, which bypass leaves"
     ):
@@ -179,7 +179,7 @@ def test_the_token_baseline_is_refused_where_nobody_asks_the_actor():
 
 
 @pytest.mark.parametrize("unseen", [{"reward_model": TinyModel()}, {"kl_reward": KLTerm(0.1)}])
-def test_what_gdpo_would_not_look_at_is_refused(unseen):
+def test_options_that_gdpo_ignores_are_rejected(unseen):
     with pytest.raises(ValueError, match=r"^GDPO uses only its own reward keys, so reward_model and kl_reward"):
         RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), **unseen)
     RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), kl_loss=KLTerm(0.1, "k3"))

@@ -1,4 +1,4 @@
-"""Online DPO: the best response of each prompt against the worst, ties left out and counted."""
+"""Online DPO: the best against the worst response of each prompt; ties are excluded and counted."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def expected(made, loss, dtype="float32"):
 
 @pytest.mark.parametrize("micro_batch_tokens", [7, 30, 1000])
 @pytest.mark.parametrize("loss", [DPOLoss(0.3), IPOLoss(0.3)], ids=["dpo", "ipo"])
-def test_the_loss_is_that_of_the_best_against_the_worst_of_each_prompt(loss, micro_batch_tokens):
+def test_loss_compares_the_best_and_the_worst_response_of_each_prompt(loss, micro_batch_tokens):
     metrics = fit(online(loss=loss, micro_batch_tokens=micro_batch_tokens), [rollout()]).callback_metrics
     ratios, losses, _ = expected(rollout(), loss)
     assert_close(metrics["train/loss"], losses.mean())
@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_the_best_against_the_worst_of_each_prompt(loss, mic
 
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 1000])
-def test_the_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
+def test_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
     module = online("float64", 1.0, micro_batch_tokens=micro_batch_tokens, max_grad_norm=None)
     before = [p.detach().clone() for p in module.actor.parameters()]
     made = rollout(dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_the_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
 
 
 @pytest.mark.parametrize("left_out", [BEST[1], WORST[1]])
-def test_the_pair_of_a_prompt_is_made_of_the_responses_that_are_included(left_out):
+def test_pair_consists_of_included_responses(left_out):
     made = rollout()
     made.included[left_out] = False
     metrics = fit(online(), [made]).callback_metrics
@@ -96,7 +96,7 @@ def test_the_pair_of_a_prompt_is_made_of_the_responses_that_are_included(left_ou
     assert_close(metrics["train/loss"], (losses[0] + DPOLoss(0.3)(ratios[[best]], ratios[[worst]])[0]) / 2)
 
 
-def test_a_prompt_with_one_included_response_has_no_pair():
+def test_prompt_with_one_included_response_has_no_pair():
     made = rollout()
     made.included[[BEST[1], WORST[1]]] = False
     metrics = fit(online(), [made]).callback_metrics
@@ -104,7 +104,7 @@ def test_a_prompt_with_one_included_response_has_no_pair():
     assert_close(metrics["train/loss"], expected(rollout(), DPOLoss(0.3))[1][0])
 
 
-def test_a_step_of_ties_teaches_nothing():
+def test_step_with_only_ties_changes_nothing():
     module = online(lr=1.0)
     before = [p.detach().clone() for p in module.actor.parameters()]
     metrics = fit(module, [rollout((2.0,) * 9)]).callback_metrics
@@ -131,14 +131,14 @@ def test_pairs_stay_together_in_mini_batches_of_fewer_prompts():
     assert metrics["policy/updates"] == 4
 
 
-def test_with_adapters_the_reference_is_the_actor_without_them():
+def test_reference_is_the_actor_without_adapters():
     module = OnlineDPOModule(TinyModel(lora=LoRA(2, alpha=4)), minibatch_size=9)
     assert (module.frozen_roles, module.has_ref) == ((), True)
     assert OnlineDPOModule(TinyModel(), minibatch_size=9).frozen_roles == ("ref",)
     assert_close(fit(module, [rollout()]).callback_metrics["train/score_margin"], 0.0, atol=1e-6)
 
 
-def test_prompts_with_other_numbers_of_responses_are_refused():
+def test_prompts_with_other_numbers_of_responses_are_rejected():
     made = rollout()
     made.group[:] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_prompts_with_other_numbers_of_responses_are_refused():
 
 
 @pytest.mark.slow
-def test_a_short_fit_makes_the_better_answers_likelier():
+def test_short_fit_makes_better_answers_more_likely():
     metrics = fit(online(ref=None, actor_optimizer=partial(torch.optim.AdamW, lr=1e-2)), [rollout()] * 20)
     assert metrics.callback_metrics["train/pair_accuracy"] == 1
     assert metrics.callback_metrics["train/score_margin"] > 0.5

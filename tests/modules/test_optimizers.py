@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, against torch's AdamW with groups that are written out."""
+"""AdamW with weight decay on matrices only, compared with torch's AdamW with explicit groups."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_norms_and_biases_do_not_decay():
     torch.testing.assert_close(ours[first], before[first] * (1 - 0.1 * 0.5))
 
 
-def test_a_model_of_one_kind_has_one_group():
+def test_model_with_parameters_of_one_kind_has_one_group():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     assert len(MatrixDecayAdamW([matrix]).param_groups) == 1
     assert MatrixDecayAdamW([vector], weight_decay=0.5).param_groups[0]["weight_decay"] == 0.0
@@ -39,7 +39,7 @@ def test_a_model_of_one_kind_has_one_group():
         MatrixDecayAdamW([])
 
 
-def test_shapes_of_parameters_that_zero_has_emptied():
+def test_shapes_of_parameters_emptied_by_zero_are_used():
     emptied = torch.nn.Parameter(torch.ones(0))
     emptied.ds_shape = torch.Size([3, 2])
     assert MatrixDecayAdamW([emptied], weight_decay=0.5).param_groups[0]["weight_decay"] == 0.5

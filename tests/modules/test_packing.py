@@ -1,4 +1,4 @@
-"""Packed texts do not see each other: loss, gradients and updates are those of padded ones, on every attention."""
+"""Packed texts are independent: loss, gradients and updates equal those of padded ones, for every attention."""
 
 from dataclasses import replace
 from functools import partial
@@ -66,12 +66,12 @@ def gradients(module, batch, packed):
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", APART)
-def test_log_probabilities_and_gradients_are_those_of_padded_texts(name, attention):
+def test_log_probabilities_and_gradients_equal_those_of_padded_texts(name, attention):
     dtype = "float32" if name in ("mixtral", "qwen3_moe") else "float64"  # experts know no float64
     module = sft(FromConfig(architecture(name, APART[name], attention), seed=3, dtype=dtype))
     attention = "eager" if name == "gemma2" else attention  # sdpa would leave its soft caps out
     assert module.actor.lm.config._attn_implementation == attention
-    # transformers' eager attention takes its softmax in float32 whatever the weights are
+    # transformers' eager attention computes its softmax in float32 for weights of any dtype
     rounding = 1e-12 if (dtype, attention) == ("float64", "sdpa") else 2e-5
     (padded, one), (packed, other) = (gradients(module, texts(), packed) for packed in (False, True))
     largest = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
@@ -81,8 +81,8 @@ def test_log_probabilities_and_gradients_are_those_of_padded_texts(name, attenti
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_positions_that_do_not_start_again_are_seen(attention, monkeypatch, caplog):
-    """The test at the start of a run finds a layout that does not separate texts, here for an unlisted architecture."""
+def test_positions_that_do_not_restart_are_detected(attention, monkeypatch, caplog):
+    """The test at the start of a run detects a layout that does not separate texts of an unlisted architecture."""
     source = FromConfig(architecture("gpt2", APART["gpt2"], attention), seed=3)
     module = sft(source)
     padded, _ = gradients(module, texts(), False)
@@ -125,7 +125,7 @@ def updates(dtype, packing, micro_batch_tokens, attention):
     ("dtype", "attention", "rounding"),
     [("float64", "sdpa", 1e-12), ("float64", "eager", 5e-6), ("float32", "sdpa", 2e-5), ("float32", "eager", 2e-5)],
 )
-def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, attention, rounding):
+def test_three_updates_equal_those_of_padded_texts_for_any_token_budget(dtype, attention, rounding):
     steps, val_loss, weights = updates(dtype, False, 1000, attention)
     for budget in (1, 14, 25, 1000):
         packed_steps, packed_val_loss, packed_weights = updates(dtype, True, budget, attention)
@@ -135,7 +135,7 @@ def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, att
 
 
 def padded_instead(caplog, module, run):
-    """Return the warning, after a run that padded its rows."""
+    """Return the warning of a run that padded its rows."""
     run()
     assert not module.layout.packed
     (record,) = [record for record in caplog.records if "evaluated with padding" in record.getMessage()]
@@ -143,7 +143,7 @@ def padded_instead(caplog, module, run):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_an_architecture_that_would_mix_texts_is_padded_and_named(name, caplog):
+def test_architecture_that_would_mix_texts_is_padded_with_a_warning(name, caplog):
     module = sft(FromConfig(architecture(name, TOGETHER[name]), seed=3))
     message = padded_instead(caplog, module, lambda: fit(module, [texts()]))
     kind = type(module.actor.lm).__name__
@@ -151,27 +151,27 @@ def test_an_architecture_that_would_mix_texts_is_padded_and_named(name, caplog):
     assert f"{kind} with attention 'sdpa' does not separate packed texts" in message
 
 
-def test_a_validation_alone_pads_texts_that_would_be_mixed(caplog):
+def test_validation_without_training_pads_texts_that_would_be_mixed(caplog):
     module = sft(FromConfig(architecture("jamba", {}), seed=3))
     loader = DataLoader([texts()], batch_size=None)
     padded_instead(caplog, module, lambda: quiet_trainer().validate(module, loader, verbose=False))
 
 
-def test_a_reference_that_would_mix_texts_is_named(caplog):
+def test_reference_that_would_mix_texts_is_reported(caplog):
     module = DPOModule(TinyModel(), ref=FromConfig(architecture("jamba", {}), seed=3))
     batch = PreferenceBatch(texts(seed=1), texts(seed=2), torch.zeros(len(LENGTHS)))
     message = padded_instead(caplog, module, lambda: fit(module, [batch]))
     assert "The ref is evaluated with padding: JambaForCausalLM" in message
 
 
-def test_an_architecture_without_positions_is_padded(caplog):
+def test_architecture_without_positions_is_padded(caplog):
     module = sft(FromConfig({"model_type": "mamba", **SMALL, "state_size": 8}, seed=3))
     message = padded_instead(caplog, module, lambda: fit(module, [texts()]))
     assert "MambaForCausalLM" in message
     assert "does not take positions" in message
 
 
-def test_a_listed_architecture_is_not_tested_again(monkeypatch):
+def test_listed_architecture_is_not_tested_again(monkeypatch):
     packings = []
     outputs = TextLayout._outputs
 
@@ -186,7 +186,7 @@ def test_a_listed_architecture_is_not_tested_again(monkeypatch):
     assert packings == [None] * 4  # the test of the head
 
 
-def test_the_budget_of_packed_texts_counts_real_tokens_only():
+def test_token_budget_of_packed_texts_counts_only_real_tokens():
     def forwards(packing):
         seen = []
         module = sft(TinyModel(), lr=0.0, packing=packing, micro_batch_tokens=20)
@@ -201,8 +201,8 @@ def test_the_budget_of_packed_texts_counts_real_tokens_only():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_log_probs_of_a_text_do_not_depend_on_the_length_of_others(packing):
-    """Long-RoPE has other rotary frequencies for texts of more than 12 tokens."""
+def test_log_probs_of_a_text_are_independent_of_other_lengths(packing):
+    """Long-RoPE uses other rotary frequencies for texts of more than 12 tokens."""
     module = sft(FromConfig(PHI, seed=3), packing=packing)
     batch = texts((5, 20, 12, 13, 9, 22))
     fit(module, [batch])

@@ -18,7 +18,7 @@ def plain_ratio(tokens):
     return -tokens.advantages * tokens.log_ratio.exp()
 
 
-def test_a_function_is_a_policy_loss_with_the_gradient_of_the_class_that_computes_the_same(tmp_path, monkeypatch):
+def test_function_as_policy_loss_has_the_gradient_of_the_equivalent_class(tmp_path, monkeypatch):
     @dataclass(frozen=True)
     class PlainRatio(PolicyLoss):
         def token_losses(self, tokens):
@@ -48,7 +48,7 @@ def test_a_function_is_a_policy_loss_with_the_gradient_of_the_class_that_compute
     ],
     ids=["one number for all", "no tensor", "no dictionary", "no gradient", "no function", "class", "no file"],
 )
-def test_a_function_that_is_not_a_policy_loss_raises(loss, message):
+def test_function_that_is_not_a_policy_loss_raises(loss, message):
     def train():
         module = RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4, actor_optimizer=SGD)
         fit(module, [rollout_of(responses(4, seed=5))])

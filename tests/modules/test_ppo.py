@@ -1,4 +1,4 @@
-"""What each part of PPOModule does, seen from outside: whole steps under a real Trainer."""
+"""Parts of PPOModule, tested through whole steps with a real Trainer."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ ROWS = responses(8, seed=5)
 
 
 def ppo(dtype="float64", **options):
-    """Return a module whose models are there already: actor and critic of different weights, plain gradient descent."""
+    """Return a module with built models: actor and critic of different weights, plain gradient descent."""
     defaults = {"critic": TinyModel(seed=1, dtype=dtype), "actor_optimizer": SGD, "critic_optimizer": SGD}
     module = PPOModule(TinyModel(dtype=dtype), **(defaults | {"minibatch_size": 4} | options))
     module.configure_model()
@@ -46,7 +46,7 @@ def rollout(rows=ROWS, **options):
 
 
 @pytest.mark.usefixtures("exact")
-def test_the_reward_model_scores_the_last_token_of_the_whole_response():
+def test_reward_model_scores_the_last_token_of_the_whole_response():
     module = ppo(reward_model=TinyModel(seed=2, dtype="float64"))
     fit(module, [rollout(extra_columns=3)])
     lm = module.reward_model.lm
@@ -59,7 +59,7 @@ def test_the_reward_model_scores_the_last_token_of_the_whole_response():
 
 
 @pytest.mark.usefixtures("exact")
-def test_the_reward_of_a_response_that_an_environment_ends_belongs_to_the_last_token_of_the_policy():
+def test_reward_of_a_response_that_ends_with_environment_text_belongs_to_the_last_policy_token():
     rows = [
         Response([3, 4], [5, 6, 7, 8], 2.0, [True, True, False, False]),
         Response([3], [5, 6, 7], -1.0, [True, False, True]),
@@ -72,7 +72,7 @@ def test_the_reward_of_a_response_that_an_environment_ends_belongs_to_the_last_t
 
 
 @pytest.mark.usefixtures("exact")
-def test_the_critic_speaks_before_each_token_is_known():
+def test_value_of_a_token_is_computed_before_it_is_known():
     module = ppo()
     fit(module, [rollout()])
     before = TinyModel(seed=1, dtype="float64").scalar().lm
@@ -84,8 +84,8 @@ def test_the_critic_speaks_before_each_token_is_known():
 
 
 @pytest.mark.usefixtures("exact")
-def test_what_an_environment_wrote_is_not_learnt_from():
-    """Only its role as context remains: another reward there, or another old log-probability, changes nothing."""
+def test_environment_tokens_are_not_trained_on():
+    """They only serve as context: another reward or old log-probability at them changes nothing."""
     rows = responses(8, seed=5, observations=True)
     assert any(not all(row.mask) for row in rows)
 
@@ -118,14 +118,14 @@ def test_kl_to_a_reference_of_the_same_source_is_exactly_0_at_the_first_step(ter
     assert trainer.callback_metrics["kl/ref"] == 0
 
 
-def test_a_reference_is_loaded_only_where_it_is_needed():
+def test_reference_is_loaded_only_if_it_is_needed():
     assert ppo().frozen_roles == ()
     assert ppo(ref=TinyModel(seed=3)).frozen_roles == ()
     assert ppo(kl_reward=KLTerm(0.1)).frozen_roles == ("ref",)
     assert ppo(kl_loss=KLTerm(0.1, "k2")).frozen_roles == ("ref",)
 
 
-def test_kl_in_nats_per_response_is_measured_to_the_reference():
+def test_kl_per_response_in_nats_is_measured_to_the_reference():
     module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
     trainer = fit(module, [rollout()])
     difference = module.last_step.experience.old_logprobs - module.last_step.experience.ref_logprobs
@@ -133,7 +133,7 @@ def test_kl_in_nats_per_response_is_measured_to_the_reference():
     assert difference.abs().max() > 0.1
 
 
-def test_the_coefficient_of_the_penalty_can_be_steered_between_steps():
+def test_coefficient_of_the_penalty_can_be_changed_between_steps():
     module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
     module.kl_coef = 0.5
     fit(module, [rollout([replace(row, reward=0.0) for row in ROWS])])
@@ -141,7 +141,7 @@ def test_the_coefficient_of_the_penalty_can_be_steered_between_steps():
     assert_close(experience.token_rewards, -0.5 * (experience.old_logprobs - experience.ref_logprobs))
 
 
-def test_frozen_roles_stay_bit_for_bit_what_they_were():
+def test_frozen_roles_do_not_change_bitwise():
     module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3), reward_model=TinyModel(seed=2))
     frozen = {role: weights(module, role) for role in ("ref", "reward_model")}
     trained = {role: weights(module, role) for role in ("actor", "critic")}
@@ -156,7 +156,7 @@ def test_frozen_roles_stay_bit_for_bit_what_they_were():
 # -- when to stop and when to start -----------------------------------------------------------------------------------
 
 
-def test_while_the_critic_warms_up_the_actor_does_not_move():
+def test_actor_does_not_change_during_the_warm_up_of_the_critic():
     module = ppo("float32", critic_warmup_steps=2)
     actor, critic = weights(module, "actor"), weights(module, "critic")
     trainer = fit(module, [rollout(), rollout()])
@@ -166,7 +166,7 @@ def test_while_the_critic_warms_up_the_actor_does_not_move():
     assert trainer.callback_metrics["policy/updates"] == 0
 
 
-def test_after_the_warm_up_the_actor_learns():
+def test_actor_trains_after_the_warm_up():
     module = ppo("float32", critic_warmup_steps=2)
     actor = weights(module, "actor")
     fit(module, [rollout()] * 3)
@@ -190,7 +190,7 @@ def counting(target_kl, rate, **options):
     return module
 
 
-def test_updates_stop_once_the_policy_has_strayed():
+def test_updates_stop_when_the_policy_exceeds_the_target_kl():
     free, held = counting(None, 0.5), counting(0.01, 0.5)
     logged = [fit(module, [rollout()]).callback_metrics["policy/updates"] for module in (free, held)]
     assert logged == [8, 2]
@@ -199,7 +199,7 @@ def test_updates_stop_once_the_policy_has_strayed():
     assert held.updates == ["critic", "actor"] * 2
 
 
-def test_a_policy_that_stays_near_is_not_stopped_and_each_rollout_starts_afresh():
+def test_policy_within_the_target_kl_is_not_stopped_and_each_rollout_starts_again():
     module = counting(0.01, 1e-5)
     fit(module, [rollout()] * 2)
     assert module.updates == ["critic", "actor"] * 16
@@ -208,15 +208,15 @@ def test_a_policy_that_stays_near_is_not_stopped_and_each_rollout_starts_afresh(
     assert again.updates == ["critic", "actor"] * 4
 
 
-def test_where_one_rank_strays_both_stop_after_the_same_update():
-    """Alone, the second rank would go on: its rewards are all alike, so it has nothing to learn."""
+def test_target_kl_exceeded_on_one_rank_stops_both_after_the_same_update():
+    """The second rank would continue on its own, because equal rewards give it nothing to learn."""
     dull = [replace(row, reward=0.0) for row in ROWS]
     shares = (ROWS, dull)
     zeros = partial(torch.optim.SGD, lr=0.0)
     options = {"critic_optimizer": zeros, "advantages": GAE(whiten=False), "max_grad_norm": None}
 
     class OwnGradients(OneOfTwoRanks):
-        """Ranks whose weights part ways, so that one strays and the other stays."""
+        """A rank with separate gradients, so that the policy changes on one rank only."""
 
         gradient_scale = 1.0
 
@@ -238,8 +238,8 @@ def test_where_one_rank_strays_both_stop_after_the_same_update():
     assert len(first) < 16
 
 
-def test_a_parameter_whose_numbers_lie_elsewhere_counts_whole():
-    """As ZeRO-3 leaves it between two forward passes."""
+def test_parameter_emptied_by_zero_counts_with_its_full_size():
+    """ZeRO-3 empties parameters between two forward passes."""
     module = PPOModule(TinyModel())
     module.configure_model()
     before = module.parameter_counts()
@@ -250,7 +250,7 @@ def test_a_parameter_whose_numbers_lie_elsewhere_counts_whole():
 
 @pytest.mark.usefixtures("exact")
 def test_two_ranks_take_the_step_of_one_rank_with_all_rows():
-    """Advantages are whitened over both, and every mean is over both, although their token counts differ."""
+    """Advantages are whitened over both ranks, and every mean is over both, although their token counts differ."""
     shares = ROWS[:4], ROWS[4:]
     assert len({sum(len(row.tokens) for row in share) for share in shares}) == 2
     options = {"update_epochs": 2, "kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3, dtype="float64")}
@@ -281,7 +281,7 @@ def same_backbone(one, other):
     return all(torch.equal(value, backbone(other)[name]) for name, value in backbone(one).items())
 
 
-def test_the_critic_starts_from_the_reward_model_where_there_is_one():
+def test_critic_starts_from_the_reward_model_if_there_is_one():
     module = ppo("float32", critic=None, reward_model=TinyModel(seed=2))
     assert same_backbone(module.critic, module.reward_model)
     assert torch.equal(module.critic.lm.score.weight, module.reward_model.lm.score.weight)
@@ -290,19 +290,19 @@ def test_the_critic_starts_from_the_reward_model_where_there_is_one():
 
 
 @pytest.mark.parametrize("options", [{}, {"critic": "actor"}, {"critic": "actor", "reward_model": TinyModel(seed=2)}])
-def test_the_critic_starts_from_the_actor_else_or_when_told(options):
+def test_critic_starts_from_the_actor_otherwise_or_if_configured(options):
     module = PPOModule(FromConfig(dict(TINY_LLAMA), seed=0), **options)
     module.configure_model()
     assert same_backbone(module.critic, module.actor)
     assert not module.critic.lm.score.weight.any()
 
 
-def test_the_critic_can_have_a_source_of_its_own():
+def test_critic_can_have_a_separate_source():
     module = ppo("float32", critic=TinyModel(seed=9), reward_model=TinyModel(seed=2))
     assert torch.equal(module.critic.lm.score.weight, TinyModel(seed=9).scalar().lm.score.weight)
 
 
-def test_a_critic_from_a_reward_model_that_is_not_there_is_refused():
+def test_critic_from_a_missing_reward_model_is_rejected():
     with pytest.raises(ValueError, match=r"^critic: reward_model needs a reward_model to start from; give one, or set"):
         PPOModule(TinyModel(), critic="reward_model")
 
@@ -310,7 +310,7 @@ def test_a_critic_from_a_reward_model_that_is_not_there_is_refused():
 # -- under the Trainer ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_one_rollout_whatever_the_optimizers_do_in_it():
+def test_step_is_one_rollout_for_any_number_of_optimizer_steps():
     rates = {"actor": [], "critic": []}
 
     class Watch(PPOModule):
@@ -335,7 +335,7 @@ def test_max_steps_counts_rollouts():
     assert fit(ppo("float32", update_epochs=2), [rollout()] * 5, max_steps=2, max_epochs=-1).global_step == 2
 
 
-def test_each_epoch_takes_every_response_once_in_another_order():
+def test_each_epoch_uses_every_response_once_in_a_different_order():
     orders = []
 
     class Watch(PPOModule):
@@ -351,7 +351,7 @@ def test_each_epoch_takes_every_response_once_in_another_order():
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_the_run_seed_decides_the_order_and_nothing_else_does(monkeypatch):
+def test_order_depends_only_on_the_run_seed(monkeypatch):
     def result(seed):
         monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
         torch.rand(3)
@@ -365,14 +365,14 @@ def test_the_run_seed_decides_the_order_and_nothing_else_does(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["fit", "validate"])
-def test_without_a_callback_that_hands_over_rollouts_the_module_refuses_to_run_before_any_model_is_loaded(method):
+def test_module_without_a_rollout_callback_raises_before_any_model_is_loaded(method):
     module = PPOModule(TinyModel())
     with pytest.raises(ValueError, match=r"^PPOModule trains on rollouts, and no callback provides them: add "):
         getattr(quiet_trainer(), method)(module, DataLoader([rollout()], batch_size=None))
     assert not module.built
 
 
-def test_a_step_without_a_rollout_says_who_must_do_what():
+def test_step_without_a_rollout_raises_with_instructions():
     module = ppo("float32")
     module.receive = lambda inputs: None
     message = "PPOModule has no rollout for this batch: a callback must call receive() before"
@@ -380,14 +380,14 @@ def test_a_step_without_a_rollout_says_who_must_do_what():
         fit(module, [rollout()])
 
 
-def test_a_rollout_is_learnt_from_once():
+def test_rollout_is_trained_on_once():
     module = ppo("float32")
     fit(module, [rollout()])
     with pytest.raises(RuntimeError, match="no rollout for this batch"):
         module.pop_rollout()
 
 
-def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
+def test_models_of_different_vocabularies_are_rejected_before_any_is_loaded():
     module = PPOModule(TinyModel(), reward_model=FromConfig(TINY_LLAMA | {"vocab_size": 12}))
     with pytest.raises(
         ValueError,
@@ -400,14 +400,14 @@ def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
 @pytest.mark.parametrize(
     ("term", "warnings"), [(KLTerm(0.1, "k1"), 1), (KLTerm(0.1, "k2"), 0), (KLTerm(0.1, "k3"), 0), (KLTerm(0.0), 0)]
 )
-def test_a_kl_loss_whose_gradient_is_zero_in_expectation_is_warned_of_once(term, warnings, monkeypatch, caplog):
+def test_kl_loss_whose_expected_gradient_is_zero_warns_once(term, warnings, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     fit(ppo("float32", kl_loss=term, kl_reward=KLTerm(0.1)), [rollout()] * 2)
     output = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert output == ["kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3"] * warnings
 
 
-def test_a_kl_loss_whose_first_gradient_is_a_rounding_error_is_warned_of(monkeypatch, caplog):
+def test_kl_loss_whose_first_gradient_is_a_rounding_error_warns(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     ppo("float32", kl_loss=KLTerm(0.1, "abs"))
     (output,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -417,7 +417,7 @@ def test_a_kl_loss_whose_first_gradient_is_a_rounding_error_is_warned_of(monkeyp
     assert not caplog.records
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touched():
+def test_non_finite_gradient_stops_the_run_before_the_weights_change():
     module = ppo("float32")
     actor = weights(module, "actor")
     poisoned = replace(rollout(), reward=torch.full((8,), torch.nan))
@@ -436,7 +436,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touc
         ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0, got -1"),
     ],
 )
-def test_hyper_parameters_that_make_no_sense_are_refused(options, message):
+def test_invalid_hyper_parameters_are_rejected(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         PPOModule(TinyModel(), **options)
 
@@ -446,7 +446,7 @@ def test_hyper_parameters_that_make_no_sense_are_refused(options, message):
 
 # Lists of batches do not know where they stopped; the second fit is handed the rest.
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
-def test_a_checkpoint_holds_trained_roles_only_and_training_goes_on_from_it_bit_for_bit(tmp_path):
+def test_checkpoint_holds_only_trained_roles_and_training_resumes_bitwise(tmp_path):
     options = {"kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3), "reward_model": TinyModel(seed=2)}
     adam = {name: partial(torch.optim.AdamW, lr=1e-2) for name in ("actor_optimizer", "critic_optimizer")}
     batches = [rollout(responses(8, seed=i)) for i in range(4)]
@@ -465,8 +465,8 @@ def test_a_checkpoint_holds_trained_roles_only_and_training_goes_on_from_it_bit_
         assert distance(weights(straight, role), weights(second, role)) == 0
 
 
-def test_a_checkpoint_without_a_trained_role_is_refused(tmp_path):
-    """Loading is not strict, for the frozen roles' sake; a critic that silently starts anew must not come of it."""
+def test_checkpoint_without_a_trained_role_is_rejected(tmp_path):
+    """Loading is not strict because frozen roles are missing, but a critic must not be reinitialized silently."""
     module = ppo("float32")
     trainer = fit(module, [rollout()])
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
@@ -479,7 +479,7 @@ def test_a_checkpoint_without_a_trained_role_is_refused(tmp_path):
         fit(ppo("float32"), [rollout()], ckpt=tmp_path / "half.ckpt")
 
 
-def test_the_log_counts_clipped_tokens_and_the_drift_from_the_old_policy():
+def test_log_counts_clipped_tokens_and_the_kl_to_the_old_policy():
     module = ppo("float32", policy_loss=ClippedPolicyLoss(0.01), update_epochs=3)
     metrics = fit(module, [rollout()]).callback_metrics
     assert 0 < metrics["policy/clip_fraction"] < 1

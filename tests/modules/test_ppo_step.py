@@ -1,4 +1,4 @@
-"""A whole PPO step against one written again from the papers: row by row, token by token, without padding."""
+"""A complete PPO step compared with a second implementation from the papers: row by row, token by token, unpadded."""
 
 import math
 from functools import partial
@@ -35,7 +35,7 @@ def settings(**changes):
 
 
 class Recorded(PPOModule):
-    """Remembers which rows each mini-batch had."""
+    """Records the rows of each mini-batch."""
 
     def minibatches(self, experience):
         self.order = []
@@ -75,14 +75,14 @@ def trained(s, rows=ROWS, **options):
 
 
 def policy(lm, row, temperature):
-    """Return log-probability of each token of a response, and entropy of the distribution it was drawn from."""
+    """Return log-probability of each response token, and entropy of the distribution that it was sampled from."""
     ids = torch.tensor(row.prompt + row.tokens)
     every = (lm(ids[None]).logits[0] / temperature).log_softmax(-1)[len(row.prompt) - 1 : -1]
     return every[range(len(row.tokens)), row.tokens], -(every.exp() * every).sum(-1)
 
 
 def scalars(lm, row):
-    """Return the scalar model's number at each token of prompt and response."""
+    """Return the scalar model's output at each token of prompt and response."""
     ids = torch.tensor(row.prompt + row.tokens)
     return lm.score(lm.model(ids[None]).last_hidden_state)[0, :, 0]
 
@@ -93,7 +93,7 @@ def kl(lp, ref, kind):
 
 
 def gae(rewards, values, s):
-    """Return advantages of the policy's own tokens; eq. 16 of Schulman et al. 2016 as the sum that it is."""
+    """Return advantages of the policy's tokens: eq. 16 of Schulman et al. 2016 as a sum."""
     deltas = [
         reward + s.gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t]
         for t, reward in enumerate(rewards)
@@ -104,8 +104,8 @@ def gae(rewards, values, s):
 
 
 @torch.no_grad()
-def what_to_learn(models, rows, s):
-    """Return for each row: old and reference log-probabilities, values, advantages and returns of the policy's tokens."""
+def targets_of(models, rows, s):
+    """Return old and reference log-probabilities, values, advantages and returns of policy tokens, for each row."""
     learnt = []
     for row in rows:
         instance = torch.tensor(row.mask)
@@ -152,10 +152,10 @@ def critic_token_losses(lm, row, learnt, s):
 
 
 def reference(s, order, rows=ROWS):
-    """Return models after one step in plain gradient descent."""
+    """Return the models after one step of plain gradient descent."""
     models = {name: source.causal().lm for name, source in SOURCES.items() if name in ("actor", "ref")}
     models |= {name: source.scalar().lm for name, source in SOURCES.items() if name in ("critic", "rm")}
-    learnt = what_to_learn(models, rows, s)
+    learnt = targets_of(models, rows, s)
     for minibatch in order:
         for name, token_losses, rate in (
             ("critic", critic_token_losses, s.critic_lr),
@@ -173,7 +173,7 @@ def reference(s, order, rows=ROWS):
 
 
 def distance(one, other):
-    """Return largest difference of two models' weights."""
+    """Return the largest difference between weights of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
@@ -215,20 +215,20 @@ KNOBS = {
         "reward_model": True, "clip": 1.0, "truncated_score": -1.0, "weight": 0.5, "vf_coef": 0.7,
     },
 }  # fmt: skip
-# What a knob is compared with to show that it matters, where that is not the base setting.
+# The setting to compare an option with to show its effect, if it is not the base setting.
 WITHOUT = {"score_weight": "reward_model", "score_clip": "reward_model", "truncated_score": "reward_model"}
 
 
 @pytest.fixture(scope="module")
 def unturned():
-    """Weights of actor and critic under the base setting and with a reward model."""
+    """Weights of actor and critic after the base step, and with a reward model."""
     return {}
 
 
 @pytest.mark.quick_cases(6)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("knob", KNOBS)
-def test_a_step_is_the_one_of_the_papers_and_every_knob_matters(knob, unturned):
+def test_step_equals_that_of_the_papers_and_every_option_has_an_effect(knob, unturned):
     s = settings(**KNOBS[knob])
     module = trained(s)
     models = reference(s, module.order)

@@ -1,4 +1,4 @@
-"""A run on preferences that stops in the middle of an epoch goes on there, against the reference it began with."""
+"""A preference run that stops within an epoch resumes there with the original reference."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def run(kind, directory, steps, ckpt=None):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_stopped_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(kind, tmp_path):
+def test_run_stopped_within_an_epoch_resumes_like_an_uninterrupted_one(kind, tmp_path):
     undisturbed, weights = run(kind, tmp_path / "whole", 9)
     first, _ = run(kind, tmp_path / "parts", 3)
     rest, resumed = run(kind, tmp_path / "parts", 9, "last")

@@ -1,4 +1,4 @@
-"""Algorithms that change defaults: from Python, in the signature that LightningCLI reads, and by further subclasses."""
+"""Algorithms as changed defaults: in Python, in the signature that LightningCLI reads, and in subclasses."""
 
 import inspect
 
@@ -12,7 +12,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.preference_losses import IPOLoss
 
 
-def test_an_algorithm_has_its_defaults_and_those_of_its_base(tiny):
+def test_algorithm_has_its_defaults_and_those_of_its_base(tiny):
     module = GRPOModule(tiny)
     assert (module.advantages, module.kl_loss, module.aggregation) == (
         GRPO(),
@@ -23,12 +23,12 @@ def test_an_algorithm_has_its_defaults_and_those_of_its_base(tiny):
     assert IPOModule(tiny).loss == IPOLoss()
 
 
-def test_arguments_replace_defaults_by_name_and_by_position(tiny):
+def test_arguments_override_defaults_by_name_and_by_position(tiny):
     assert GRPOModule(tiny, advantages=RLOO()).advantages == RLOO()
     assert GRPOModule(tiny, None, None, RLOO()).advantages == RLOO()
 
 
-def test_the_signature_has_all_arguments_with_defaults_as_in_a_configuration():
+def test_signature_has_all_arguments_with_defaults_as_in_a_configuration():
     parameters = inspect.signature(DAPOModule).parameters
     assert list(parameters) == list(inspect.signature(RLHFModule).parameters)
     assert parameters["policy_loss"].default == {
@@ -39,7 +39,7 @@ def test_the_signature_has_all_arguments_with_defaults_as_in_a_configuration():
     assert inspect.signature(GRPOModule).parameters["kl_loss"].default == KLTerm(0.04, "k3")
 
 
-def test_a_subclass_of_an_algorithm_may_change_further_defaults(tiny):
+def test_subclass_of_an_algorithm_may_change_further_defaults(tiny):
     @with_defaults(aggregation=TokenMean(), minibatch_size=8)
     class Mine(GRPOModule):
         pass
@@ -49,7 +49,7 @@ def test_a_subclass_of_an_algorithm_may_change_further_defaults(tiny):
     assert GRPOModule(tiny).minibatch_size == 64
 
 
-def test_a_default_without_an_argument_is_an_error(tiny):
+def test_default_without_an_argument_raises(tiny):
     with pytest.raises(TypeError, match="RLHFModule has no argument 'beta'"):
         with_defaults(beta=1.0)(RLHFModule)
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):

@@ -1,4 +1,4 @@
-"""REBEL: neighbouring responses to a prompt are pairs, whose difference in reward the actor's log-ratios regress on."""
+"""REBEL: the log-ratios of pairs of neighbouring responses regress on their difference in reward."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def rebel(dtype="float32", lr=0.0, **options):
     return module
 
 
-def test_before_the_first_update_the_loss_is_the_mean_square_of_the_differences_in_reward():
+def test_loss_before_the_first_update_is_the_mean_square_of_reward_differences():
     metrics = fit(rebel(), [rollout()]).callback_metrics
     assert_close(metrics["train/loss"], (2**2 + 0 + 1.5**2 + 4**2) / 4)
     assert_close(metrics["train/reward_difference"], (2 + 0 + 1.5 + 4) / 4)
@@ -45,7 +45,7 @@ def test_before_the_first_update_the_loss_is_the_mean_square_of_the_differences_
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 1000])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_the_gradient_is_that_of_the_regression(micro_batch_tokens, kl_coef):
+def test_gradient_is_that_of_the_regression(micro_batch_tokens, kl_coef):
     options = {"kl_reward": KLTerm(kl_coef), "micro_batch_tokens": micro_batch_tokens, "max_grad_norm": None}
     module = rebel("float64", 1.0, **options)
     before = [p.detach().clone() for p in module.actor.parameters()]
@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_the_regression(micro_batch_tokens, kl_coef):
     assert max(float((one - other).abs().max()) for one, other in zip(steps, gradients, strict=True)) <= 1e-11
 
 
-def test_updates_make_the_better_response_of_each_pair_likelier():
+def test_updates_make_the_better_response_of_each_pair_more_likely():
     made = rollout()
     module = rebel(lr=0.02, update_epochs=10)
     metrics = fit(module, [made]).callback_metrics
@@ -72,14 +72,14 @@ def test_updates_make_the_better_response_of_each_pair_likelier():
     assert metrics["policy/updates"] == 10
 
 
-def test_a_pair_with_a_response_that_is_not_included_is_left_out():
+def test_pair_with_an_excluded_response_is_skipped():
     made = rollout()
     made.included[7] = False
     metrics = fit(rebel(), [made]).callback_metrics
     assert_close(metrics["train/loss"], (2**2 + 0 + 1.5**2) / 3)
 
 
-def test_an_odd_number_of_responses_is_refused():
+def test_odd_number_of_responses_is_rejected():
     made = rollout()[range(6)]
     made.group[:] = torch.arange(6) // 3
     with pytest.raises(ValueError, match=r"group_size must be even, got 3"):

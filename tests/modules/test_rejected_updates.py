@@ -1,4 +1,4 @@
-"""An update of which bypass rejects every token is left out, as it is where the rejection precedes the updates."""
+"""An update whose tokens are all rejected in bypass mode is skipped, as with rejection before the updates."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Recorded(Callback):
 
 
 def batches(*rejected_rows):
-    """Return rollouts; in each, these rows are rejected: the engine's probability of their tokens is almost 0."""
+    """Return rollouts in which the given rows are rejected: the engine's probability of their tokens is almost 0."""
     made = []
     for rows in rejected_rows:
         rollout = rollout_of(ROWS)
@@ -57,7 +57,7 @@ def equal(one, other, role=""):
 
 
 def without_responses(rollout):
-    """Return the rollout with no response to learn from, whose updates are left out before any forward pass."""
+    """Return the rollout without responses to train on, whose updates are skipped before any forward pass."""
     return replace(rollout, included=torch.zeros_like(rollout.included))
 
 
@@ -67,7 +67,7 @@ def without_responses(rollout):
     [{}, {"packing": False}, {"policy_loss": ReinforceLoss(), "correction": WEIGHTED}, {"update_epochs": 2}],
     ids=str,
 )
-def test_an_update_without_an_accepted_token_is_left_out(options, strategy, tmp_path):
+def test_update_without_an_accepted_token_is_skipped(options, strategy, tmp_path):
     def run(rollouts):
         chosen = RLHFSingleDeviceStrategy(offload_idle=True) if strategy == "offload_idle" else strategy
         return trained(rollouts, strategy=chosen, **options)
@@ -87,7 +87,7 @@ def test_an_update_without_an_accepted_token_is_left_out(options, strategy, tmp_
     assert ours.metrics[2]["policy/updates"] == 2 * options.get("update_epochs", 1)
 
 
-def test_one_accepted_response_makes_the_update():
+def test_one_accepted_response_is_enough_for_an_update():
     recorded = trained(batches([], range(1, 6)), minibatch_size=6, update_epochs=2)
     assert not equal(*recorded.weights)
     assert recorded.metrics[1]["policy/updates"] == 2
@@ -95,7 +95,7 @@ def test_one_accepted_response_makes_the_update():
     assert 0.5 < recorded.metrics[1]["rollout_corr/rejected_fraction"] < 1
 
 
-def test_only_the_rejected_mini_batches_of_a_step_are_left_out_also_with_target_kl():
+def test_only_rejected_mini_batches_are_skipped_even_with_target_kl():
     # The KL of a rejected mini-batch exceeds the target, but ends no updates: it was not learned from.
     recorded = trained(batches([0, 2, 5]), minibatch_size=1, update_epochs=3, target_kl=20.0)
     assert recorded.metrics[0]["policy/updates"] == 9
@@ -103,7 +103,7 @@ def test_only_the_rejected_mini_batches_of_a_step_are_left_out_also_with_target_
 
 
 @pytest.mark.parametrize("options", [{"ent_coef": 0.1}, {"ref": TinyModel(seed=1), "kl_loss": KLTerm(0.1, "k3")}])
-def test_an_entropy_bonus_or_kl_loss_of_rejected_tokens_is_learned_from(options):
+def test_entropy_bonus_and_kl_loss_of_rejected_tokens_are_trained_on(options):
     # Both count all policy tokens with bypass, so this gradient is that of the loss.
     recorded = trained(batches([], range(6)), **options)
     assert recorded.metrics[1]["policy/updates"] == 2
@@ -117,7 +117,7 @@ def test_advantages_of_zero_still_make_an_update():
     assert recorded.metrics[1]["grad_norm/actor"] == 0
 
 
-def test_the_critic_learns_from_responses_that_the_policy_rejects():
+def test_critic_trains_on_responses_that_the_policy_rejects():
     recorded = trained(batches([], range(6)), kind=PPOModule, critic_optimizer=ADAMW)
     before, after = recorded.weights
     assert equal(before, after, "actor.")

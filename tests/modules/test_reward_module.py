@@ -1,4 +1,4 @@
-"""Reward modelling: -log sigmoid of the difference, every pair counting the same."""
+"""Reward modelling: -log sigmoid of the score difference; all pairs have the same weight."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def reward_module(dtype="float32", lr=0.0, **options):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [7, 25, 1000])
-def test_loss_accuracy_and_margin_are_those_of_the_scores_at_the_last_token(micro_batch_tokens):
+def test_loss_accuracy_and_margin_are_those_of_scores_at_the_last_token(micro_batch_tokens):
     batch = pairs([5, 2, 7, 4], [3, 8, 1, 4])
     metrics = fit(reward_module(micro_batch_tokens=micro_batch_tokens), [batch]).callback_metrics
     difference = scores(batch.chosen)[0] - scores(batch.rejected)[0]
@@ -54,7 +54,7 @@ def test_loss_accuracy_and_margin_are_those_of_the_scores_at_the_last_token(micr
 
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
-def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens):
+def test_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens):
     batch = pairs([5, 2, 7, 4], [3, 8, 1, 4], margin=True).to("cpu")
     module = reward_module(
         "float64", 1.0, loss=PairwiseLoss(0.1), micro_batch_tokens=micro_batch_tokens, max_grad_norm=None
@@ -77,7 +77,7 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batc
     assert max(float((one - other).abs().max()) for one, other in zip(taken, expected, strict=True)) <= 1e-12
 
 
-def test_validation_counts_every_pair_of_ragged_batches_the_same():
+def test_validation_weights_every_pair_of_ragged_batches_equally():
     batches = [pairs([3], [4], 1), pairs([5, 6, 2, 4], [1, 9, 3, 3], 3), pairs([2, 8], [5, 2], 5)]
     every = torch.cat([scores(batch.chosen)[0] - scores(batch.rejected)[0] for batch in batches])
     metrics = fit(reward_module(), [batches[0]], val=batches).callback_metrics
@@ -88,7 +88,7 @@ def test_validation_counts_every_pair_of_ragged_batches_the_same():
     assert_close(bounds, torch.tensor(wilson_interval(int((every > 0).sum()), 7)))
 
 
-def test_validation_counts_every_pair_of_both_ranks_the_same():
+def test_validation_weights_every_pair_of_both_ranks_equally():
     shares = [[pairs([3], [4], 1), pairs([5, 6, 2], [1, 9, 3], 3)], [pairs([2, 8], [5, 2], 5), pairs([4], [4], 7)]]
     every = torch.cat([scores(b.chosen)[0] - scores(b.rejected)[0] for share in shares for b in share])
     modules = [reward_module() for _ in shares]
@@ -103,7 +103,7 @@ def test_validation_counts_every_pair_of_both_ranks_the_same():
         assert_close(metrics["val/pair_accuracy_low"], wilson_interval(int((every > 0).sum()), len(every))[0])
 
 
-def test_a_short_fit_orders_all_pairs():
+def test_short_fit_orders_all_pairs():
     batch = pairs([5, 2, 7, 4, 3, 3], [3, 8, 1, 4, 5, 6])
     module = RewardModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
     metrics = fit(module, [batch] * 30).callback_metrics
@@ -111,7 +111,7 @@ def test_a_short_fit_orders_all_pairs():
     assert metrics["train/loss"] < 0.1
 
 
-def test_what_a_finished_run_hands_on_is_the_reward_model(tmp_path):
+def test_finished_run_exports_the_reward_model(tmp_path):
     module = reward_module()
     module.export(tmp_path)
     loaded = Pretrained(str(tmp_path)).scalar()

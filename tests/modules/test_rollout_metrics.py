@@ -1,4 +1,4 @@
-"""What a step says of its rollout, on two responses worked by hand."""
+"""Metrics of the rollout of a step, for two responses worked by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,9 +19,9 @@ ROLES = ("actor", "ref", "reward_model", "critic")
 
 @pytest.fixture
 def experience():
-    rollout = rollout_of(ROWS)  # the engine said -1 for every token of the policy
+    rollout = rollout_of(ROWS)  # the engine's log-probability is -1 for every policy token
     rollout.rewards["partly"] = torch.tensor([4.0, torch.nan])
-    garbage = torch.full((2, 3), torch.nan)  # nobody may look at what lies outside the mask
+    garbage = torch.full((2, 3), torch.nan)  # values outside the mask must not be used
     return Experience(
         rollout,
         reward=torch.tensor([2.5, -1.0]),
@@ -99,7 +99,7 @@ def test_ranks_agree_on_the_metrics_of_both(experience):
             assert_close(metrics[name], value)
 
 
-def test_what_no_role_made_is_left_out(experience):
+def test_metrics_of_missing_roles_are_omitted(experience):
     metrics = describe(experience, ("actor",))
     missing = {"kl/ref", "reward/from_model", "value/explained_variance"}
     missing |= {f"{stem}{end}" for stem in ("reward/after_kl_", "value/") for end in ("mean", "max", "min")}
@@ -114,7 +114,7 @@ def in_groups(rewards, groups):
     return Experience(rollout, rollout.reward, *tensors, mask=mask, weights=blank, selected_tokens=mask)
 
 
-def test_groups_are_compared_within():
+def test_metrics_within_groups():
     # group 7: 1, 3, 5 with variance 4;  group 2: alone;  group 0: equal;  group 4: -1, 0 with variance 1/2
     inputs = in_groups([1, 0.1, 3, 9, 0.1, -1, 5, 0], [7, 0, 7, 2, 0, 4, 7, 4])
     expected = {
@@ -133,7 +133,7 @@ def test_groups_are_compared_within():
         assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_metrics_are_those_of_verl_for_the_same_batch():
+def test_metrics_equal_those_of_verl_for_the_same_batch():
     recorded = golden("validation")["batch"]
     tensors = {name: float64(values) for name, values in recorded["inputs"].items()}
     mask, verl = tensors["mask"].bool(), recorded["outputs"]["data"]

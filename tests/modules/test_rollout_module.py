@@ -1,4 +1,4 @@
-"""From a rollout to experience: what each part of it is made of, against the models asked directly."""
+"""From a rollout to an experience: each part compared with direct calls of the models."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ ROWS = responses(6, seed=8, observations=True)
 
 
 def stepped(kind=RLHFModule, rollout=None, **options):
-    """Return a module after a step in which no weight moved."""
+    """Return a module after a step that changed no weight."""
     options = {"actor_optimizer": SGD, "minibatch_size": 3, "micro_batch_tokens": 15} | options
     module = kind(TinyModel(dtype="float64"), **options)
     module.metrics = fit(module, [rollout or rollout_of(ROWS, dtype=torch.float64)]).callback_metrics
@@ -40,7 +40,7 @@ def logits_of(lm, row):
     return lm(ids[None]).logits[0, len(row.prompt) - 1 : -1]
 
 
-def test_responses_that_are_not_kept_are_measured_and_not_learnt_from():
+def test_excluded_responses_are_measured_and_not_trained_on():
     rollout = rollout_of(ROWS, dtype=torch.float64)
     rollout.included[1::2] = False
     module = stepped(rollout=rollout)
@@ -67,7 +67,7 @@ def test_weights_and_rejections_are_those_of_the_correction_before_the_first_upd
         assert_close(module.metrics[name], value, equal_nan=True)
 
 
-def test_a_rejected_last_token_does_not_take_the_reward_of_its_response_with_it():
+def test_rejected_last_token_does_not_remove_the_reward_of_its_response():
     rollout = rollout_of(ROWS, dtype=torch.float64)
     plain = stepped(rollout=rollout).last_step.experience
     rollout = replace(rollout, rollout_logprobs=plain.old_logprobs.clone())
@@ -81,7 +81,7 @@ def test_a_rejected_last_token_does_not_take_the_reward_of_its_response_with_it(
     assert experience.advantages.any()
 
 
-def test_without_a_correction_the_mismatch_is_measured_all_the_same():
+def test_mismatch_is_measured_without_a_correction():
     module = stepped()
     rollout = module.last_step.experience.rollout
     gap = (module.last_step.experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
@@ -90,7 +90,7 @@ def test_without_a_correction_the_mismatch_is_measured_all_the_same():
     assert torch.equal(module.last_step.experience.mask, rollout.response_mask)
 
 
-def test_weights_multiply_the_policy_loss_and_nothing_else():
+def test_weights_multiply_only_the_policy_loss():
     module = stepped(ent_coef=0.0, policy_loss=ReinforceLoss(), aggregation=TokenMean())
     experience = module.last_step.experience
     once, twice = (
@@ -111,7 +111,7 @@ def test_weights_multiply_the_policy_loss_and_nothing_else():
 
 
 class Counting(RLHFModule):
-    """Counts how often the actor is asked outside of updates."""
+    """Counts the evaluations of the actor outside of updates."""
 
     requested = 0
 
@@ -120,13 +120,13 @@ class Counting(RLHFModule):
         return super().actor_scores(role, rollout, squares)
 
 
-def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
+def test_bypass_uses_the_log_probabilities_of_the_engine_without_a_forward_pass():
     bypass = stepped(Counting, correction=RolloutCorrection(bypass=True))
     assert bypass.requested == 0
     assert torch.equal(bypass.last_step.experience.old_logprobs, bypass.last_step.experience.rollout.rollout_logprobs)
     decoupled = stepped(Counting)
     assert decoupled.requested > 0
-    # what is measured then is the actor that learns, which has not moved here
+    # these metrics measure the trained actor, which has not changed here
     for name in ("rollout_corr/kl_k1", "rollout_corr/kl_k3"):
         assert_close(bypass.metrics[name], decoupled.metrics[name], atol=1e-6)
     for name in ("rollout_corr/ess_token", "rollout/logprob_diff_max"):
@@ -134,7 +134,7 @@ def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
         assert name not in bypass.metrics
 
 
-def test_bypass_weighs_the_plain_gradient_by_the_actor_as_it_is_now():
+def test_bypass_weights_the_policy_gradient_by_the_current_actor():
     correction = RolloutCorrection("token", 1.5, bypass=True)
     module = stepped(correction=correction, policy_loss=ReinforceLoss())
     rows = module.last_step.experience
@@ -144,7 +144,7 @@ def test_bypass_weighs_the_plain_gradient_by_the_actor_as_it_is_now():
     assert_close(module.actor_loss(rows, MeanAccumulator()), expected)
 
 
-def test_values_behind_the_last_token_of_truncated_responses_are_the_critics():
+def test_values_after_the_last_token_of_truncated_responses_are_those_of_the_critic():
     seen = []
 
     class Watching(GAE):
@@ -166,7 +166,7 @@ def test_values_behind_the_last_token_of_truncated_responses_are_the_critics():
     assert any(row.truncated for row in ROWS)
 
 
-def test_the_sum_of_squared_probabilities_reaches_the_estimator_that_asks_for_it():
+def test_sum_of_squared_probabilities_reaches_the_estimator_that_requests_it():
     seen = []
 
     class Watching(OptimalTokenBaseline):
@@ -183,7 +183,7 @@ def test_the_sum_of_squared_probabilities_reaches_the_estimator_that_asks_for_it
         assert_close(seen[0].sum_pi_squared[i, : len(row.tokens)][instance], squares[instance], atol=1e-6)
 
 
-def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_response():
+def test_greedy_reward_is_that_of_functions_and_reward_model_for_the_greedy_response():
     rollout = rollout_of(ROWS, dtype=torch.float64)
     rollout.group[:] = torch.tensor([0, 0, 0, 1, 1, 1])
     greedy_rows = [Response([1, 2], [3], 0.5), Response([4], [5, 6], -1.0)]
@@ -204,7 +204,7 @@ def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_re
         )
 
 
-def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_resume():
+def test_resampled_responses_are_drawn_by_reward_and_equal_after_a_resume():
     rows = [Response([1], [2, 3], reward) for reward in (0.0, 0.0, 3.0, 0.0)]
 
     class Recorded(PPOModule):
@@ -220,7 +220,7 @@ def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_re
     assert sorted(stepped(Recorded, **options).drawn) == [0, 1, 2, 3]
 
 
-def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
+def test_target_kl_stops_a_loss_without_a_kl():
     class Silent(PolicyLoss):
         def token_losses(self, tokens):
             return -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp(), {}
@@ -231,7 +231,7 @@ def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
     assert stepped(**options, target_kl=1e-9).metrics["policy/updates"] == 2
 
 
-def test_target_kl_with_a_loss_that_measures_no_kl_is_refused_by_the_name_of_the_module():
+def test_target_kl_with_a_loss_without_kl_is_rejected_with_the_module_name():
     class Own(RLHFModule):
         def losses(self):
             return {
@@ -245,7 +245,7 @@ def test_target_kl_with_a_loss_that_measures_no_kl_is_refused_by_the_name_of_the
         stepped(Own, update_epochs=2, target_kl=1e-9)
 
 
-def test_metrics_of_a_step_without_updates_are_nan_and_not_those_of_the_step_before():
+def test_metrics_of_a_step_without_updates_are_nan():
     good = rollout_of(ROWS, dtype=torch.float64)
     nothing = replace(good, included=torch.zeros_like(good.included))
     seen = []
@@ -266,7 +266,7 @@ def test_metrics_of_a_step_without_updates_are_nan_and_not_those_of_the_step_bef
     assert second["policy/updates"] == 0
 
 
-def test_what_bypass_rejects_is_told():
+def test_rejections_in_bypass_mode_are_logged():
     rejections = (Rejection("k1", "sequence_mean", upper=1.001, lower=0.999),)
     decoupled, bypass = (
         stepped(
@@ -279,7 +279,7 @@ def test_what_bypass_rejects_is_told():
     assert bypass.metrics["rollout_corr/rejected_fraction"] == 1
 
 
-def test_resampling_draws_nothing_that_is_not_kept():
+def test_resampling_draws_only_included_responses():
     drawn = []
 
     class Recorded(PPOModule):
@@ -296,6 +296,6 @@ def test_resampling_draws_nothing_that_is_not_kept():
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_precisions_that_do_not_work_are_refused(precision):
+def test_unsupported_precisions_are_rejected(precision):
     with pytest.raises(ValueError, match=f"^precision must be 32-true or bf16-mixed, got {precision}; to keep whole"):
         fit(RLHFModule(TinyModel(), minibatch_size=3), [rollout_of(ROWS)], precision=precision)

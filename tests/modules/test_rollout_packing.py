@@ -1,4 +1,4 @@
-"""Updates on packed rollouts, whose responses share their prompts, are those on padded ones."""
+"""Updates on packed rollouts, whose responses share their prompts, equal those on padded ones."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ def step(kind, rollout, **options):
 
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-def test_a_step_is_that_on_padded_rows_for_any_token_budget(kind, budget):
+def test_step_equals_that_on_padded_rows_for_any_token_budget(kind, budget):
     padded, weights, _ = step(kind, grouped(), packing=False, minibatch_size=6)
     metrics, packed, module = step(kind, grouped(), micro_batch_tokens=budget, minibatch_size=6)
     assert module.layout.packed
@@ -57,7 +57,7 @@ def test_a_step_is_that_on_padded_rows_for_any_token_budget(kind, budget):
 
 
 def tokens_of(rollout, **options):
-    """Return number of tokens in each forward pass of the actor."""
+    """Return the number of tokens in each forward pass of the actor."""
     module = module_of(GRPOModule, minibatch_size=12, micro_batch_tokens=1000, **options)
     module.configure_model()
     sizes = []
@@ -68,7 +68,7 @@ def tokens_of(rollout, **options):
     return sizes[4:]  # without those of the test of the head
 
 
-def test_a_prompt_is_laid_out_once_for_all_its_responses():
+def test_prompt_is_laid_out_once_for_all_its_responses():
     rollout = grouped()
     once = int(rollout.prompt_lengths[::GROUP].sum() + rollout.response_lengths.sum())
     assert tokens_of(rollout) == [once]  # the update, which computes the old log-probs too
@@ -94,7 +94,7 @@ def test_different_prompts_of_one_group_are_not_shared():
 
 
 class Recorded(GRPOModule):
-    """Remembers the prompts of each mini-batch."""
+    """Records the prompts of each mini-batch."""
 
     def minibatches(self, experience):
         self.seen = []
@@ -115,14 +115,14 @@ def test_groups_stay_in_one_mini_batch_on_request():
     assert any(len(set(groups)) > 2 for groups in seen())
 
 
-def test_prompt_numbers_name_the_first_row_with_the_same_prompt():
+def test_prompt_numbers_are_the_first_row_with_the_same_prompt():
     rollout: Rollout = rollout_of([Response([1, 2], [3]), Response([1, 2], [4, 5]), Response([1], [6])])
     rollout.group[:] = torch.tensor([7, 7, 7])
     assert rollout.prompt_numbers().tolist() == [[0, 0, 2], [2, 2, 1], [1, 2, 1]]
 
 
 def branched(joined=True):
-    """Return rows of two texts each, and every third of one; or the texts themselves."""
+    """Return rows of two texts each, and every third of one; or the texts as separate rows."""
     rows, starts, texts = [], [], []
     parts = responses(24, seed=7)
     for first, second in zip(parts[::2], parts[1::2], strict=True):
@@ -148,7 +148,7 @@ def branched(joined=True):
 
 
 def sampled_scores(module, rollout):
-    """Return log-probabilities and values of the sampled tokens in order, and the gradient of a sum of the first."""
+    """Return log-probabilities and values of the sampled tokens in order, and the gradient of the sum of the former."""
     logprobs = module.actor_scores("actor", rollout).logprobs[rollout.response_mask]
     values = module.critic_values(rollout)[0][rollout.response_mask]
     wanted = [p for p in module.actor.parameters() if p.requires_grad]
@@ -157,7 +157,7 @@ def sampled_scores(module, rollout):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_texts_in_one_row_are_computed_as_if_they_were_apart(packed):
+def test_texts_in_one_row_are_computed_as_if_they_were_separate(packed):
     module = module_of(PPOModule, packing=packed, minibatch_size=6)
     fit(module, [grouped()])
     assert module.layout.packed == packed
@@ -174,7 +174,7 @@ def test_texts_in_one_row_are_computed_as_if_they_were_apart(packed):
 
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-def test_a_step_on_rows_of_several_texts_is_that_on_padded_ones(kind, budget):
+def test_step_on_rows_of_several_texts_equals_that_on_padded_ones(kind, budget):
     padded, weights, _ = step(kind, branched(), packing=False, minibatch_size=6)
     metrics, packed, _ = step(kind, branched(), micro_batch_tokens=budget, minibatch_size=6)
     for name, value in padded.items():

@@ -1,4 +1,4 @@
-"""A schedule over the run's length has transformers' factors, without numbers of steps in the configuration."""
+"""Schedules over the length of a run have the factors of transformers, without a configured number of steps."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def optimizer(rate=0.5):
 
 
 def rates(schedule, steps):
-    """Learning rate of each step."""
+    """Return the learning rate of each step."""
     seen = []
     for _ in range(steps):
         seen.append(schedule.optimizer.param_groups[0]["lr"])
@@ -26,7 +26,7 @@ def rates(schedule, steps):
     return seen
 
 
-def test_warm_up_and_cosine_are_those_of_a_literal_case():
+def test_warm_up_and_cosine_have_known_values():
     schedule = RunSchedule(optimizer(), "cosine", warmup_ratio=0.25)
     schedule.stretch(8)
     half = 0.5 * (1 + 0.5) * 0.5  # a third of the way down: cos(pi / 3) = 1/2
@@ -45,14 +45,14 @@ def test_warm_up_and_cosine_are_those_of_a_literal_case():
         ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
     ],
 )
-def test_every_kind_is_transformers_own(kind, arguments):
+def test_every_kind_equals_that_of_transformers(kind, arguments):
     schedule = RunSchedule(optimizer(), kind, 0.2, arguments)
     schedule.stretch(20)
     theirs = get_scheduler(kind, optimizer(), 4, 20, scheduler_specific_kwargs=dict(arguments))
     assert rates(schedule, 20) == rates(theirs, 20)
 
 
-def test_a_resumed_schedule_goes_on_where_it_was():
+def test_resumed_schedule_continues():
     whole = RunSchedule(optimizer(), "linear", 0.5)
     whole.stretch(10)
     wanted = rates(whole, 10)
@@ -66,7 +66,7 @@ def test_a_resumed_schedule_goes_on_where_it_was():
     assert rates(second, 6) == wanted[4:]
 
 
-def test_the_kind_of_a_checkpoint_wins_and_the_length_is_the_run_s():
+def test_kind_is_read_from_the_checkpoint_and_length_from_the_run():
     first = RunSchedule(optimizer(), "cosine", 0.5)
     first.stretch(10)
     second = RunSchedule(optimizer(), "linear", 0.0)
@@ -80,23 +80,23 @@ def test_the_kind_of_a_checkpoint_wins_and_the_length_is_the_run_s():
     (1.0, 10, r"warmup_ratio must lie in \[0, 1\), got 1.0"),
     (0.1, float("inf"), "needs the length of the run, which is inf steps: give trainer.max_steps"),
 ])  # fmt: skip
-def test_a_schedule_that_cannot_be_is_refused(ratio, steps, message):
+def test_invalid_schedule_is_rejected(ratio, steps, message):
     with pytest.raises(ValueError, match=message):
         RunSchedule(optimizer(), "cosine", ratio).stretch(steps)
 
 
-def test_arguments_of_another_kind_are_refused():
+def test_unsupported_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"'linear' does not take the arguments {'num_cycles': 2}"):
         RunSchedule(optimizer(), "linear", 0.0, {"num_cycles": 2}).stretch(10)
 
 
-def test_a_schedule_without_a_length_does_not_run():
+def test_schedule_without_a_length_raises():
     with pytest.raises(ValueError, match=r"call stretch\(steps\) before training"):
         rates(RunSchedule(optimizer()), 2)
 
 
 class Rates(Callback):
-    """Notes the learning rate that each step logs."""
+    """Records the learning rate that each step logs."""
 
     def __init__(self):
         self.seen = []
@@ -105,7 +105,7 @@ class Rates(Callback):
         self.seen.append(float(trainer.callback_metrics["lr/actor"]))
 
 
-def test_a_run_gives_its_length_to_the_schedule():
+def test_run_passes_its_length_to_the_schedule():
     module = GRPOModule(
         TinyModel(),
         minibatch_size=4,
@@ -132,6 +132,6 @@ def grouped():
         ),
     ],
 )
-def test_a_factory_that_makes_something_else_is_refused(inputs, message):
+def test_factory_with_a_wrong_result_is_rejected(inputs, message):
     with pytest.raises(ValueError, match=message):
         fit(GRPOModule(TinyModel(), minibatch_size=4, **inputs), [grouped()])

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy of the marked tokens, its mean exact."""
+"""Supervised fine-tuning: exact mean of the cross-entropy of marked tokens."""
 
 from functools import partial
 
@@ -41,13 +41,13 @@ def sft(**options):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [5, 1000])
-def test_the_training_loss_is_torchs_cross_entropy_of_the_marked_tokens(micro_batch_tokens):
+def test_training_loss_equals_the_cross_entropy_of_marked_tokens_in_torch(micro_batch_tokens):
     batch = texts([5, 9, 3], seed=0)
     metrics = fit(sft(micro_batch_tokens=micro_batch_tokens), [batch]).callback_metrics
     assert_close(metrics["train/loss"], marked_losses(batch).mean())
 
 
-def test_the_validation_loss_counts_every_token_of_ragged_batches_the_same():
+def test_validation_loss_weights_every_token_of_ragged_batches_equally():
     batches = [texts([3, 2], 1), texts([12, 11, 9, 8], 2), texts([7], 3)]
     every = torch.cat([marked_losses(batch) for batch in batches])
     assert abs(torch.stack([marked_losses(batch).mean() for batch in batches]).mean() - every.mean()) > 1e-2
@@ -55,7 +55,7 @@ def test_the_validation_loss_counts_every_token_of_ragged_batches_the_same():
     assert_close(metrics["val/loss"], every.mean())
 
 
-def test_the_validation_loss_counts_every_token_of_both_ranks_the_same():
+def test_validation_loss_weights_every_token_of_both_ranks_equally():
     shares = [[texts([3, 2], 1), texts([12, 9], 2)], [texts([11], 3), texts([2, 2, 4], 4)]]
     every = torch.cat([marked_losses(batch) for share in shares for batch in share])
     modules = [sft() for _ in shares]
@@ -68,7 +68,7 @@ def test_the_validation_loss_counts_every_token_of_both_ranks_the_same():
         assert_close(metrics["val/loss"], every.mean())
 
 
-def test_a_short_fit_lowers_the_loss():
+def test_short_fit_lowers_the_loss():
     batch = texts([5, 9, 3], seed=0)
     module = sft(optimizer=partial(torch.optim.AdamW, lr=1e-2))
     losses = []
@@ -84,7 +84,7 @@ def test_a_short_fit_lowers_the_loss():
     assert losses[0] == pytest.approx(marked_losses(batch).mean().item(), rel=1e-5)
 
 
-def test_a_batch_of_single_tokens_has_nothing_to_predict():
+def test_batch_of_single_tokens_has_no_targets():
     batch = SequenceBatch(torch.tensor([[3], [4]]), torch.tensor([1, 1]), torch.zeros(2, 1).bool())
     metrics = fit(sft(), [batch], val=[batch]).callback_metrics
     assert metrics["train/loss"].isnan()
@@ -107,13 +107,13 @@ def test_a_batch_of_single_tokens_has_nothing_to_predict():
     ],
     ids=["sft", "reward"],
 )
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_it_is_built(module, data, role):
+def test_tokenizer_with_more_tokens_than_the_model_is_rejected_before_the_model_is_built(module, data, role):
     with pytest.raises(ValueError, match=f"^the tokenizer has 13 tokens, the {role} only 11: use the tokenizer that"):
         quiet_trainer().fit(module, datamodule=data)
     assert not module.built
 
 
-def test_a_wrong_data_module_is_named_before_its_columns_are_looked_for():
+def test_wrong_data_module_is_reported_before_its_columns_are_read():
     data = PreferenceDataModule(InMemory([{"prompt": "a", "completion": "b"}]), LETTERS)
     with pytest.raises(
         ValueError, match=r"^SFTModule cannot train on the rows of PreferenceDataModule: use ConversationDataModule as"

@@ -10,7 +10,7 @@ from tests.helpers import assert_close, masks, normal, over_ranks, properties, s
 
 @properties
 @given(masks(), seeds)
-def test_a_mean_does_not_depend_on_how_its_values_were_cut_up(mask, seed):
+def test_mean_is_independent_of_the_division_of_values(mask, seed):
     values = normal(*mask.shape, seed=seed)
     whole, parts, merged = MeanAccumulator(), MeanAccumulator(), MeanAccumulator()
     whole.add("x", values, mask)
@@ -27,7 +27,7 @@ def test_a_mean_does_not_depend_on_how_its_values_were_cut_up(mask, seed):
         assert all(math.isnan(sums.means(ONE_RANK)["x"]) for sums in (whole, parts, merged))
 
 
-def test_means_are_exact_over_ranks_that_hold_differing_counts():
+def test_means_are_exact_over_ranks_with_different_counts():
     def rank(values):
         def run(ranks):
             sums = MeanAccumulator()
@@ -57,7 +57,7 @@ def test_tokens_are_all_rejected_only_if_they_are_on_all_ranks():
     assert over_ranks(rejected, accepted) == over_ranks(nothing, nothing) == [False, False]
 
 
-def test_nothing_added_needs_no_reduction():
+def test_empty_sum_needs_no_reduction():
     class Never(DataRanks):
         def sum(self, value):
             raise AssertionError("reduced")
@@ -66,7 +66,7 @@ def test_nothing_added_needs_no_reduction():
     assert not MeanAccumulator().all_rejected(Never())
 
 
-def test_small_values_are_not_lost_beside_large_ones():
+def test_small_values_are_not_lost_next_to_large_ones():
     sums = MeanAccumulator()
     sums.add("x", torch.tensor([1e8]))
     for _ in range(100):

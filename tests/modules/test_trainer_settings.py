@@ -1,4 +1,4 @@
-"""A run from Python refuses settings of automatic optimization with the setting to use instead."""
+"""Settings of automatic optimization are rejected in Python with the setting to use instead."""
 
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler

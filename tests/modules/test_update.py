@@ -1,4 +1,4 @@
-"""One optimizer step is exact whatever the micro-batches, the order of rows, the padding and the number of ranks."""
+"""One optimizer step is exact for any micro-batches, order of rows, padding and number of ranks."""
 
 import itertools
 from copy import deepcopy
@@ -30,26 +30,26 @@ def texts(lengths=LENGTHS, width=10, seed=0):
 
 
 def module_with(dtype="float64", **options):
-    """Return a module whose weights are there already: ranks in threads cannot draw theirs from one random state."""
+    """Return a module with initialized weights, because ranks in threads cannot share one random state for it."""
     module = SFTModule(TinyModel(dtype=dtype), optimizer=SGD, **({"max_grad_norm": None} | options))
     module.configure_model()
     return module
 
 
 def step_of(module, batch, strategy="auto"):
-    """Return what one step took off each weight."""
+    """Return the change of each weight in one step."""
     before = deepcopy(module.actor.state_dict())
     fit(module, [batch], strategy=strategy)
     return {name: before[name] - after for name, after in module.actor.state_dict().items()}
 
 
 def gradient(batch, **options):
-    """Return what one step of a fresh module takes off each weight."""
+    """Return the change of each weight in one step of a new module."""
     return step_of(module_with(**options), batch)
 
 
 def whole_batch_gradient(batch):
-    """Return gradient of the mean negative log-likelihood over all marked tokens, text by text without any padding."""
+    """Return the gradient of the mean negative log-likelihood over all marked tokens, text by text without padding."""
     lm = TinyModel(dtype="float64").causal().lm
     total = 0
     for ids, length, marked in zip(batch.input_ids, batch.lengths, batch.loss_mask, strict=True):
@@ -68,7 +68,7 @@ def assert_same(ours, theirs, tolerance):
 
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 7, 12, 20, 10_000])
-def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens):
+def test_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batch_tokens):
     batch = texts()
     ours = gradient(batch, micro_batch_tokens=micro_batch_tokens)
     assert_same(ours, whole_batch_gradient(batch), 1e-12)
@@ -76,14 +76,14 @@ def test_the_gradient_is_that_of_the_whole_batch_for_any_token_budget(micro_batc
 
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_order_of_rows_does_not_change_the_gradient(seed):
+def test_order_of_rows_does_not_change_the_gradient(seed):
     batch = texts()
     shuffled = batch[torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))]
     assert_same(gradient(shuffled, micro_batch_tokens=12), gradient(batch, micro_batch_tokens=12), 1e-12)
 
 
 @pytest.mark.usefixtures("exact")
-def test_what_stands_in_the_padding_does_not_change_the_gradient():
+def test_tokens_in_the_padding_do_not_change_the_gradient():
     batch = texts()
     position = torch.arange(15).expand(len(batch), -1)
     wide = torch.full(position.shape, VOCABULARY - 1)
@@ -94,14 +94,14 @@ def test_what_stands_in_the_padding_does_not_change_the_gradient():
     assert_same(gradient(wider, micro_batch_tokens=12), gradient(batch, micro_batch_tokens=12), 1e-12)
 
 
-def test_in_float32_the_token_budget_changes_the_gradient_by_rounding_only():
+def test_token_budget_changes_the_gradient_by_rounding_only_in_float32():
     batch = texts()
     ours = gradient(batch, dtype="float32", micro_batch_tokens=12)
     assert_same(ours, gradient(batch, dtype="float32"), 1e-6)
 
 
 @pytest.mark.usefixtures("exact")
-def test_rows_without_a_marked_token_weigh_nothing():
+def test_rows_without_a_marked_token_have_no_weight():
     batch = texts()
     silent = texts(lengths=(4, 6), seed=9)
     both = SequenceBatch(
@@ -112,7 +112,7 @@ def test_rows_without_a_marked_token_weigh_nothing():
     assert_same(gradient(both, micro_batch_tokens=6), gradient(batch), 1e-12)
 
 
-def test_a_batch_without_any_marked_token_changes_nothing():
+def test_batch_without_marked_tokens_changes_nothing():
     batch = texts()
     silent = SequenceBatch(batch.input_ids, batch.lengths, torch.zeros_like(batch.loss_mask))
     assert all(not value.any() for value in gradient(silent).values())
@@ -121,7 +121,7 @@ def test_a_batch_without_any_marked_token_changes_nothing():
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_strategy_that_keeps_the_contract_is_recognised():
+def test_strategy_with_the_role_interface_is_recognized():
     assert isinstance(OneOfTwoRanks(SimpleNamespace(maximum=torch.clone)), RoleStrategy)
 
 
@@ -154,7 +154,7 @@ def norm(gradients):
 
 
 @pytest.mark.usefixtures("exact")
-def test_gradients_are_clipped_to_the_global_norm_and_small_ones_are_left():
+def test_gradients_are_clipped_to_the_global_norm_and_small_ones_are_not_changed():
     batch = texts()
     free = gradient(batch)
     clipped = gradient(batch, max_grad_norm=0.25)
@@ -164,7 +164,7 @@ def test_gradients_are_clipped_to_the_global_norm_and_small_ones_are_left():
     assert_same(gradient(batch, max_grad_norm=100.0), free, 1e-12)
 
 
-def test_the_norm_before_clipping_is_logged():
+def test_norm_before_clipping_is_logged():
     batch = texts()
     module = SFTModule(TinyModel(), optimizer=SGD, max_grad_norm=0.25)
     logged = fit(module, [batch]).callback_metrics["grad_norm/actor"]
@@ -173,7 +173,7 @@ def test_the_norm_before_clipping_is_logged():
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(poison, max_grad_norm):
+def test_non_finite_gradient_raises_and_does_not_change_the_weights(poison, max_grad_norm):
     module = SFTModule(TinyModel(), optimizer=SGD, max_grad_norm=max_grad_norm)
     original = module.token_loss
     module.token_loss = lambda *arguments, **options: original(*arguments, **options) * poison
@@ -183,17 +183,17 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(poison, max
         assert torch.equal(after, before), name
 
 
-# -- what a module of roles keeps -------------------------------------------------------------------------------------
+# -- state of a module of roles -------------------------------------------------------------------------------------
 
 
-def test_gradients_do_not_pile_up_from_step_to_step():
+def test_gradients_do_not_accumulate_from_step_to_step():
     batch = texts()
     lasting = SFTModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1), max_grad_norm=None)
     fit(lasting, [batch, batch])
     assert all(parameter.grad is None for parameter in lasting.actor.parameters())
 
 
-def test_global_step_counts_batches_and_the_schedule_counts_the_same():
+def test_global_step_and_schedule_count_batches():
     rates = []
 
     class Watch(SFTModule):
@@ -204,11 +204,11 @@ def test_global_step_counts_batches_and_the_schedule_counts_the_same():
     halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     module = Watch(TinyModel(), optimizer=SGD, lr_scheduler=halve, micro_batch_tokens=5)
     assert fit(module, itertools.repeat(texts(), 3)).global_step == 3
-    # what is logged is the rate that the step was taken with; the next one is set by then
+    # the logged rate is that of the step; the next one is already set
     assert rates == [(1, 1.0, 0.5), (2, 0.5, 0.25), (3, 0.25, 0.125)]
 
 
-def test_scaled_gradients_are_refused_before_any_model_is_loaded():
+def test_scaled_gradients_are_rejected_before_any_model_is_loaded():
     module, scaled = SFTModule(TinyModel()), MixedPrecision("16-mixed", "cpu")
     with pytest.raises(ValueError, match=r"^precision 16-mixed scales gradients, .*: use bf16-mixed$"):
         fit(module, [texts()], plugins=[scaled])
@@ -216,12 +216,12 @@ def test_scaled_gradients_are_refused_before_any_model_is_loaded():
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [0, -5])
-def test_a_token_budget_must_be_positive(micro_batch_tokens):
+def test_token_budget_must_be_positive(micro_batch_tokens):
     with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {micro_batch_tokens}$"):
         SFTModule(TinyModel(), micro_batch_tokens=micro_batch_tokens)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, -1.0])
-def test_a_gradient_norm_must_be_positive_or_null(max_grad_norm):
+def test_gradient_norm_must_be_positive_or_null(max_grad_norm):
     with pytest.raises(ValueError, match=rf"^max_grad_norm must be positive or null, got {max_grad_norm}$"):
         SFTModule(TinyModel(), max_grad_norm=max_grad_norm)

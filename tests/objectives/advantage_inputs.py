@@ -14,7 +14,7 @@ ROW_FIELDS = ("group", "final_values", "greedy_reward")
 
 
 def outcomes(rewards: list[float], group: list[int], lengths: list[int] | None = None) -> AdvantageInputs:
-    """Return responses of the given lengths (one token each where none are given) with their reward at the last token."""
+    """Return responses of the given lengths (one token by default) with their reward at the last token."""
     sizes = torch.tensor(lengths or [1] * len(rewards))
     columns = torch.arange(max(int(sizes.max()), 1))
     at_end = columns == (sizes - 1).unsqueeze(1)
@@ -28,7 +28,7 @@ def outcomes(rewards: list[float], group: list[int], lengths: list[int] | None =
 
 
 def random_inputs(mask: Tensor, group: list[int] | Tensor, seed: int) -> AdvantageInputs:
-    """Return all that any estimator asks for; NaN and infinities where the mask is False."""
+    """Return the inputs of all estimators, with NaN and infinities where the mask is False."""
     rows = len(mask)
     distributions = torch.softmax(2 * normal(*mask.shape, 6, seed=seed), dim=-1)
     named = normal(2, rows, seed=seed + 1)
@@ -49,14 +49,14 @@ def random_inputs(mask: Tensor, group: list[int] | Tensor, seed: int) -> Advanta
 
 @st.composite
 def batches(draw: st.DrawFn, min_rows: int = 1) -> AdvantageInputs:
-    """Return ragged responses with holes, some empty, in groups of any size and order."""
+    """Generate ragged responses with holes, some empty, in groups of any size and order."""
     mask = draw(masks(min_rows=min_rows))
     group = draw(st.lists(st.sampled_from([3, 8, 11]), min_size=len(mask), max_size=len(mask)))
     return random_inputs(mask, group, draw(seeds))
 
 
 def rows_of(inputs: AdvantageInputs, rows: Tensor | slice) -> AdvantageInputs:
-    """Return some rows of a batch, or all in another order."""
+    """Return the given rows of a batch, in this order."""
     tensors = {name: getattr(inputs, name) for name in (*TOKEN_FIELDS, *ROW_FIELDS, "mask")}
     return AdvantageInputs(
         **{name: None if tensor is None else tensor[rows] for name, tensor in tensors.items()},
@@ -65,7 +65,7 @@ def rows_of(inputs: AdvantageInputs, rows: Tensor | slice) -> AdvantageInputs:
 
 
 def padded(inputs: AdvantageInputs, columns: int) -> AdvantageInputs:
-    """Return the same batch with more columns, and garbage in them."""
+    """Return the same batch with more columns that hold garbage."""
     mask = pad_columns(inputs.mask, columns)
     tensors = {name: getattr(inputs, name) for name in TOKEN_FIELDS}
     return AdvantageInputs(
@@ -80,12 +80,12 @@ def padded(inputs: AdvantageInputs, columns: int) -> AdvantageInputs:
 
 
 def inside(values: Tensor, mask: Tensor) -> list[list[float]]:
-    """Return per row, what lies inside the mask, in order."""
+    """Return the values inside the mask, in order, per row."""
     return [row[counts].tolist() for row, counts in zip(values, mask, strict=True)]
 
 
 def recorded(kind: str = "whole") -> AdvantageInputs:
-    """Return what golden/advantages.json was computed from; the mask is ``whole`` or ``holed``."""
+    """Return the inputs of golden/advantages.json; the mask is ``whole`` or ``holed``."""
     numbers = {
         name: torch.tensor(_numbers(values), dtype=torch.float64)
         for name, values in golden("advantages")["inputs"].items()
@@ -105,7 +105,7 @@ def recorded(kind: str = "whole") -> AdvantageInputs:
 
 
 def _numbers(values: object) -> object:
-    """Return numbers of a JSON file that writes NaN as "nan"."""
+    """Convert numbers of a JSON file that contains NaN as "nan"."""
     if isinstance(values, list):
         return [_numbers(value) for value in values]
     return math.nan if values == "nan" else values

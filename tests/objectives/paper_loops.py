@@ -1,7 +1,7 @@
-"""Parts of the formulas of policy losses, written as loops over responses; the tests of each family contain its cases.
+"""Parts of the formulas of policy losses as loops over responses; the tests of each family contain its cases.
 
-The loops know no mask, no clamp and no tensor of tokens: they multiply the probabilities of a list of tokens, and
-autograd differentiates what they return.
+The loops use no masks, clamps or tensors of tokens: they multiply the probabilities of a list of tokens, and autograd
+differentiates the result.
 """
 
 from collections.abc import Callable
@@ -52,5 +52,5 @@ def over_responses(of_response):
 
 
 def of_mean_token(of_token):
-    """Return a response's loss: the mean of its tokens'."""
+    """Return a response's loss: the mean over its tokens."""
     return lambda *response: sum(of_token(*token) for token in zip(*response, strict=True)) / len(response[0])

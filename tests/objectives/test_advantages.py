@@ -31,7 +31,7 @@ def _inputs(rewards, values, mask, final_values=None):
 
 
 def _compacted(row, mask):
-    """Return what of a row lies inside the mask."""
+    """Return the values of a row inside the mask."""
     return [value for value, counts in zip(row.tolist(), mask.tolist(), strict=True) if counts]
 
 
@@ -45,7 +45,7 @@ def test_advantages_and_returns_of_a_case_worked_by_hand():
     assert_close(returns, [[1.6875, 0.75, 2], [1, 0, 0]])
 
 
-def test_whitening_of_the_case_worked_by_hand_changes_advantages_and_not_returns():
+def test_whitening_a_case_worked_by_hand_changes_advantages_and_not_returns():
     # 0.6875, -1.25, 1, 0.5: mean 0.234375, variance 3.0654297 / 3
     advantages, returns = GAE(gamma=0.5, gae_lambda=0.5)(_inputs(REWARDS, VALUES, MASK))
     assert_close(advantages, [[0.4482631, -1.468448, 0.75741], [0.2627749, 0, 0]], rtol=1e-6)
@@ -74,7 +74,7 @@ def test_advantages_are_the_sum_of_the_papers_equation_16(mask, gamma, gae_lambd
 
 
 @pytest.mark.parametrize("case", [0, 1])
-def test_whitened_advantages_and_returns_are_verls(case):
+def test_whitened_advantages_and_returns_equal_those_of_verl(case):
     recorded = golden("verl")
     inputs, expected = recorded["inputs"], recorded["outputs"]["gae"][case]
     mask = float64(inputs["mask"]).bool()
@@ -85,8 +85,8 @@ def test_whitened_advantages_and_returns_are_verls(case):
     assert_close(returns[mask], float64(expected["returns"])[mask])
 
 
-def test_a_cut_response_goes_on_with_the_value_behind_its_last_token_worked_by_hand():
-    # gamma = lambda = 1/2; the first row was cut where the critic says 4, the second was finished.
+def test_truncated_response_continues_with_the_final_value_worked_by_hand():
+    # gamma = lambda = 1/2; the first row was truncated where the value is 4, the second was finished.
     # delta_2 = 2 + 4/2 - 1 = 3         A_2 = 3
     # delta_1 = 0 + 1/2 - 2 = -3/2      A_1 = -3/2 + 3/4 = -3/4
     # delta_0 = 1 + 2/2 - 1 = 1         A_0 = 1 - 3/16 = 13/16
@@ -98,7 +98,7 @@ def test_a_cut_response_goes_on_with_the_value_behind_its_last_token_worked_by_h
 
 @properties
 @given(masks(), discounts, discounts, seeds)
-def test_cut_responses_are_the_sum_of_equation_16_with_the_final_value_at_their_end(mask, gamma, gae_lambda, seed):
+def test_truncated_responses_equal_the_sum_of_equation_16_with_the_final_value(mask, gamma, gae_lambda, seed):
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
     final = normal(len(mask), seed=seed + 2)
     gae = GAE(gamma, gae_lambda, whiten=False, bootstrap_truncated=True)
@@ -116,21 +116,21 @@ def test_cut_responses_are_the_sum_of_equation_16_with_the_final_value_at_their_
 
 
 @pytest.mark.parametrize("kind", ["whole", "holed"])
-def test_cut_responses_are_verls_whose_last_reward_is_higher_by_the_discounted_final_value(kind):
+def test_truncated_responses_equal_verl_with_the_discounted_final_value_in_the_last_reward(kind):
     inputs, expected = recorded(kind), golden("advantages")["verl"][kind]["gae_truncated"]
     gae = GAE(expected["gamma"], expected["lam"], bootstrap_truncated=True)
     for ours, theirs in zip(gae(inputs), (expected["advantages"], expected["returns"]), strict=True):
         assert_close(ours[inputs.mask], float64(theirs)[inputs.mask], rtol=1e-7)
 
 
-def test_final_values_count_only_where_they_are_asked_for():
+def test_final_values_count_only_if_requested():
     inputs = _inputs(REWARDS, VALUES, MASK, final_values=float64([4, 5]))
     for ours, expected in zip(GAE()(inputs), GAE()(_inputs(REWARDS, VALUES, MASK)), strict=True):
         assert torch.equal(ours, expected)
     assert GAE().needs_critic
 
 
-def test_missing_values_are_refused():
+def test_missing_values_are_rejected():
     with pytest.raises(ValueError, match=r"^GAE needs the values of a critic$"):
         GAE()(_inputs(REWARDS, None, MASK))
     with pytest.raises(ValueError, match=r"^GAE with bootstrap_truncated needs the critic's final values$"):
@@ -166,7 +166,7 @@ def test_padding_and_garbage_change_nothing(mask, columns, whiten, seed):
 
 @properties
 @given(masks(), seeds)
-def test_tokens_of_an_environment_neither_decay_nor_bootstrap(mask, seed):
+def test_environment_tokens_neither_decay_nor_bootstrap(mask, seed):
     gae = GAE(0.9, 0.8, whiten=False)
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
     holed = gae(_inputs(rewards, values, mask))
@@ -206,7 +206,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_all_ranks(mask, see
     assert_close(advantages[mask].var(), 1.0, rtol=1e-3)
 
 
-def test_a_batch_without_policy_tokens_gives_zeros():
+def test_batch_without_policy_tokens_gives_zeros():
     for tensor in GAE()(_inputs(REWARDS, VALUES, torch.zeros_like(MASK))):
         assert_close(tensor, torch.zeros(2, 3))
 
@@ -217,7 +217,7 @@ def test_equal_advantages_whiten_to_0_and_not_to_nan():
     assert_close(returns, torch.ones(3, 1))
 
 
-def test_inputs_are_left_as_they_were():
+def test_inputs_are_not_modified():
     rewards, values, mask = REWARDS.clone(), VALUES.clone(), MASK.clone()
     GAE()(_inputs(rewards, values, mask))
     assert torch.equal(rewards, REWARDS)
@@ -227,7 +227,7 @@ def test_inputs_are_left_as_they_were():
 
 @pytest.mark.parametrize("name", ["gamma", "gae_lambda"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
-def test_discounts_outside_the_unit_interval_are_refused(name, value):
+def test_discounts_outside_the_unit_interval_are_rejected(name, value):
     with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 1\], got {value}$"):
         GAE(**{name: value})
 
@@ -238,13 +238,13 @@ def test_both_ends_of_the_unit_interval_are_allowed(name):
         GAE(**{name: value})
 
 
-def test_integer_rewards_are_refused_and_not_cut_off():
+def test_integer_rewards_are_rejected_instead_of_truncated():
     ones = torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"token_rewards must be of a floating-point dtype, got torch.int64"):
         AdvantageInputs(ones, ones.bool(), torch.arange(2))
 
 
-def test_gae_adds_up_in_float64_whatever_the_dtype():
+def test_gae_accumulates_in_float64_for_any_dtype():
     steps = 2000
     rewards = torch.full((1, steps), 1 / 2000, dtype=torch.bfloat16)
     mask = torch.ones(1, steps, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What holds for every estimator."""
+"""Properties of all advantage estimators."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_permuting_rows_and_renaming_groups_changes_nothing(estimator):
 
 
 @every_estimator
-def test_a_response_without_tokens_changes_nothing_for_others(estimator):
+def test_response_without_tokens_changes_nothing_for_others(estimator):
     @few
     @given(batches(min_rows=2))
     def check(inputs):
@@ -104,7 +104,7 @@ def test_a_response_without_tokens_changes_nothing_for_others(estimator):
 @pytest.mark.parametrize(
     "estimator", [one for one in ESTIMATORS if type(one) is not OptimalTokenBaseline], ids=str
 )  # which compares columns
-def test_what_an_environment_writes_neither_counts_nor_decays(estimator):
+def test_environment_tokens_neither_count_nor_decay(estimator):
     @few
     @given(batches())
     def check(inputs):
@@ -118,7 +118,7 @@ def test_what_an_environment_writes_neither_counts_nor_decays(estimator):
 
 
 @every_estimator
-def test_inputs_are_left_as_they_were(estimator):
+def test_inputs_are_not_modified(estimator):
     mask = torch.tensor([[True, False, True], [True, True, False], [False, False, False]])
     inputs, again = random_inputs(mask, [1, 1, 2], seed=3), random_inputs(mask, [1, 1, 2], seed=3)
     estimator(inputs)
@@ -148,14 +148,14 @@ def test_float32_gives_float32_close_to_float64(estimator):
 
 
 @every_estimator
-def test_no_rows_give_no_rows(estimator):
+def test_empty_batch_gives_an_empty_result(estimator):
     inputs = random_inputs(torch.zeros(0, 2, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), seed=1)
     for values in estimator(inputs):
         assert values.shape == (0, 2)
 
 
 @every_estimator
-def test_hyper_parameters_cannot_be_changed(estimator):
+def test_hyper_parameters_are_immutable(estimator):
     assert dataclasses.is_dataclass(estimator)
     assert hash(estimator) == hash(dataclasses.replace(estimator))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -42,7 +42,8 @@ def test_losses_of_a_case_worked_by_hand(aggregation, expected):
 
 
 def by_loops(aggregation, losses, mask):
-    """Return from the papers: DAPO's eq. 12, Dr. GRPO's section 3.2, DeepSeekMath's eq. 3; empty responses left out."""
+    """Return the loss from the papers: DAPO's eq. 12, Dr. GRPO's section 3.2, DeepSeekMath's eq. 3; skip empty
+    responses."""
     responses = [
         [loss for loss, counts in zip(row, marks, strict=True) if counts]
         for row, marks in zip(losses.tolist(), mask.tolist(), strict=True)
@@ -70,7 +71,7 @@ def test_losses_follow_the_papers(aggregation, mask, seed):
 
 @pytest.mark.parametrize("responses", ["full", "one_empty"])
 @pytest.mark.parametrize("mode", VERLS)
-def test_losses_and_gradients_are_verls(mode, responses):
+def test_losses_and_gradients_equal_those_of_verl(mode, responses):
     record = golden("corrections")
     expected = record["outputs"]["aggregation"][mode][responses]
     mask = float64(record["inputs"]["mask"]).bool()
@@ -99,7 +100,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(aggregation, mask, seed,
 
 @properties
 @given(aggregations, masks(min_rows=2), seeds, st.integers(0, 5))
-def test_ranks_change_nothing_even_empty_ones(aggregation, mask, seed, first):
+def test_ranks_change_nothing_including_empty_ones(aggregation, mask, seed, first):
     losses = normal(*mask.shape, seed=seed)
 
     def rank(rows):
@@ -135,7 +136,7 @@ def test_responses_without_a_token_do_not_count(aggregation, mask, seed):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (3, 0)])
-def test_nothing_to_learn_from_is_loss_0_and_not_nan(aggregation, shape):
+def test_empty_batch_has_loss_0_and_not_nan(aggregation, shape):
     mask = torch.zeros(shape, dtype=torch.bool)
     losses = torch.full(shape, torch.nan, requires_grad=True)
     loss = aggregate(aggregation, losses, mask)
@@ -146,7 +147,7 @@ def test_nothing_to_learn_from_is_loss_0_and_not_nan(aggregation, shape):
 
 
 @pytest.mark.parametrize(("aggregation", "of_each_rank"), [(TokenMean(), 6), (SequenceMeanTokenMean(), 2)])
-def test_counts_are_exact_beyond_what_single_precision_counts(aggregation, of_each_rank):
+def test_counts_are_exact_beyond_single_precision(aggregation, of_each_rank):
     mask, ranks = torch.ones(2, 3, dtype=torch.bool), 2**24 + 1
 
     class Many(DataRanks):
@@ -158,13 +159,13 @@ def test_counts_are_exact_beyond_what_single_precision_counts(aggregation, of_ea
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
-def test_a_single_token_is_divided_by_nothing_but_the_scale(aggregation):
+def test_single_token_is_divided_only_by_the_scale(aggregation):
     denominator = aggregation.denominator(torch.tensor([[True, False]]))
     assert denominator == getattr(aggregation, "scale", 1.0)
     assert denominator.dtype == torch.float64
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_is_no_positive_number_is_refused(scale):
+def test_non_positive_scale_is_rejected(scale):
     with pytest.raises(ValueError, match=rf"^scale must be positive and finite, got {scale}$"):
         SequenceMeanTokenSum(scale)

@@ -131,7 +131,7 @@ def test_rejections_of_a_case_worked_by_hand(statistic, level, upper, lower, exp
     assert_close(weights, MASK.double())
 
 
-def test_the_statistic_of_sequence_max_is_that_of_the_policy_token_farthest_out():
+def test_statistic_of_sequence_max_is_that_of_the_policy_token_with_the_largest_deviation():
     log_ratio, mask = float64([[0.5, 0, 1.0], [-0.5, 1.2, 0]]), torch.tensor([[True, False, True], [True, True, False]])
     for statistic, upper, lower, expected in (
         ("k1", 4.0, 1.0, [1.0, -0.5]),  # bounds 0 and 1.386: the nearest to one, or the one below
@@ -142,12 +142,12 @@ def test_the_statistic_of_sequence_max_is_that_of_the_policy_token_farthest_out(
 
 
 @pytest.mark.parametrize("level", LEVELS.values())
-def test_a_rejection_keeps_tokens_of_the_mask_alone(level):
+def test_rejection_keeps_only_tokens_of_the_mask(level):
     mask = torch.tensor([[True, False, True], [False, False, False]])
     assert Rejection("k1", level, 2.0).keep(torch.zeros(2, 3), mask).tolist() == mask.tolist()
 
 
-def test_bounds_belong_to_what_they_bound():
+def test_bounds_apply_to_the_right_quantity():
     zero, mask = float64([[0.0]]), torch.tensor([[True]])
     ratio, k3 = float64(1.0).exp().item(), (float64(1.0).expm1() - 1).item()
     for sign, lower, upper in ((1, 0.5, ratio), (-1, float64(-1.0).exp().item(), 2.0)):
@@ -204,7 +204,7 @@ def test_metrics_of_a_case_worked_by_hand():
 
 
 def by_loops(correction, old, rollout, mask):
-    """Weight, kept tokens and metrics of the docstrings' formulas, over plain numbers."""
+    """Return weight, kept tokens and metrics by the docstrings' formulas over plain numbers."""
     weights = torch.zeros_like(old)
     saved = mask.clone()
     for row in range(len(mask)):
@@ -252,7 +252,7 @@ def by_loops(correction, old, rollout, mask):
 
 @properties
 @given(corrections, masks(), seeds)
-def test_weights_and_what_is_kept_follow_their_formulas(correction, mask, seed):
+def test_weights_and_kept_tokens_follow_their_formulas(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
     weights, saved, _ = correction(with_garbage(old, mask), with_garbage(rollout, mask), mask)
     expected_weights, expected_kept = by_loops(correction, old, rollout, mask)
@@ -287,7 +287,7 @@ def test_shares_are_those_of_the_tokens_and_responses_concerned(correction, mask
 
 
 def from_verl(config):
-    """Return our correction of one of verl's configurations."""
+    """Return this library's correction for one of verl's configurations."""
     given_bound = str(config.get("rollout_is_threshold", 2.0)).split("_")
     lower, upper = (None if len(given_bound) == 1 else float(given_bound[0])), float(given_bound[-1])
     names = [name for name in (config.get("rollout_rs") or "").split(",") if name]
@@ -309,12 +309,12 @@ def from_verl(config):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_verls(name):
+def test_presets_equal_those_of_verl(name):
     config = golden("corrections")["outputs"]["presets"][name]["config"]
     assert getattr(RolloutCorrection, name)() == from_verl(config)
 
 
-def test_all_of_verls_presets_are_here_and_none_besides():
+def test_presets_are_exactly_those_of_verl():
     public = {name for name, _ in inspect.getmembers(RolloutCorrection, inspect.ismethod) if not name.startswith("_")}
     assert public == set(PRESETS)
 
@@ -326,7 +326,7 @@ def call_recorded(correction):
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *FURTHER])
-def test_weights_and_what_is_kept_are_verls(name):
+def test_weights_and_kept_tokens_equal_those_of_verl(name):
     outputs = golden("corrections")["outputs"]
     record = (outputs["presets"] | outputs["further"])[name]
     weights, saved, _ = call_recorded(from_verl(record["config"]))
@@ -337,7 +337,7 @@ def test_weights_and_what_is_kept_are_verls(name):
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *FURTHER])
-def test_metrics_are_verls(name):
+def test_metrics_equal_those_of_verl(name):
     outputs = golden("corrections")["outputs"]
     record = (outputs["presets"] | outputs["further"])[name]
     correction, verls = from_verl(record["config"]), record["metrics"]
@@ -381,7 +381,7 @@ def test_metrics_are_verls(name):
         assert_close(ours[name_here], verls[name_there], rtol=1e-6, atol=1e-7)
 
 
-def test_where_bounds_are_not_reciprocal_verls_k1_is_ours_of_the_inverse_ratio():
+def test_k1_of_verl_with_asymmetric_bounds_equals_that_of_the_inverse_ratio():
     record = golden("corrections")["outputs"]["further"]["token_k1_inverted"]  # 0.5 to 4
     expected = float64(record["kept"]).bool().tolist()
     inverse = call_recorded(RolloutCorrection(rejections=(Rejection("k1", "token", 2.0, 0.25),)))
@@ -426,7 +426,7 @@ def test_ranks_change_nothing_even_empty_ones(correction, mask, seed, first):
 
 @properties
 @given(corrections, masks(), seeds)
-def test_rows_by_themselves_are_the_batch_without_normalisation(correction, mask, seed):
+def test_separate_rows_equal_the_batch_without_normalization(correction, mask, seed):
     old, rollout = logprobs_of(mask, seed)
     weights, saved, _ = dataclasses.replace(correction, batch_normalize=False)(old, rollout, mask)
     rows = zip(old.split(1), rollout.split(1), mask.split(1), strict=True)
@@ -437,7 +437,7 @@ def test_rows_by_themselves_are_the_batch_without_normalisation(correction, mask
 
 @properties
 @given(corrections, masks(), seeds)
-def test_equal_policies_have_weight_1_and_lose_nothing(correction, mask, seed):
+def test_equal_policies_have_weight_1_and_reject_nothing(correction, mask, seed):
     old, _ = logprobs_of(mask, seed)
     weights, saved, _ = correction(old.float(), old.float(), mask)
     assert (saved == mask).all()
@@ -447,7 +447,7 @@ def test_equal_policies_have_weight_1_and_lose_nothing(correction, mask, seed):
 
 @properties
 @given(corrections, masks(), seeds)
-def test_neither_weights_nor_rejections_carry_gradient(correction, mask, seed):
+def test_weights_and_rejections_have_no_gradient(correction, mask, seed):
     old, rollout = (values.requires_grad_() for values in logprobs_of(mask, seed))
     weights, saved, _ = correction(old, rollout, mask)
     assert not weights.requires_grad
@@ -457,7 +457,7 @@ def test_neither_weights_nor_rejections_carry_gradient(correction, mask, seed):
 
 @properties
 @given(seeds, st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from([0.2, math.inf]))
-def test_normalised_weights_of_what_is_kept_have_mean_1(seed, level, upper):
+def test_normalized_weights_of_kept_tokens_have_mean_1(seed, level, upper):
     rejected = (Rejection("k3", "token", upper),)
     mask = torch.ones(4, 6, dtype=torch.bool)
     old, rollout = logprobs_of(mask, seed)
@@ -479,7 +479,7 @@ def test_weights_without_bounds_make_the_expectation_that_of_the_trained_policy(
 
 @properties
 @given(seeds)
-def test_a_weight_at_ratio_1_of_the_loss_is_the_off_policy_gradient(seed):
+def test_weight_at_ratio_1_of_the_loss_is_the_off_policy_gradient(seed):
     # bypass: the clipped loss has the ratio, the plain policy gradient takes the weight; unclipped both are the same
     logits, rollout = normal(3, 5, seed=seed).requires_grad_(), normal(3, 1, seed=seed + 1)
     advantages, mask = normal(3, 1, seed=seed + 2), torch.ones(3, 1, dtype=torch.bool)
@@ -506,14 +506,14 @@ def test_huge_differences_give_finite_weights(level, mode, difference):
 
 
 @pytest.mark.parametrize(("difference", "expected"), [(15.0, 20.0), (-15.0, -20.0), (7.0, 14.0)])
-def test_the_logarithm_of_a_responses_ratio_is_clamped_too(difference, expected):
+def test_log_ratio_of_a_response_is_clamped(difference, expected):
     old, mask = torch.full((1, 2), difference, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
     weights, _, _ = RolloutCorrection("sequence", math.inf)(old, torch.zeros_like(old), mask)
     assert_close(weights.log(), [[expected, expected]], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("mean", "factor"), [(1.5e-8, 1.5e-8), (0.75e-8, 1.0)])
-def test_normalisation_divides_by_means_above_1e_8(mean, factor):
+def test_normalization_divides_by_means_above_1e_8(mean, factor):
     old, mask = float64([[mean, mean]]).log(), torch.ones(1, 2, dtype=torch.bool)
     weights, _, metrics = RolloutCorrection("token", batch_normalize=True)(old, torch.zeros_like(old), mask)
     assert_close(metrics["rollout_corr/batch_norm_factor"], factor, rtol=1e-9)
@@ -522,7 +522,7 @@ def test_normalisation_divides_by_means_above_1e_8(mean, factor):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_a_batch_without_a_token_gives_weights_0(normalize, shape):
+def test_batch_without_tokens_gives_weights_0(normalize, shape):
     correction = RolloutCorrection("token", 2.0, 0.5, "mask", normalize, (Rejection("k3", "sequence_max", 0.1),))
     mask = torch.zeros(shape, dtype=torch.bool)
     weights, saved, metrics = correction(torch.zeros(shape), torch.zeros(shape), mask)
@@ -531,7 +531,7 @@ def test_a_batch_without_a_token_gives_weights_0(normalize, shape):
     assert math.isnan(metrics["rollout_corr/rejected_fraction"])
 
 
-def test_normalisation_of_weights_that_are_all_0_or_rejected_divides_by_nothing():
+def test_normalization_of_zero_or_rejected_weights_divides_by_nothing():
     old, rollout, mask = torch.zeros(2, 2), torch.full((2, 2), -3.0), torch.ones(2, 2, dtype=torch.bool)
     weights, saved, metrics = RolloutCorrection("token", 2.0, 0.5, "mask", True)(old, rollout, mask)
     assert (weights == 0).all()
@@ -586,14 +586,14 @@ class Learner:
         ({"class_path": f"{PATH}.bypass_pg_is", "init_args": {"upper": 4}}, RolloutCorrection.bypass_pg_is(4.0)),
     ],
 )
-def test_a_correction_can_be_written_in_yaml_and_a_preset_named(written, expected):
+def test_correction_and_preset_can_be_configured_in_yaml(written, expected):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Learner, "learner")
     config = parser.parse_object({"learner": {"correction": written}})
     assert parser.instantiate(config).learner.correction == expected
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- invalid options -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -612,7 +612,7 @@ def test_a_correction_can_be_written_in_yaml_and_a_preset_named(written, expecte
         ),
     ],
 )
-def test_corrections_that_make_no_sense_are_refused(options, message):
+def test_invalid_corrections_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**options)
 
@@ -637,6 +637,6 @@ def test_bounds_at_the_edge_of_their_ranges_are_allowed():
         (("k1", "token", math.inf), r"^k1 needs ratio bounds 0 < lower <= upper, got 0.0 and inf$"),
     ],
 )
-def test_rejections_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_rejections_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         Rejection(*arguments)

@@ -1,4 +1,4 @@
-"""Which tokens the covariance losses choose, over a whole mini-batch and all ranks, and what they do with these."""
+"""Token selection of the covariance losses over a whole mini-batch and all ranks, and the resulting losses."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_covariance_of_a_case_worked_by_hand():
     assert_close(covariance(*HAND, HAND_MASK), [[6, 1, 0], [0, 12, 0]])
 
 
-def test_clip_cov_chooses_between_its_bounds_and_not_what_a_clip_binds():
+def test_clip_cov_selects_tokens_between_its_bounds_that_are_not_clipped():
     logprobs, advantages = HAND
 
     def selected_tokens(objective, old=logprobs):
@@ -86,7 +86,7 @@ def test_clip_cov_chooses_between_its_bounds_and_not_what_a_clip_binds():
     assert selected_tokens(ClipCovLoss(clip_range_high=1.5, dual_clip=1.9, **wide), old) == [[1, 1, 0], [0, 0, 0]]
 
 
-def test_kl_cov_chooses_the_largest():
+def test_kl_cov_selects_the_largest_covariances():
     logprobs, advantages = HAND
     for share, expected in (
         (0.01, [[0, 0, 0], [0, 1, 0]]),  # at least one
@@ -116,7 +116,7 @@ def test_losses_of_a_case_worked_by_hand():
     assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
 
 
-def test_kl_cov_has_no_kink_where_the_actor_has_not_moved():
+def test_kl_cov_is_smooth_where_the_actor_has_not_moved():
     """|x| is x^2 / 0.002 + 0.0005 within 0.001 of 0: rounding errors of 1e-6 then weigh 1e-3, not 1."""
     old, here = float64([[-1.0, -1.0, -1.0, -1.0]]), torch.ones(1, 4).bool()
     logprobs = (old + float64([[0.0, 1e-6, -5e-4, 1e-3]])).requires_grad_()
@@ -125,7 +125,7 @@ def test_kl_cov_has_no_kink_where_the_actor_has_not_moved():
     assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[0.0, 1e-3, -0.5, 1.0]], rtol=1e-9)
 
 
-def test_kl_cov_pulls_back_what_has_gone_far():
+def test_kl_cov_penalizes_large_changes():
     logprobs = float64([[-60.0, -1.0]]).requires_grad_()
     loss, _ = KLCovLoss()(
         logprobs, float64([[-1, -60]]), float64([[0, 0]]), torch.ones(1, 2).bool(), torch.ones(1, 2).bool()
@@ -141,7 +141,7 @@ def test_kl_cov_pulls_back_what_has_gone_far():
         ("kl_cov", KLCovLoss(share=0.2, kl_coef=0.3)),
     ],
 )
-def test_choice_loss_and_gradient_are_verls(name, objective):
+def test_selection_loss_and_gradient_equal_those_of_verl(name, objective):
     inputs, expected = RECORDED["inputs"], RECORDED["verl"]["outputs"][name]
     mask = float64(inputs["mask"]).bool()
     logprobs = float64(inputs["logprobs"]).requires_grad_()
@@ -172,7 +172,7 @@ def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, share):
 
 @properties
 @given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
-def test_clip_cov_draws_from_the_papers_candidates(mask, seed, share):
+def test_clip_cov_samples_from_the_candidates_of_the_paper(mask, seed, share):
     new, old, advantages, _ = batch(mask, seed)
     objective = ClipCovLoss(0.2, 0.1, 0.4, share=share, covariance_low=0.1, covariance_high=1.0)
     selected_tokens = objective.select_tokens(new, old, advantages, mask, seeded(seed))
@@ -187,7 +187,7 @@ def test_clip_cov_draws_from_the_papers_candidates(mask, seed, share):
     assert len(cells) == min(len(candidates), max(1, int(share * int(mask.sum()))))
 
 
-def test_clip_cov_draws_every_candidate_alike():
+def test_clip_cov_samples_candidates_uniformly():
     new, old, advantages, mask = batch(torch.ones(4, 5, dtype=torch.bool), 3)
     arguments = new, old, advantages, mask
     objective = ClipCovLoss(0.9, None, 9.0, share=0.1, covariance_low=0.0, covariance_high=9.0)
@@ -206,7 +206,7 @@ def test_clip_cov_draws_every_candidate_alike():
 )
 @settings(properties, max_examples=25)
 @given(mask=masks(min_rows=2), seed=seeds, cut=st.integers(1, 4))
-def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
+def test_ranks_select_the_tokens_of_a_single_rank(objective, mask, seed, cut):
     arguments = batch(mask, seed)
     whole = objective.select_tokens(*arguments, seeded())
     cut = min(cut, len(mask) - 1)
@@ -222,7 +222,7 @@ def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
 
 @settings(properties, max_examples=25)
 @given(mask=masks(min_rows=2), seed=seeds)
-def test_clip_cov_draws_its_share_over_all_ranks(mask, seed):
+def test_clip_cov_samples_its_share_over_all_ranks(mask, seed):
     arguments, bounds = batch(mask, seed), {"covariance_low": -1.0, "covariance_high": 1.0}
     candidates = ClipCovLoss(share=1.0, **bounds).select_tokens(*arguments, seeded())
 
@@ -236,7 +236,7 @@ def test_clip_cov_draws_its_share_over_all_ranks(mask, seed):
 
 
 @pytest.mark.parametrize("count", [1, 7, 41, 80, 121])
-def test_the_largest_of_numbers_of_all_sizes(count):
+def test_largest_of_numbers_of_any_magnitude(count):
     sizes = torch.logspace(-300, 300, 80, dtype=torch.float64)
     values = torch.cat([sizes, -sizes, torch.zeros(1)])[torch.randperm(161, generator=seeded())]
     selected_tokens = select_largest(values, values.isfinite(), count, seeded())
@@ -245,7 +245,7 @@ def test_the_largest_of_numbers_of_all_sizes(count):
 
 @properties
 @given(seed=seeds, sizes=st.lists(st.integers(0, 6), min_size=1, max_size=3), count=st.integers(1, 12))
-def test_the_largest_over_ranks_are_exactly_as_many_as_asked_for_even_with_ties(seed, sizes, count):
+def test_largest_over_ranks_have_the_requested_number_even_with_ties(seed, sizes, count):
     everything = torch.randint(-2, 3, (sum(sizes),), generator=seeded(seed)).double() * 0.5
     candidates = torch.rand(sum(sizes), generator=seeded(seed + 1)) > 0.3
     values, counts = everything.split(sizes), candidates.split(sizes)
@@ -261,19 +261,19 @@ def test_the_largest_over_ranks_are_exactly_as_many_as_asked_for_even_with_ties(
 
 
 @pytest.mark.parametrize("count", range(1, 13))
-def test_the_order_is_that_of_the_numbers(count):
+def test_integer_order_equals_that_of_the_numbers(count):
     ascending = [-math.inf, -1e308, -2.0, math.nextafter(-1, -2), -1.0, -5e-324, 0.0, 5e-324, 1.0, 2.0, 1e308, math.inf]
     order = torch.randperm(12, generator=seeded(count))
     selected_tokens = select_largest(float64(ascending)[order], everywhere(order), count, seeded())
     assert sorted(order[selected_tokens].tolist()) == list(range(12 - count, 12))
 
 
-def test_both_zeros_are_one_number():
+def test_both_zeros_are_equal():
     draws = [select_largest(float64([0.0, -0.0]), everywhere(torch.ones(2)), 1, seeded(i)) for i in range(40)]
     assert {tuple(draw.tolist()) for draw in draws} == {(True, False), (False, True)}
 
 
-def test_equal_advantages_hold_a_random_share_and_not_every_token():
+def test_equal_advantages_select_a_random_share_of_tokens():
     logprobs = -normal(10, 10, seed=0).abs()
     arguments = logprobs, logprobs, torch.ones(10, 10).double(), everywhere(logprobs)
     selected_tokens = [KLCovLoss(share=0.05).select_tokens(*arguments, seeded(seed)) for seed in range(2)]
@@ -291,7 +291,7 @@ def test_equal_advantages_hold_a_random_share_and_not_every_token():
 )
 @properties
 @given(mask=masks(), seed=seeds)
-def test_what_lies_outside_the_mask_is_never_chosen_and_makes_no_difference(objective, mask, seed):
+def test_tokens_outside_the_mask_are_never_selected_and_have_no_effect(objective, mask, seed):
     *tensors, mask = batch(mask, seed)
     clean = objective.select_tokens(*tensors, mask, seeded())
     dirty = objective.select_tokens(*(with_garbage(tensor, mask) for tensor in tensors), mask, seeded())
@@ -299,7 +299,7 @@ def test_what_lies_outside_the_mask_is_never_chosen_and_makes_no_difference(obje
     assert not (clean & ~mask).any()
 
 
-def test_an_impossible_token_has_a_log_probability_of_minus_10000():
+def test_impossible_token_has_a_log_probability_of_minus_10000():
     # mean -2501.5, mean advantage 1
     logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
     expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]
@@ -309,7 +309,7 @@ def test_an_impossible_token_has_a_log_probability_of_minus_10000():
 
 
 @pytest.mark.parametrize("objective", [KLCovLoss(), ClipCovLoss()])
-def test_no_token_no_choice(objective):
+def test_batch_without_tokens_selects_none(objective):
     nothing = torch.zeros(2, 3)
     assert not objective.select_tokens(nothing, nothing, nothing, nothing.bool(), seeded()).any()
     empty = torch.zeros(0, 3)
@@ -331,7 +331,7 @@ def test_clip_cov_takes_tokens_from_the_sum_and_not_from_the_denominator(mask, s
     assert_close(total["clip_cov"], total["ppo"] - taken, rtol=1e-9, atol=1e-12)
 
 
-def test_defaults():
+def test_defaults_equal_those_of_the_papers():
     assert ClipCovLoss() == ClipCovLoss(0.2, None, None, None, 2e-4, 1.0, 5.0)
     assert KLCovLoss() == KLCovLoss(2e-4, 1.0)
 
@@ -350,6 +350,6 @@ def test_defaults():
         (KLCovLoss, {"kl_coef": 0.0}, r"^kl_coef must be positive, got 0.0$"),
     ],
 )
-def test_hyper_parameters_that_make_no_sense_are_refused(objective, arguments, message):
+def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
     with pytest.raises(ValueError, match=message):
         objective(**arguments)

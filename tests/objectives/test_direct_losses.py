@@ -1,4 +1,4 @@
-"""Losses that teach a policy from preferences: by hand, by a loop from the paper, by TRL's numbers, by properties."""
+"""Losses of preference learning: by hand, by a loop from the paper, by TRL's numbers, by properties."""
 
 import math
 
@@ -37,12 +37,12 @@ def ratios_of(loss, logprobs, ref, lengths):
     return (ratios / lengths if loss.length_normalized else ratios).chunk(2)
 
 
-def test_defaults_are_trls():
+def test_defaults_equal_those_of_trl():
     assert KTOLoss() == KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
     assert RobustDPOLoss() == RobustDPOLoss(label_smoothing=0.1)
 
 
-def test_a_case_worked_by_hand():
+def test_case_worked_by_hand():
     # log-ratios differ by 3 and -2; beta 0.5 makes it 1.5 and -1
     chosen, rejected = float64([1, -1]), float64([-2, 1])
     # ln(1 + e^-1.5), ln(1 + e)
@@ -57,7 +57,7 @@ def test_a_case_worked_by_hand():
     assert_close(IPOLoss(0.5)(chosen, rejected), [4, 9])
 
 
-def test_single_judgements_worked_by_hand():
+def test_single_labels_worked_by_hand():
     # gains against a KL of 1: 2 - 1 = 1 for the first, 1 - (-1) = 2 for the second; beta 0.5
     # 2 (1 - sigmoid(0.5)) and 3 (1 - sigmoid(1))
     losses = KTOLoss(0.5, 2.0, 3.0)(float64([2, -1]), torch.tensor([True, False]), float64(1))
@@ -77,7 +77,7 @@ def test_regression_of_rewards_worked_by_hand():
     assert REBELLoss() == REBELLoss(eta=1.0)
 
 
-def test_regression_of_rewards_is_that_of_the_authors():
+def test_regression_of_rewards_equals_that_of_the_authors():
     # Lines 774 to 777 of src/tldr/rebel.py in ZhaolinGao/REBEL with eta 0.5; their loss is eta^2 times the paper's
     first, second = float64([0.5, -1.0, 2.0]), float64([-0.25, 0.75, 2.0])
     difference = float64([1.0, 0.0, 0.3]) - float64([0.0, 1.0, -0.4])
@@ -87,7 +87,7 @@ def test_regression_of_rewards_is_that_of_the_authors():
 
 @properties
 @given(seeds)
-def test_regression_of_rewards_is_a_loop_and_ignores_what_both_responses_share(seed):
+def test_regression_of_rewards_equals_a_loop_and_ignores_a_common_offset(seed):
     first, second, rewards, others = (normal(5, seed=seed + i) for i in range(4))
     expected = [
         ((a - b) / 0.7 - (r - o)) ** 2
@@ -102,7 +102,7 @@ def test_regression_of_rewards_is_a_loop_and_ignores_what_both_responses_share(s
 
 @properties
 @given(seeds)
-def test_the_losses_are_those_of_a_loop_written_from_the_papers(seed):
+def test_losses_equal_those_of_a_loop_from_the_papers(seed):
     chosen, rejected = (3 * normal(4, seed=seed + i) for i in range(2))
     beta, share = 0.3, 0.2
     formulas = (
@@ -119,7 +119,7 @@ def test_the_losses_are_those_of_a_loop_written_from_the_papers(seed):
 
 @properties
 @given(seeds)
-def test_the_loss_of_judgements_is_that_of_a_loop_written_from_the_paper(seed):
+def test_loss_of_single_labels_equals_that_of_a_loop_from_the_paper(seed):
     ratios, desirable = 3 * normal(6, seed=seed), normal(6, seed=seed + 1) > 0
     expected = []
     for ratio, good in zip(ratios.tolist(), desirable.tolist(), strict=True):
@@ -129,7 +129,7 @@ def test_the_loss_of_judgements_is_that_of_a_loop_written_from_the_paper(seed):
 
 
 @pytest.mark.parametrize("case", RECORDED["pairs"], ids=lambda case: case["inputs"]["kind"])
-def test_losses_gradients_and_rewards_are_trls(case):
+def test_losses_gradients_and_rewards_equal_those_of_trl(case):
     inputs, expected = case["inputs"], case["outputs"]
     loss, lengths = recorded_loss(inputs), torch.tensor(inputs["lengths"])
     logprobs, ref = float64(inputs["logprobs"]).requires_grad_(), float64(inputs["ref"])
@@ -144,7 +144,7 @@ def test_losses_gradients_and_rewards_are_trls(case):
         assert_close(logprobs.sum(1).chunk(2)[name == "rejected"].mean(), expected[f"logps/{name}"], rtol=1e-6)
 
 
-def test_every_kind_is_recorded_and_every_record_would_notice_a_turned_sign():
+def test_every_kind_is_recorded_and_every_record_detects_a_wrong_sign():
     assert {case["inputs"]["kind"] for case in RECORDED["pairs"]} == set(KINDS)
     for case in RECORDED["pairs"]:
         loss, inputs = recorded_loss(case["inputs"]), case["inputs"]
@@ -154,7 +154,7 @@ def test_every_kind_is_recorded_and_every_record_would_notice_a_turned_sign():
 
 
 @pytest.mark.parametrize("case", RECORDED["judgements"])
-def test_the_loss_and_kl_of_judgements_are_trls(case):
+def test_loss_and_kl_of_single_labels_equal_those_of_trl(case):
     inputs, expected = case["inputs"], case["outputs"]
     logprobs, ref = float64(inputs["logprobs"]).requires_grad_(), float64(inputs["ref"])
     kl = (float64(inputs["mismatched"]) - float64(inputs["mismatched_ref"])).sum(dim=1).mean().clamp(min=0)
@@ -171,7 +171,7 @@ def test_the_loss_and_kl_of_judgements_are_trls(case):
             assert_close(inputs["beta"] * ratios[which].mean(), expected[f"rewards/{name}"], rtol=1e-6)
 
 
-def test_a_kl_below_0_and_judgements_of_one_kind_are_among_those_recorded():
+def test_negative_kl_and_labels_of_one_kind_are_recorded():
     assert any(case["outputs"]["kl"] == 0 for case in RECORDED["judgements"])
     assert any(case["outputs"]["kl"] > 0 for case in RECORDED["judgements"])
     assert {0, 5} < {sum(case["inputs"]["labels"]) for case in RECORDED["judgements"]}
@@ -187,7 +187,7 @@ def test_only_the_difference_of_log_ratios_counts(seed):
 
 @properties
 @given(seeds)
-def test_gradients_raise_the_chosen_and_lower_the_rejected_by_as_much(seed):
+def test_gradients_raise_the_chosen_and_lower_the_rejected_equally(seed):
     chosen, rejected = (normal(4, seed=seed + i).requires_grad_() for i in range(2))
     for loss in EVERY[:1] + EVERY[2:4]:
         losses = loss(chosen, rejected)
@@ -197,7 +197,7 @@ def test_gradients_raise_the_chosen_and_lower_the_rejected_by_as_much(seed):
         assert bool((up < 0).any())
 
 
-def test_ipo_is_content_at_its_distance_and_pulls_back_beyond():
+def test_ipo_is_minimal_at_its_distance():
     loss, distance = IPOLoss(0.25), 2.0
     difference = float64([1, 2, 5]).requires_grad_()
     (slope,) = torch.autograd.grad(loss(difference, torch.zeros(3)).sum(), [difference])
@@ -206,7 +206,7 @@ def test_ipo_is_content_at_its_distance_and_pulls_back_beyond():
 
 @properties
 @given(seeds)
-def test_robust_losses_average_to_that_of_right_labels(seed):
+def test_robust_losses_average_to_that_of_correct_labels(seed):
     chosen, rejected = (normal(4, seed=seed + i) for i in range(2))
     robust = RobustDPOLoss(0.3, label_smoothing=0.2)
     mean = 0.8 * robust(chosen, rejected) + 0.2 * robust(rejected, chosen)
@@ -234,7 +234,7 @@ def test_huge_log_ratios_stay_finite():
 
 @properties
 @given(seeds)
-def test_judgements_push_good_answers_up_and_bad_ones_down_and_stay_within_their_weights(seed):
+def test_labels_raise_good_answers_and_lower_bad_ones_within_their_weights(seed):
     ratios, desirable = (3 * normal(6, seed=seed)).requires_grad_(), normal(6, seed=seed + 1) > 0
     losses = KTOLoss(0.3, 0.7, 1.6)(ratios, desirable, float64(0.4))
     (slope,) = torch.autograd.grad(losses.sum(), [ratios])
@@ -253,12 +253,12 @@ def test_judgements_push_good_answers_up_and_bad_ones_down_and_stay_within_their
         (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight must be positive, got 0.0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(make, message):
+def test_invalid_numbers_are_rejected(make, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         make()
 
 
-def test_the_best_and_the_worst_of_each_prompt_are_marked():
+def test_best_and_the_worst_of_each_prompt_are_marked():
     # groups 0: rewards 1, 3, 2 - the second is best, the first worst; 1: all equal; 2: two best, the first is taken
     rewards = float64([[0, 1, 0], [3, 0, 0], [0, 0, 2], [1, 0, 0], [1, 0, 0], [5, 0, 0], [5, 0, 0], [0, 4, 0]])
     mask = torch.tensor([[True, True, False]] * 2 + [[True] * 3] + [[True, True, False]] * 5)
@@ -270,7 +270,7 @@ def test_the_best_and_the_worst_of_each_prompt_are_marked():
     assert BestAgainstWorst().needs_groups
 
 
-def test_a_response_that_is_not_included_is_neither_best_nor_worst():
+def test_excluded_response_is_neither_best_nor_worst():
     # the failed response of each prompt has the reward 0: the lowest of the first group, the highest of the second
     rewards = float64([[0.9], [0.5], [0.3], [0.0], [-0.2], [-0.7], [-0.4], [0.0]])
     mask = torch.tensor([[True], [True], [True], [False]] * 2)

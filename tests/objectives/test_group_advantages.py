@@ -1,4 +1,4 @@
-"""Advantages of whole responses: by hand, by loops written from the papers, and as verl and TRL compute them."""
+"""Advantages of whole responses: by hand, by loops from the papers, and as computed by verl and TRL."""
 
 import math
 import statistics
@@ -26,7 +26,7 @@ REWARDS, DEVIATION = [0.0, 1.0, 2.0, 5.0], (14 / 3) ** 0.5
 
 
 def _of_rows(estimator, inputs):
-    """Return the advantage of each response, after a look that all of its tokens have it and no other position."""
+    """Return the advantage of each response, after a check that all of its tokens and no other positions have it."""
     advantages, returns = estimator(inputs)
     first = inputs.mask.long().argmax(dim=1, keepdim=True)
     one = advantages.gather(1, first)
@@ -36,7 +36,7 @@ def _of_rows(estimator, inputs):
 
 
 def _groups(inputs):
-    """Return rows with a policy token, by group, with their rewards as floats."""
+    """Return the rows with a policy token and their rewards as floats, by group."""
     groups = {}
     for row in range(len(inputs.mask)):
         if inputs.mask[row].any():
@@ -48,7 +48,7 @@ def _groups(inputs):
 
 
 def _expect(inputs, of_group):
-    """Return advantages of a rule that is given the rewards of one group and the lengths of its responses."""
+    """Return advantages by a rule for the rewards of one group and the lengths of its responses."""
     groups, reward = _groups(inputs)
     expected = [0.0] * len(inputs.mask)
     for rows in groups:
@@ -102,7 +102,7 @@ def test_one_group_worked_by_hand(estimator, expected):
     assert_close(_of_rows(estimator, inputs), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_gpg_makes_up_for_groups_of_equal_rewards_worked_by_hand():
+def test_gpg_compensates_for_groups_of_equal_rewards_worked_by_hand():
     # 4 responses in group 1, 2 in group 2 whose rewards are equal, 1 alone: B = 7, M = 3, alpha = 7/4.
     inputs = outcomes([*REWARDS, 3, 3, 9], [1, 1, 1, 1, 2, 2, 3])
     assert_close(_of_rows(GPG(), inputs), [-3.5, -1.75, 0, 5.25, 0, 0, 0], rtol=1e-12)
@@ -210,7 +210,7 @@ def test_gdpo_is_that_of_a_loop_over_rewards_and_groups(inputs):
         ("reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline()),
     ],
 )
-def test_advantages_are_verls(name, estimator, kind):
+def test_advantages_equal_those_of_verl(name, estimator, kind):
     advantages, _ = estimator(recorded(kind))
     assert_close(advantages, float64(golden("advantages")["verl"][kind][name]), rtol=1e-7, atol=1e-12)
 
@@ -224,7 +224,7 @@ def test_gpg_is_verls_where_only_groups_without_spread_have_rewards_of_0(kind):
     assert_close(advantages, float64(golden("advantages")["verl"][kind]["gpg"]), rtol=1e-12, atol=1e-14)
 
 
-def test_gdpo_with_rewards_that_did_not_apply_is_trls():
+def test_gdpo_with_inapplicable_rewards_equals_that_of_trl():
     theirs, named = golden("advantages")["trl"]["gdpo"], recorded().rewards
     inputs = outcomes([0.0] * 12, [row // 4 for row in range(12)])
     inputs = AdvantageInputs(inputs.token_rewards, inputs.mask, inputs.group, rewards=named)
@@ -233,7 +233,7 @@ def test_gdpo_with_rewards_that_did_not_apply_is_trls():
 
 
 @pytest.mark.parametrize(("name", "estimator"), [("grpo", GRPO(eps=1e-4)), ("rloo", RLOO())])
-def test_grpo_and_rloo_of_a_weighted_sum_of_rewards_are_trls(name, estimator):
+def test_grpo_and_rloo_of_a_weighted_sum_of_rewards_equal_those_of_trl(name, estimator):
     theirs = golden("advantages")["trl"][name]
     named = torch.stack(list(recorded().rewards.values()), dim=1).nan_to_num(0.25)
     summed = (named * float64(theirs["reward_weights"])).sum(dim=1)
@@ -247,7 +247,7 @@ ESTIMATORS = [GRPO(), GRPO(False), GRPOPassK(), RLOO(), OPO(), GPG(), ReinforceP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equal_rewards_give_exactly_0(estimator, dtype):
-    # verl's GRPO gives 0.056 here in float32: the rounding error of the mean, divided by itself plus eps.
+    # verl's GRPO gives 0.056 here in float32: the rounding error of the mean, divided by its size plus eps.
     inputs = outcomes([0.9] * 3, [0] * 3, lengths=[2, 1, 2])
     inputs = AdvantageInputs(
         inputs.token_rewards.to(dtype), inputs.mask, inputs.group, rewards={"only": torch.full((3,), 0.9, dtype=dtype)}
@@ -258,7 +258,7 @@ def test_equal_rewards_give_exactly_0(estimator, dtype):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_group_of_one_has_no_baseline_and_advantage_0(estimator):
+def test_group_of_one_has_no_baseline_and_advantage_0(estimator):
     inputs = outcomes([5, 1, 3, -8], [1, 2, 2, 3], lengths=[2, 1, 3, 1])
     advantages = _of_rows(estimator, inputs)
     assert advantages[0] == advantages[3] == 0
@@ -266,7 +266,7 @@ def test_a_group_of_one_has_no_baseline_and_advantage_0(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_response_without_policy_token_does_not_count(estimator):
+def test_response_without_policy_token_does_not_count(estimator):
     inputs = outcomes([5, 1, 3, 7], [1, 1, 1, 1], lengths=[2, 1, 3, 0])
     advantages = _of_rows(estimator, inputs)
     assert advantages[3] == 0
@@ -274,14 +274,14 @@ def test_a_response_without_policy_token_does_not_count(estimator):
 
 
 @pytest.mark.parametrize("best", [[5, 5, 1], [5, 5, 5], [5, 1, 5]])
-def test_pass_at_k_gives_nothing_to_a_shared_first_place(best):
+def test_pass_at_k_gives_0_to_a_shared_first_place(best):
     # Without one of them the maximum stays.
     assert_close(_of_rows(GRPOPassK(), outcomes(best, [0] * 3)), [0, 0, 0], rtol=0, atol=0)
 
 
-def test_gdpo_keeps_a_reward_that_did_not_apply_from_the_others():
+def test_gdpo_ignores_an_inapplicable_reward():
     # a is NaN for the second response: the first and third are compared, -1 and 1 over sqrt 2.
-    # b applied to nobody, c to one response only: nothing to compare. The last response has no reward at all.
+    # b applied to no response, c to one response only, so neither can be compared. The last response has no reward.
     nan = math.nan
     named = {"a": [1, nan, 3, nan], "b": [nan] * 4, "c": [nan, 4, nan, nan]}
     plain = outcomes([0] * 4, [0] * 4)
@@ -292,7 +292,7 @@ def test_gdpo_keeps_a_reward_that_did_not_apply_from_the_others():
     assert_close(_of_rows(GDPO(("a", "b", "c"), eps=1e-12), inputs), [-half, 0, half, 0], rtol=1e-9)
 
 
-def test_gdpo_gives_exactly_0_where_nothing_could_be_compared():
+def test_gdpo_gives_exactly_0_without_comparable_rewards():
     # The batch's mean is 0 but for rounding, and that error is nothing to learn.
     values = [0.1, 0.7, 0.25, 0.9, 0.3, 0.6, 5.0]
     plain = outcomes([0] * 7, [0, 0, 0, 1, 1, 1, 2])
@@ -329,7 +329,7 @@ def test_shifting_the_rewards_of_a_group_changes_nothing():
         assert_close(*ours, rtol=1e-8, atol=1e-9)
 
 
-def test_defaults_and_what_each_needs():
+def test_defaults_and_required_inputs():
     assert GRPO() == GRPO(normalize_std=True, eps=1e-6)
     assert GRPOPassK() == GRPOPassK(normalize_std=True, eps=1e-6)
     assert GDPO(("a",)) == GDPO(("a",), reward_weights=None, eps=1e-6)
@@ -347,7 +347,7 @@ def test_eps_must_be_positive_and_finite(make, eps):
         make(eps=eps)
 
 
-def test_gdpo_wants_names_and_as_many_finite_weights():
+def test_gdpo_requires_names_and_as_many_finite_weights():
     with pytest.raises(ValueError, match=r"^reward_keys must name at least one reward, got none$"):
         GDPO(())
     for weights in ((1.0,), (1.0, 2.0, 3.0), (1.0, math.nan), (math.inf, 1.0)):
@@ -357,6 +357,6 @@ def test_gdpo_wants_names_and_as_many_finite_weights():
             GDPO(("a", "b"), weights)
 
 
-def test_gdpo_names_the_rewards_it_misses_and_those_it_got():
+def test_gdpo_reports_missing_and_available_rewards():
     with pytest.raises(ValueError, match=r"^GDPO needs rewards named \['exact'\], got \['only'\]$"):
         GDPO(("only", "exact"))(outcomes([1, 2], [0, 0]))

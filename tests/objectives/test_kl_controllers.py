@@ -17,12 +17,12 @@ terms = st.one_of(
 )
 
 
-def test_a_term_is_off_k1_and_as_it_is_by_default():
+def test_default_term_is_disabled_with_k1():
     assert KLTerm() == KLTerm(coef=0.0, estimator="k1", clamp=None, importance=False)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_may_be_named(estimator):
+def test_every_estimator_is_accepted(estimator):
     assert KLTerm(0.1, estimator).estimator == estimator
 
 
@@ -34,7 +34,7 @@ def test_every_estimator_may_be_named(estimator):
         ({"clamp": 0.0}, r"^KL clamp must be positive or null, got 0.0$"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         KLTerm(**arguments)
 
@@ -45,7 +45,7 @@ def test_importance_needs_an_unbiased_estimator(estimator):
         KLTerm(estimator=estimator, importance=True)
 
 
-def test_importance_without_the_sampling_policy_is_refused():
+def test_importance_without_the_sampling_policy_is_rejected():
     zeros = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"^a KL term with importance needs old_logprobs"):
         KLTerm(0.1, "k3", importance=True)(zeros, zeros, torch.ones(1, 1, dtype=torch.bool))
@@ -60,7 +60,7 @@ def test_importance_of_a_case_worked_by_hand():
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_losses_and_gradients_with_and_without_importance_are_trls(corrected):
+def test_losses_and_gradients_with_and_without_importance_equal_those_of_trl(corrected):
     record = golden("corrections")
     mask = float64(record["inputs"]["mask"]).bool()
     reference, old = (float64(record["inputs"][name]) for name in ("ref_logprobs", "old_logprobs"))
@@ -88,7 +88,7 @@ def test_with_importance_value_and_gradient_over_samples_of_an_old_policy_are_th
 
 @properties
 @given(terms, masks(), seeds)
-def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(term, mask, seed):
+def test_values_outside_the_mask_affect_neither_value_nor_gradient(term, mask, seed):
     clean = [normal(*mask.shape, seed=seed + i).masked_fill(~mask, 0) for i in range(3)]
     values, gradients = [], []
     for tensors in (clean, [with_garbage(tensor, mask) for tensor in clean]):
@@ -105,7 +105,7 @@ def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(term, mas
 
 @properties
 @given(terms, masks(), seeds)
-def test_a_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
+def test_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
     logprobs, reference, old = (normal(*mask.shape, seed=seed + i) for i in range(3))
     value = term(logprobs, reference, mask, old)
     ratio = (logprobs - old).exp() if term.importance else 1.0
@@ -119,7 +119,7 @@ def test_a_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("difference", [-1e4, -21.0, 21.0, 1e4])
-def test_a_huge_ratio_stays_finite(estimator, difference):
+def test_huge_ratio_stays_finite(estimator, difference):
     logprobs = torch.tensor([[difference]], requires_grad=True)
     term, mask = KLTerm(1.0, estimator, importance=True), torch.tensor([[True]])
     value = term(logprobs, torch.zeros(1, 1), mask, torch.zeros(1, 1))
@@ -129,7 +129,7 @@ def test_a_huge_ratio_stays_finite(estimator, difference):
     assert abs(value.item()) <= abs(difference) * math.exp(20) * 1.001
 
 
-def test_a_term_does_not_multiply_by_its_weight_which_may_be_steered():
+def test_term_is_not_multiplied_by_its_coefficient():
     logprobs, mask = float64([[-1.0]]), torch.tensor([[True]])
     assert_close(KLTerm(0.25)(logprobs, logprobs - 2, mask), [[2]])
 
@@ -149,25 +149,25 @@ def test_coefficients_of_cases_worked_by_hand(kl, expected):
     assert_close(AdaptiveKL(target=6.0, horizon=1000)(0.05, kl, 100), expected)
 
 
-def test_the_default_horizon_is_ten_thousand_responses():
+def test_default_horizon_is_ten_thousand_responses():
     assert AdaptiveKL(target=1.0).horizon == 10000
 
 
 @pytest.mark.parametrize("record", golden("verl")["outputs"]["adaptive_kl"], ids=lambda record: f"kl={record['kl']}")
-def test_coefficients_are_verls(record):
+def test_coefficients_equal_those_of_verl(record):
     controller = AdaptiveKL(record["target"], record["horizon"])
     assert_close(controller(record["coef"], record["kl"], record["responses"]), record["next"])
 
 
 @properties
 @given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(-100, 100), st.integers(1, 512))
-def test_the_coefficient_moves_towards_the_target_and_by_at_most_a_fifth_of_its_share(target, coef, kl, responses):
+def test_coefficient_moves_towards_the_target_by_at_most_a_fifth_of_its_share(target, coef, kl, responses):
     change = AdaptiveKL(target, horizon=1000)(coef, kl, responses) / coef - 1
     assert abs(change) <= 0.2 * responses / 1000 + 1e-12
     assert change * (kl - target) >= 0
 
 
-def test_steering_reaches_the_target():
+def test_controller_reaches_the_target():
     # a policy whose KL is 3 / coef: the fixed point is 1/2
     controller, coef = AdaptiveKL(target=6.0, horizon=100), 0.01
     for _ in range(200):
@@ -181,9 +181,9 @@ def test_target_and_horizon_must_be_positive(target, horizon):
         AdaptiveKL(target, horizon)
 
 
-def test_a_horizon_of_one_response_is_allowed():
+def test_horizon_of_one_response_is_allowed():
     assert_close(AdaptiveKL(target=0.1, horizon=1)(0.05, 1.0, 1), 0.06)
 
 
-def test_a_batch_larger_than_the_horizon_cannot_turn_the_coefficient_negative():
+def test_batch_larger_than_the_horizon_cannot_turn_the_coefficient_negative():
     assert AdaptiveKL(target=1.0, horizon=10)(0.1, kl=0.0, num_responses=1000) == pytest.approx(0.08)

@@ -79,7 +79,7 @@ def test_loss_and_diagnostics_follow_the_papers(objective, seed):
 
 
 @pytest.mark.parametrize("case", [0, 1, 2])
-def test_loss_gradient_and_clip_fractions_are_verls(case):
+def test_loss_gradient_and_clip_fractions_equal_those_of_verl(case):
     recorded = golden("verl")
     inputs, expected = recorded["inputs"], recorded["outputs"]["policy_loss"][case]
     arguments = expected["arguments"]
@@ -99,7 +99,7 @@ def test_loss_gradient_and_clip_fractions_are_verls(case):
         assert_close(diagnostics[name][mask].mean(), expected[name])
 
 
-def test_the_recorded_cases_bind_every_clip():
+def test_recorded_cases_activate_every_clip():
     cases = golden("verl")["outputs"]["policy_loss"]
     assert all(0 < case["clip_fraction"] < 1 for case in cases)
     assert [case["dual_clip_fraction"] > 0 for case in cases] == [False, False, True]
@@ -143,7 +143,7 @@ def test_gradient_is_minus_a_times_the_ratio_unless_a_clip_binds(objective, seed
 
 @properties
 @given(objectives, seeds)
-def test_no_token_depends_on_another(objective, seed):
+def test_tokens_are_independent(objective, seed):
     old, new, advantages = (normal(3, 4, seed=seed + i) for i in range(3))
     whole = _call(objective, new, old, advantages)[0]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
@@ -153,7 +153,7 @@ def test_no_token_depends_on_another(objective, seed):
     assert_close(_call(objective, new, old, advantages)[0].flatten()[1:], whole.flatten()[1:])
 
 
-def test_a_ratio_exactly_at_a_bound_is_not_counted_as_bound_by_it():
+def test_ratio_exactly_at_a_bound_is_not_counted_as_clipped():
     ratio = float64(1.0).exp().item()
     for advantage in (-1.0, 1.0):
         objective = ClippedPolicyLoss(clip_range_high=ratio - 1, dual_clip=ratio)
@@ -191,7 +191,7 @@ def test_log_ratios_are_exact_up_to_20():
     assert_close(diagnostics["approx_kl"], expected)
 
 
-def test_diagnostics_carry_no_gradient():
+def test_diagnostics_have_no_gradient():
     logprobs = normal(3, seed=0).requires_grad_()
     _, diagnostics = _call(ClippedPolicyLoss(dual_clip=2.0), logprobs, torch.zeros(3), torch.ones(3))
     assert set(diagnostics) == {"clip_fraction", "dual_clip_fraction", "approx_kl"}
@@ -209,7 +209,7 @@ def test_diagnostics_carry_no_gradient():
         ({"dual_clip": 1.0}, r"^dual_clip must be greater than 1, got 1.0$"),
     ],
 )
-def test_bounds_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_bounds_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         ClippedPolicyLoss(**arguments)
 

@@ -18,7 +18,7 @@ def test_loss_of_a_case_worked_by_hand():
     assert_close(PairwiseLoss(center_coef=0.5)(chosen, rejected), [4.8132617, 2.6931472, 2.1269280])
 
 
-def test_by_default_scores_are_not_centred():
+def test_scores_are_not_centered_by_default():
     assert PairwiseLoss() == PairwiseLoss(center_coef=0.0)
 
 
@@ -34,7 +34,7 @@ def test_loss_is_minus_the_log_of_the_bradley_terry_probability(seed):
 
 @properties
 @given(seeds)
-def test_loss_is_torchs_cross_entropy_between_the_two_answers(seed):
+def test_loss_equals_cross_entropy_in_torch_between_the_two_answers(seed):
     chosen, rejected, margin = (3 * normal(4, seed=seed + i) for i in range(3))
     logits = torch.stack([chosen - margin, rejected], dim=1)
     expected = torch.nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long), reduction="none")
@@ -42,7 +42,7 @@ def test_loss_is_torchs_cross_entropy_between_the_two_answers(seed):
 
 
 @pytest.mark.parametrize("case", golden("peers")["pairwise_loss"]["cases"])
-def test_loss_and_gradient_are_trls(case):
+def test_loss_and_gradient_equal_those_of_trl(case):
     inputs, expected = case["inputs"], {name: float64(numbers) for name, numbers in case["outputs"].items()}
     chosen, rejected = (float64(inputs[name]).requires_grad_() for name in ("chosen", "rejected"))
     margin = None if inputs["margin"] is None else float64(inputs["margin"])
@@ -54,7 +54,7 @@ def test_loss_and_gradient_are_trls(case):
     assert_close(rejected.grad, expected["gradient_rejected"], rtol=1e-9, atol=1e-12)
 
 
-def test_the_recorded_pairs_come_with_and_without_margin_and_centring():
+def test_recorded_pairs_include_margin_and_centering():
     inputs = [case["inputs"] for case in golden("peers")["pairwise_loss"]["cases"]]
     terms = {(case["margin"] is None, case["center_coef"] is None) for case in inputs}
     assert terms == {(False, False), (False, True), (True, False), (True, True)}
@@ -62,7 +62,7 @@ def test_the_recorded_pairs_come_with_and_without_margin_and_centring():
 
 @properties
 @given(seeds)
-def test_gradient_pulls_the_scores_apart_by_the_chance_of_an_error(seed):
+def test_gradient_separates_the_scores_by_the_probability_of_an_error(seed):
     chosen, rejected = (normal(4, seed=seed + i).requires_grad_() for i in range(2))
     PairwiseLoss()(chosen, rejected).sum().backward()
     error = 1 / (1 + (chosen - rejected).detach().exp())
@@ -72,7 +72,7 @@ def test_gradient_pulls_the_scores_apart_by_the_chance_of_an_error(seed):
 
 @properties
 @given(seeds)
-def test_swapping_the_answers_turns_the_loss_into_that_of_the_other_choice(seed):
+def test_swapping_the_answers_gives_the_loss_of_the_other_choice(seed):
     chosen, rejected = (normal(4, seed=seed + i) for i in range(2))
     # the two probabilities sum to 1
     loss = PairwiseLoss()
@@ -88,7 +88,7 @@ def test_permuting_pairs_permutes_losses(seed):
     assert_close(loss(*(tensor[order] for tensor in tensors)), loss(*tensors)[order])
 
 
-def test_only_the_difference_of_scores_counts_unless_they_are_centred():
+def test_only_the_difference_of_scores_counts_without_centering():
     chosen, rejected = normal(4, seed=0), normal(4, seed=1)
     assert_close(PairwiseLoss()(chosen + 7, rejected + 7), PairwiseLoss()(chosen, rejected))
     assert (PairwiseLoss(0.1)(chosen + 7, rejected + 7) > PairwiseLoss(0.1)(chosen, rejected)).all()
@@ -102,6 +102,6 @@ def test_huge_differences_stay_finite():
     assert_close(chosen.grad, [0, -1])
 
 
-def test_a_negative_weight_is_refused():
+def test_negative_weight_is_rejected():
     with pytest.raises(ValueError, match=r"^center_coef must be at least 0, got -0.1$"):
         PairwiseLoss(center_coef=-0.1)

@@ -1,4 +1,4 @@
-"""Every policy loss is its paper's formula, written as loops over responses, and no batch layout changes it."""
+"""Every policy loss equals its formula as loops over responses, and is independent of the batch layout."""
 
 import math
 import operator
@@ -62,7 +62,7 @@ def make_batch(mask, seed, whole):
 
 
 def value_and_gradient(case, batch, pieces=None):
-    """Return the aggregated loss of a batch, worked out in pieces of rows, and its gradient."""
+    """Return the aggregated loss of a batch, computed in pieces of rows, and its gradient."""
     leaf = batch.logprobs.clone().requires_grad_()
     batch = batch._replace(logprobs=leaf)
     total = torch.zeros(())
@@ -126,7 +126,7 @@ def test_micro_batches_do_not_change_the_gradient(case, aggregation, mask, seed,
 @every_loss
 @properties
 @given(mask=masks(), seed=seeds)
-def test_what_lies_outside_the_mask_may_be_anything(case, mask, seed):
+def test_values_outside_the_mask_may_be_anything(case, mask, seed):
     clean = make_batch(mask, seed, case.whole)
     dirty = Batch(*(with_garbage(tensor, mask) for tensor in clean[:3]), mask, clean.selected_tokens)
     for expected, actual in zip(value_and_gradient(case, clean), value_and_gradient(case, dirty), strict=True):
@@ -184,7 +184,7 @@ def test_infinite_and_huge_differences_give_finite_losses_and_gradients(case, ad
 @every_loss
 @properties
 @given(seed=seeds)
-def test_a_number_that_is_none_is_not_hidden(case, seed):
+def test_nan_is_not_hidden(case, seed):
     batch = make_batch(torch.ones(2, 3, dtype=torch.bool), seed, case.whole)
     batch.logprobs[0, 1] = torch.nan
     loss, _ = case.loss(*batch._replace(selected_tokens=torch.zeros_like(batch.mask)))
@@ -193,7 +193,7 @@ def test_a_number_that_is_none_is_not_hidden(case, seed):
 
 
 @every_loss
-def test_a_batch_without_a_policy_token_has_loss_and_gradient_0(case):
+def test_batch_without_a_policy_token_has_loss_and_gradient_0(case):
     mask = torch.zeros(2, 3, dtype=torch.bool)
     empty = torch.full((2, 3), torch.nan).double()
     value, gradient = value_and_gradient(case, Batch(empty, empty, empty, mask, mask))
@@ -218,7 +218,7 @@ def test_diagnostics_are_floats_of_tokens_without_gradient(case, mask, seed):
 
 
 @every_loss
-def test_nothing_chosen_is_the_same_as_no_choice(case):
+def test_empty_selection_equals_no_selection(case):
     batch = make_batch(torch.ones(3, 4, dtype=torch.bool), 0, case.whole)
     selected_tokens = case.loss(*batch._replace(selected_tokens=torch.zeros_like(batch.mask)))
     none = case.loss(*batch[:4])
@@ -229,12 +229,12 @@ def test_nothing_chosen_is_the_same_as_no_choice(case):
 
 
 @every_loss
-def test_hyper_parameters_cannot_change(case):
+def test_hyper_parameters_are_immutable(case):
     with pytest.raises(FrozenInstanceError):
         case.loss.clip_range_low = 0.5
 
 
-def test_only_the_covariance_losses_choose_tokens():
+def test_only_the_covariance_losses_select_tokens():
     assert [name for name, case in CASES.items() if case.loss.selects_tokens] == ["clip_cov", "kl_cov"]
 
 

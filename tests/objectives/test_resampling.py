@@ -36,7 +36,7 @@ def test_weights_of_float32_scores_are_float64(method):
     assert ScoreResampling(method).weights(torch.tensor([2.0, -4.0])).dtype == torch.float64
 
 
-def test_rows_that_share_the_first_or_last_place_all_count():
+def test_rows_with_an_equal_first_or_last_score_all_count():
     scores = float64([3, 1, 3, -1, -1, 0])
     assert_close(ScoreResampling("max_min").weights(scores), [1, 0, 1, 1, 1, 0], rtol=0, atol=0)
     assert_close(ScoreResampling("max_random").weights(scores), [0.4, 0.1, 0.4, 0.1, 0.1, 0.1], rtol=0, atol=0)
@@ -58,14 +58,14 @@ def test_weights_are_those_of_a_loop_over_scores(method, power, rows, seed):
 @pytest.mark.parametrize(
     "record", golden("advantages")["draws"], ids=lambda record: f"{record['method']}-{record['power']}"
 )
-def test_rows_are_those_that_verl_draws(record):
+def test_rows_equal_those_that_verl_draws(record):
     resampling = ScoreResampling(record["method"], record["power"])
     rows = resampling(float64(golden("advantages")["inputs"]["scores"]), _seeded(record["seed"]))
     assert rows.tolist() == record["rows"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_are_drawn_as_often_as_their_weights_say(method):
+def test_rows_are_drawn_in_proportion_to_their_weights(method):
     scores = float64([1, 2, 3, 0]).repeat(5000)
     resampling = ScoreResampling(method)
     share = torch.bincount(resampling(scores, _seeded()) % 4, minlength=4) / len(scores)
@@ -74,7 +74,7 @@ def test_rows_are_drawn_as_often_as_their_weights_say(method):
     assert (share - weights / weights.sum()).abs().max() < 0.021
 
 
-def test_rows_of_weight_0_are_drawn_with_a_chance_of_1e_8():
+def test_rows_of_weight_0_are_drawn_with_probability_1e_8():
     scores = torch.cat([torch.ones(1), torch.zeros(1_000_000)])
     rows = ScoreResampling()(scores, _seeded())
     # 1e6 rows of 1e-8 against one of 1; the share's standard deviation is 1e-4.
@@ -90,12 +90,12 @@ def test_extreme_scores_give_rows_of_the_batch(method, scores):
     assert set(rows.tolist()) <= set(range(len(scores)))
 
 
-def test_scores_of_0_are_all_alike():
+def test_scores_of_0_are_drawn_uniformly():
     rows = ScoreResampling()(torch.zeros(20000), _seeded())
     assert rows.unique().numel() > 12000  # of 20000 alike, 1 - 1/e are drawn
 
 
-def test_the_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
+def test_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
     scores = normal(50, seed=1)
     rows = [ScoreResampling()(factor * scores, _seeded(seed)) for factor, seed in ((1, 5), (1, 5), (4, 5), (1, 6))]
     assert rows[0].equal(rows[1])
@@ -103,21 +103,21 @@ def test_the_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
     assert not rows[0].equal(rows[3])
 
 
-def test_as_many_rows_are_drawn_as_asked_for():
+def test_requested_number_of_rows_is_drawn():
     assert ScoreResampling()(torch.ones(3), _seeded(), 7).shape == (7,)
 
 
-def test_no_scores_give_no_rows():
+def test_empty_scores_give_no_rows():
     assert ScoreResampling()(torch.zeros(0), _seeded()).shape == (0,)
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
-def test_scores_that_are_not_finite_are_refused(score):
+def test_non_finite_scores_are_rejected(score):
     with pytest.raises(ValueError, match=rf"^scores must be finite, got \[1.0, {score}\]$"):
         ScoreResampling()(torch.tensor([1.0, score]), _seeded())
 
 
-def test_unknown_methods_and_negative_powers_are_refused():
+def test_unknown_methods_and_negative_powers_are_rejected():
     with pytest.raises(ValueError, match=r"^method must be one of pow, max_min, max_random, got 'top'$"):
         ScoreResampling("top")
     for power in (-1.0, math.nan):
@@ -125,10 +125,10 @@ def test_unknown_methods_and_negative_powers_are_refused():
             ScoreResampling(power=power)
 
 
-def test_defaults_are_the_square_of_the_score():
+def test_default_is_the_square_of_the_score():
     assert ScoreResampling() == ScoreResampling(method="pow", power=2.0)
 
 
-def test_hyper_parameters_cannot_be_changed():
+def test_hyper_parameters_are_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ScoreResampling().power = 3.0

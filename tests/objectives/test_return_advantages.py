@@ -1,4 +1,4 @@
-"""Advantages from rewards to come: by hand, by loops written from the papers, and as verl computes them."""
+"""Advantages from future rewards: by hand, by loops from the papers, and as computed by verl."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def test_energy_of_a_distribution_worked_by_hand():
 
 
 def _token_baseline(inputs, compact, zero_tail):
-    """Return loops over groups, positions and responses, from the paper's B_t."""
+    """Return baselines by loops over groups, positions and responses, from the paper's B_t."""
     rows = range(len(inputs.mask))
     steps = [[t for t in range(inputs.mask.shape[1]) if inputs.mask[row, t]] for row in rows]
     energy, returns = {}, {}
@@ -153,7 +153,7 @@ def test_remax_is_that_of_loops_over_tokens(inputs):
 
 
 @pytest.mark.parametrize("kind", ["whole", "holed"])
-def test_reinforce_plus_plus_is_verls(kind):
+def test_reinforce_plus_plus_equals_that_of_verl(kind):
     theirs = golden("advantages")["verl"][kind]["reinforce_plus_plus"]
     advantages, returns = ReinforcePlusPlus(theirs["gamma"])(recorded(kind))
     assert_close(advantages, float64(theirs["advantages"]), rtol=1e-7, atol=1e-12)
@@ -161,7 +161,7 @@ def test_reinforce_plus_plus_is_verls(kind):
 
 
 @pytest.mark.parametrize("kind", ["whole", "holed"])
-def test_remax_is_verls(kind):
+def test_remax_equals_that_of_verl(kind):
     inputs, theirs = recorded(kind), float64(golden("advantages")["verl"][kind]["remax"])
     advantages, _ = ReMax()(inputs)
     # verl leaves the rewards to come on the tokens of an environment.
@@ -176,7 +176,7 @@ def test_remax_is_verls(kind):
         ("tool_otb", ToolOptimalTokenBaseline, "holed"),
     ],
 )
-def test_token_baselines_are_verls(name, estimator, kind):
+def test_token_baselines_equal_those_of_verl(name, estimator, kind):
     inputs, theirs = recorded(kind), golden("advantages")
     weights = with_garbage(float64(theirs["inputs"]["weights"]), inputs.mask)
     for suffix, ours in (
@@ -204,7 +204,7 @@ def test_policy_tokens_of_long_responses_keep_their_order():
     assert_close(advantages, _token_baseline(inputs, compact=True, zero_tail=True), **CLOSE)
 
 
-def test_the_token_baseline_is_the_groups_mean_where_all_tokens_are_alike():
+def test_token_baseline_is_the_mean_of_the_group_for_equal_tokens():
     inputs = _energies([[1, 1], [1, 1], [1, 1]], torch.ones(3, 2, dtype=torch.bool), float64([[0, 1], [0, 4], [0, 7]]),
                        torch.zeros(3, dtype=torch.int64))  # fmt: skip
     assert_close(OptimalTokenBaseline()(inputs)[0], [[-3, -3], [0, 0], [3, 3]], rtol=1e-12)
@@ -212,7 +212,7 @@ def test_the_token_baseline_is_the_groups_mean_where_all_tokens_are_alike():
 
 @pytest.mark.parametrize("zero_tail", [True, False])
 @pytest.mark.parametrize("estimator", [OptimalTokenBaseline, ToolOptimalTokenBaseline])
-def test_a_group_of_one_has_no_token_baseline_and_advantage_0(estimator, zero_tail):
+def test_group_of_one_has_no_token_baseline_and_advantage_0(estimator, zero_tail):
     inputs = _energies([[1, 2, 1], [2, 7, 4]], group=torch.tensor([1, 2]))
     advantages, returns = estimator(handle_zero_tail=zero_tail)(inputs)
     assert (advantages == 0).all()
@@ -220,7 +220,7 @@ def test_a_group_of_one_has_no_token_baseline_and_advantage_0(estimator, zero_ta
 
 
 @pytest.mark.parametrize("estimator", [OptimalTokenBaseline(), ToolOptimalTokenBaseline()])
-def test_tokens_that_the_policy_was_sure_of_are_finite(estimator):
+def test_tokens_of_probability_1_are_finite(estimator):
     # p = 1: energy 0, so nothing weighs anything; and p = 0, whose log is -inf.
     inputs = dataclasses.replace(
         _energies([[1, 1, 1], [1, 9, 1]]), logprobs=float64([[0, 0, -math.inf], [0, math.nan, -math.inf]])
@@ -230,14 +230,14 @@ def test_tokens_that_the_policy_was_sure_of_are_finite(estimator):
     assert_close(advantages[:, 0], [3, 5], rtol=0, atol=0)
 
 
-def test_rounding_below_0_is_no_energy():
+def test_negative_rounding_error_is_not_an_energy():
     # Energies of -1e-7 and 2e-7: the first counts as 0, so B is the second's 5; unclamped it would be 7.
     energy = [[1 - 1e-7] * 3, [1 + 2e-7] * 3]
     inputs = dataclasses.replace(_energies(energy), logprobs=torch.zeros(2, 3).double())
     assert_close(OptimalTokenBaseline()(inputs)[0][:, 0], [-2, 0], rtol=0, atol=1e-7)
 
 
-def test_defaults_and_what_each_needs():
+def test_defaults_and_required_inputs():
     assert ReinforcePlusPlus() == ReinforcePlusPlus(gamma=1.0)
     assert OptimalTokenBaseline() == OptimalTokenBaseline(handle_zero_tail=True)
     marks = ("needs_critic", "needs_groups", "needs_greedy", "needs_sum_pi_squared")
@@ -251,12 +251,12 @@ def test_defaults_and_what_each_needs():
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1, math.nan])
-def test_discounts_outside_the_unit_interval_are_refused(gamma):
+def test_discounts_outside_the_unit_interval_are_rejected(gamma):
     with pytest.raises(ValueError, match=rf"^gamma must lie in \[0, 1\], got {gamma}$"):
         ReinforcePlusPlus(gamma)
 
 
-def test_missing_inputs_are_named():
+def test_missing_inputs_are_reported():
     bare = AdvantageInputs(REWARDS, MASK, GROUP)
     with pytest.raises(ValueError, match=r"^ReMax needs the reward of a greedy response to each prompt$"):
         ReMax()(bare)

@@ -1,4 +1,4 @@
-"""Cases worked by hand and figures of verl and TRL, for the losses that look at a whole response."""
+"""Cases worked by hand and figures of verl and TRL, for the losses that depend on a whole response."""
 
 import math
 
@@ -64,7 +64,7 @@ def call(objective, log_ratios, advantages, mask, aggregation):
 
 
 def test_gspo_of_a_case_worked_by_hand():
-    # Both responses have s = exp((ln 2 + ln 8) / 2) = 4; the third token of the second is no policy token.
+    # Both responses have s = exp((ln 2 + ln 8) / 2) = 4; the third token of the second is from the environment.
     # A = -3: loss 12, gradient of the mean over responses: 1/2 * 1/2 * 12 = 3 on each of two tokens
     # A = 1: clipped at 1.5, loss -1.5, no gradient
     log_ratios = [[LN2, 3 * LN2, 0], [LN2, 3 * LN2, 7]]
@@ -84,7 +84,7 @@ def test_gspo_of_a_case_worked_by_hand():
     assert_close(diagnostics["clip_fraction"][:, :2], [[1, 1], [0, 0]])
 
 
-def test_luspo_counts_a_response_by_its_length():
+def test_luspo_weights_a_response_by_its_length():
     # s = 2 for a response of three tokens and of one; |y| s = 6 and 2, the mean over responses (-6 - 2) / 2
     log_ratios, mask = [[LN2, LN2, LN2], [LN2, 5, 5]], [[1, 1, 1], [1, 0, 0]]
     objective = LUSPOLoss(clip_range_low=0.5, clip_range_high=2.0)
@@ -96,7 +96,7 @@ def test_luspo_counts_a_response_by_its_length():
 
 @properties
 @given(mask=masks(), seed=seeds)
-def test_luspo_is_gspo_apart_from_aggregation_and_defaults(mask, seed):
+def test_luspo_equals_gspo_except_for_aggregation_and_defaults(mask, seed):
     new, old, advantages = (normal(*mask.shape, seed=seed + i) for i in range(3))
     expected, actual = (loss(new, old, advantages, mask) for loss in (GSPOLoss(0.1, 0.2), LUSPOLoss(0.1, 0.2)))
     assert_close(actual[0], expected[0])
@@ -126,7 +126,7 @@ def test_gmpo_of_a_case_worked_by_hand():
     assert_close(diagnostics["clip_fraction"], [[1, 0, 0], [0, 0, 1]])
 
 
-def test_gmpo_bounds_a_token_of_advantage_0_from_below_alone():
+def test_gmpo_bounds_a_token_of_advantage_0_only_from_below():
     # 3 ln 2 stays and -3 ln 2 becomes -ln 2: rho = exp((3 - 1 + 1) ln 2 / 3) = 2, mean A = 1/3
     losses, _ = GMPOLoss(LN2, LN2)(
         float64([[3 * LN2, -3 * LN2, 3 * LN2]]) - 1,
@@ -137,7 +137,7 @@ def test_gmpo_bounds_a_token_of_advantage_0_from_below_alone():
     assert_close(losses, [[-2 / 3] * 3])
 
 
-def test_gmpo_takes_the_mean_of_advantages_that_differ_in_a_response():
+def test_gmpo_uses_the_mean_of_different_advantages_in_a_response():
     # mean A = 1 over two tokens, rho = exp((ln 2 + 0) / 2)
     losses, _ = GMPOLoss(9.0, 9.0)(
         float64([[LN2 - 1, -1, 0]]), float64([[-1, -1, 0]]), float64([[3, -1, 50]]), torch.tensor([[True, True, False]])
@@ -161,7 +161,7 @@ def test_vespo_of_a_case_worked_by_hand():
 
 
 @pytest.mark.parametrize(("old", "expected"), [(10.0, -2 + 1e-9), (-10.0, 2 + 1e-9 * (1 - math.exp(20)))])
-def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away(old, expected):
+def test_vespo_limits_the_distance_of_a_response_to_20_nats(old, expected):
     weight = VESPOLoss(k_pos=0.1, lambda_pos=1e-9)(
         torch.zeros(1, 4), torch.full((1, 4), old), torch.ones(1, 4), torch.ones(1, 4).bool()
     )[1]["sequence_weight"]
@@ -169,7 +169,7 @@ def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away(old, exp
 
 
 def test_topr_of_a_case_worked_by_hand():
-    # W = 2 * 3/2 = 3 and 1/2 * 2/3 = 1/3. A = 2 and 0 have the weight 1 whatever W is; A = -2 has min(3, 1) and 1/3.
+    # W = 2 * 3/2 = 3 and 1/2 * 2/3 = 1/3. A = 2 and 0 have the weight 1 for any W; A = -2 has min(3, 1) and 1/3.
     # Losses -w A logprob with logprobs ln 2 - 1 and ln 1.5 - 1, or -ln 2 - 1 and -ln 1.5 - 1
     more, less = [LN2, 9, LN3 - LN2], [-LN2, 9, LN2 - LN3]
     log_ratios, mask = [more, less, more, less, less], [[1, 0, 1]] * 5
@@ -181,7 +181,7 @@ def test_topr_of_a_case_worked_by_hand():
     assert_close(diagnostics["sequence_weight"][:, [0, 2]], weight.expand(5, 2))
 
 
-def test_topr_is_that_of_trinity_rft():
+def test_topr_equals_that_of_trinity_rft():
     # TOPRPolicyLossFn of modelscope/Trinity-RFT (November 2026), which truncates the ratio of each number that it gets,
     # called with each response's summed log-probabilities: loss and gradient of the mean over responses.
     logprobs = float64([[-0.5, -1.25, -0.75], [-2.0, -0.25, -9.0], [-0.5, -0.125, -1.5]]).requires_grad_()
@@ -254,7 +254,7 @@ def test_loss_gradient_and_clip_fractions_are_those_of_peers(package, name):
         assert_close(diagnostics["sequence_weight"][:, 0].mean(), theirs["vespo/phi_seq_mean"])
 
 
-def test_defaults():
+def test_defaults_equal_those_of_the_papers():
     assert GSPOLoss() == GSPOLoss(3e-4, 4e-4)
     assert LUSPOLoss() == LUSPOLoss(2e-3, 2.5e-3)
     assert GMPOLoss() == GMPOLoss(0.4, 0.4)
@@ -275,7 +275,7 @@ def test_defaults():
         (VESPOLoss, {"lambda_neg": 0.0}, r"^lambda_neg must be positive, got 0.0$"),
     ],
 )
-def test_hyper_parameters_that_make_no_sense_are_refused(objective, arguments, message):
+def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
     with pytest.raises(ValueError, match=message):
         objective(**arguments)
 

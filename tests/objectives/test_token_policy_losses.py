@@ -1,4 +1,4 @@
-"""Cases worked by hand and figures of verl and TRL, for the losses that look at one token at a time."""
+"""Cases worked by hand and figures of verl and TRL, for the losses of single tokens."""
 
 import math
 
@@ -118,14 +118,14 @@ def test_dro_of_a_case_worked_by_hand():
     assert_close(gradient, [-0.5, -3.5])
 
 
-def test_dro_pulls_back_with_the_force_of_20_nats_from_beyond():
+def test_dro_limits_its_gradient_to_that_at_20_nats():
     # 20 * 50 - 200 = 800, gradient 20 with the sign of the log-ratio
     loss, gradient, _ = call(DROLoss(beta=1.0), [-60, -10, -21], [-10, -60, -1], [0, 0, 0])
     assert_close(loss, [800, 800, 200])
     assert_close(gradient, [-20, 20, -20])
 
 
-def test_log_probabilities_lie_within_10000_and_are_0_outside_the_mask():
+def test_log_probabilities_are_clamped_at_10000_and_0_outside_the_mask():
     values = float64([[-2e4, 2e4, -3, torch.nan]])
     tokens = PolicyTokens.of(values, -values, values, torch.tensor([[True, True, True, False]]))
     assert tokens.logprobs.tolist() == [[-1e4, 1e4, -3, 0]]
@@ -174,11 +174,11 @@ def test_dppo_by_bernoulli_kl_of_a_case_worked_by_hand():
         assert_close(call(down, new, [half, half], [-1, -1])[2]["dropped_fraction"], [0, dropped])
         assert_close(call(up, new, [half, half], [-1, -1])[2]["dropped_fraction"], [0, 0])
         assert_close(call(down, new, [half, half], [1, 1])[2]["dropped_fraction"], [0, 0])
-    # from 0.9 to 0.5 it is 0.9 ln 1.8 + 0.1 ln 0.2 = 0.3680642, and not what the other direction gives, 0.5108256
+    # from 0.9 to 0.5 it is 0.9 ln 1.8 + 0.1 ln 0.2 = 0.3680642, unlike the other direction with 0.5108256
     assert_close(DPPOBernoulliKLLoss().divergence(float64([half]), float64([0.9]).log()), [0.3680642], rtol=1e-6)
 
 
-def test_a_certain_token_has_a_finite_divergence():
+def test_certain_token_has_a_finite_divergence():
     certain, likely = float64([0.0]), float64([-1e-12])
     for new, old in ((certain, certain), (certain, likely), (likely, certain)):
         assert_close(DPPOBernoulliKLLoss().divergence(new, old), [0.0], atol=1e-9)
@@ -226,7 +226,7 @@ def test_loss_and_gradient_are_those_of_peers(package, name):
             assert_close(diagnostics[ours][mask].mean(), theirs[key], rtol=1e-8)
 
 
-def test_defaults():
+def test_defaults_equal_those_of_the_papers():
     assert CISPOLoss() == CISPOLoss(None, 4.0)
     assert SAPOLoss() == SAPOLoss(1.0, 1.05)
     assert DPPOTotalVariationLoss() == DPPOTotalVariationLoss(0.15, 0.15, 20.0)
@@ -247,7 +247,7 @@ def test_defaults():
         (DPPOBernoulliKLLoss, {"ratio_cap": 0.9}, r"^ratio_cap must be at least 1, got 0.9$"),
     ],
 )
-def test_hyper_parameters_that_make_no_sense_are_refused(objective, arguments, message):
+def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
     with pytest.raises(ValueError, match=message):
         objective(**arguments)
 
@@ -257,7 +257,7 @@ def test_hyper_parameters_at_the_edge_of_their_ranges_are_allowed():
     DPPOTotalVariationLoss(ratio_cap=1.0)
 
 
-def test_ratios_are_exact_up_to_20_nats_and_no_further():
+def test_ratios_are_exact_up_to_20_nats_and_clamped_beyond():
     old = [-30.0, -30.0]
     loss, gradient, _ = call(DPPOTotalVariationLoss(ratio_cap=1e12), [-10.5, -9.5], old, [-1, -1])
     assert_close(gradient, [math.exp(19.5), math.exp(20)])

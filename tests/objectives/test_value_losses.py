@@ -22,7 +22,7 @@ def test_loss_of_a_case_worked_by_hand():
     assert_close(diagnostics["clip_fraction"], [1, 0, 0, 1])
 
 
-def test_without_a_range_the_loss_is_half_the_squared_error():
+def test_unclipped_loss_is_half_the_squared_error():
     values = float64([3, 1]).requires_grad_()
     loss, diagnostics = ClippedValueLoss(None)(values, torch.zeros(2), float64([1, 4]))
     loss.sum().backward()
@@ -31,7 +31,7 @@ def test_without_a_range_the_loss_is_half_the_squared_error():
     assert_close(diagnostics["clip_fraction"], [0, 0])
 
 
-def test_the_default_range_is_one_half():
+def test_default_range_is_one_half():
     assert ClippedValueLoss() == ClippedValueLoss(0.5)
 
 
@@ -49,7 +49,7 @@ def test_loss_follows_the_formula(clip_range, seed):
 
 
 @pytest.mark.parametrize("case", [0, 1])
-def test_loss_gradient_and_clip_fraction_are_verls(case):
+def test_loss_gradient_and_clip_fraction_equal_those_of_verl(case):
     recorded = golden("verl")
     inputs, expected = recorded["inputs"], recorded["outputs"]["value_loss"][case]
     mask = float64(inputs["mask"]).bool()
@@ -82,7 +82,7 @@ def test_clipping_never_lowers_the_loss(clip_range, seed):
     assert (ClippedValueLoss(clip_range)(values, old, returns)[0] >= plain).all()
 
 
-def test_a_perfect_critic_has_loss_and_gradient_0():
+def test_perfect_critic_has_loss_and_gradient_0():
     values = normal(2, 3, seed=0).requires_grad_()
     loss, _ = ClippedValueLoss()(values, values.detach(), values.detach())
     loss.sum().backward()
@@ -101,7 +101,7 @@ def test_rounding_does_not_count_as_clipping():
 
 @properties
 @given(st.sampled_from([None, 0.5]), seeds)
-def test_no_token_depends_on_another(clip_range, seed):
+def test_tokens_are_independent(clip_range, seed):
     tensors = [normal(3, 4, seed=seed + i) for i in range(3)]
     whole = ClippedValueLoss(clip_range)(*tensors)[0]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
@@ -112,6 +112,6 @@ def test_no_token_depends_on_another(clip_range, seed):
 
 
 @pytest.mark.parametrize("clip_range", [0.0, -0.5])
-def test_a_range_that_is_not_positive_is_refused(clip_range):
+def test_non_positive_range_is_rejected(clip_range):
     with pytest.raises(ValueError, match=rf"^value clip_range must be positive or null, got {clip_range}$"):
         ClippedValueLoss(clip_range)

@@ -20,11 +20,11 @@ _FLAGS = (
 
 
 class CommandError(Exception):
-    """Chromium answered a command with an error."""
+    """Raised when Chromium answers a command with an error."""
 
 
 class Browser:
-    """One tab; :attr:`problems` collects errors of the console and requests to the network."""
+    """A browser tab; :attr:`problems` collects console errors and network requests."""
 
     def __init__(self):
         self._profile = tempfile.mkdtemp()
@@ -42,7 +42,7 @@ class Browser:
         with urlopen(f"http://127.0.0.1:{port}/json/list") as pages:
             address = next(page for page in json.load(pages) if page["type"] == "page")["webSocketDebuggerUrl"]
         self._open = ExitStack()
-        # Pings come from a thread that uses `random`, which Hypothesis reports in whatever test runs then.
+        # Pings would use `random` in a thread, which Hypothesis reports in the test that runs at that time.
         self._socket = self._open.enter_context(connect(address, max_size=None, proxy=None, ping_interval=None))
         self._numbers = itertools.count(1)
         self.problems = []
@@ -51,7 +51,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """Send a command and return its result; events that arrive before are read for problems."""
+        """Send a command and return its result; events that arrive before it are checked for problems."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
@@ -80,7 +80,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression):
-        """Wait until an expression is true; a page that a click replaces meanwhile is asked again."""
+        """Wait until an expression is true; if the page is replaced meanwhile, evaluate it again."""
         end = time.monotonic() + 30
         while not self._evaluated(expression):
             assert time.monotonic() < end, f"not true in 30 s: {expression}"
@@ -107,7 +107,7 @@ class Browser:
         self.wait(ready)
 
     def leave(self):
-        """Leave the page, so that it makes no further requests."""
+        """Open a blank page, so that the current one makes no further requests."""
         self._navigate("about:blank")
 
     def _navigate(self, address):

@@ -12,7 +12,7 @@ from lightning_rlhf.tools.inspector.server import InspectServer
 
 @pytest.fixture
 def run_directory(tmp_path):
-    """Writes the directory of a run with these rows of metrics, responses by step, and configuration."""
+    """Write the directory of a run with these rows of metrics, responses by step, and configuration."""
 
     def write(name, rows, rollouts=None, config=None, environment=None):
         folder = tmp_path / name
@@ -34,7 +34,7 @@ def run_directory(tmp_path):
 
 @pytest.fixture
 def serve():
-    """Starts the inspector for some directories."""
+    """Start the inspector for some directories."""
     servers = []
 
     def serve(*folders):
@@ -51,7 +51,7 @@ def serve():
 
 @pytest.fixture
 def inspect_page(browser, serve):
-    """Opens the inspector of some directories."""
+    """Open the inspector of some directories."""
     before = browser.allowed
 
     def page(*folders, **options):
@@ -68,7 +68,7 @@ def inspect_page(browser, serve):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens a page with this data, as the report has it."""
+    """Open a page with the given data, built like the report page."""
 
     def show(data, scripts=_SCRIPTS, fragment="", **options):
         path = tmp_path / "shown.html"

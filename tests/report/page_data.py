@@ -1,15 +1,15 @@
-"""Data of pages, as lightning_rlhf.report.page and project write it."""
+"""Data of pages in the format of lightning_rlhf.report.page and project."""
 
 import time
 
 
 def table(**columns):
-    """Return columns of a table of metrics; ``a__b`` is the metric ``a/b``."""
+    """Return the columns of a table of metrics; ``a__b`` is the metric ``a/b``."""
     return {name.replace("__", "/"): values for name, values in columns.items()}
 
 
 def run(name="a", **changes):
-    """Return data of a run that has ended, with these parts instead."""
+    """Return the data of a finished run with the given parts replaced."""
     return {
         "name": name,
         "path": f"runs/{name}",
@@ -40,12 +40,12 @@ def response(**changes):
 
 
 def with_responses(*rows, **changes):
-    """Return data of a page of one run with these responses."""
+    """Return the data of a page of one run with these responses."""
     return page(run(samples=[{"step": 1, "rows": list(rows)}], **changes))
 
 
 def project(*runs, definitions=None):
-    """Return data of the table of runs."""
+    """Return the data of the table of runs."""
     whole = [
         {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600,
          "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **run}

@@ -1,4 +1,4 @@
-"""Each health check: metrics at which it fails, and metrics just inside its bound."""
+"""Each health check: metrics for which it fails, and metrics just within its limit."""
 
 import math
 
@@ -8,7 +8,7 @@ from lightning_rlhf.report.health import CHECKS, HealthMonitor
 
 
 def steps(count, **metrics):
-    """Return rows of metrics: numbers are constant, functions get the number of the step from 0."""
+    """Return rows of metrics: numbers are constant, functions receive the step, counted from 0."""
     names = {name.replace("__", "/"): value for name, value in metrics.items()}
     return [{name: value(i) if callable(value) else value for name, value in names.items()} for i in range(count)]
 
@@ -20,7 +20,7 @@ def findings(rows, rewards=()):
     return monitor.findings
 
 
-def test_a_reward_that_is_none_everywhere():
+def test_reward_that_never_applies_is_reported_as_constant():
     rows = steps(3, **{"reward_a/not_applicable": 1.0, "reward__mean": 0.0})
     (finding,) = findings(rows, rewards=["a"])
     assert (finding.check, finding.step) == ("constant reward", 3)
@@ -104,7 +104,7 @@ CASES = {
 }  # fmt: skip
 
 
-def test_a_policy_that_learns_may_move_further_from_the_reference():
+def test_improving_policy_may_move_further_from_the_reference():
     def result(per_token, start, rewards, *names):
         rows = steps(12, kl__ref=lambda i: 30 * per_token * (i >= start), rollout__response_tokens_mean=30.0, **rewards)
         return [(finding.check, finding.step, finding.bound) for finding in findings(rows, rewards=names)]
@@ -118,28 +118,28 @@ def test_a_policy_that_learns_may_move_further_from_the_reference():
     assert result(0.2, 1, rising) == []
 
 
-def test_a_metric_that_was_beyond_its_bound_from_the_start_is_no_consequence():
+def test_metric_beyond_its_limit_from_the_start_is_not_a_consequence():
     rows = steps(4, kl__ref=9.0, rollout__response_tokens_mean=30.0, rollout__truncated_fraction=0.7, **FLAT)
     result = {finding.check: finding.remedy for finding in findings(rows)}
     assert "KL to the reference" in result
     assert result["truncation"].startswith("Raise max_response_tokens")
 
 
-def test_shorter_responses_with_a_higher_reward_are_no_drift():
+def test_shorter_responses_with_a_higher_reward_do_not_count_as_drift():
     lengths = {"rollout__response_tokens_mean": lambda i: 10.0 if i < 3 else 2.0}
     rising = {"reward__mean": lambda i: 0.1 if i < 3 else 0.9, "reward__std": 0.2}
     assert not findings(steps(9, **lengths, **rising))
     assert [finding.check for finding in findings(steps(9, **lengths, **FLAT))] == ["length drift"]
 
 
-def test_a_critic_of_returns_that_barely_vary_is_not_blamed():
+def test_critic_of_nearly_constant_returns_does_not_fail():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
     assert not findings(rows)
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.6)
     assert [finding.check for finding in findings(rows)] == ["critic"]
 
 
-def test_a_failure_that_another_one_explains_is_marked_as_its_consequence():
+def test_failure_that_another_one_explains_is_marked_as_its_consequence():
     rows = steps(
         9,
         kl__ref=lambda i: 9.0 * i,
@@ -158,7 +158,7 @@ def test_a_failure_that_another_one_explains_is_marked_as_its_consequence():
     assert alone[0].remedy.startswith("Raise max_response_tokens")
 
 
-def test_equal_groups_under_a_constant_reward_are_its_consequence():
+def test_equal_groups_with_a_constant_reward_are_its_consequence():
     rows = steps(6, reward__a=0.1, reward__a_std=0.0, group__equal_reward_fraction=1.0, **FLAT)
     constant, equal = findings(rows, ["a"])
     assert (constant.check, equal.check) == ("constant reward", "equal groups")
@@ -174,7 +174,7 @@ def test_every_check_has_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_check_fails_once_at_the_first_step_beyond_its_bound(name):
+def test_check_fails_once_at_the_first_step_beyond_its_limit(name):
     fails, step, value, bound, passes = CASES[name]
     (finding,) = findings(fails, ["a"])
     assert (finding.check, finding.step) == (name, step)
@@ -184,7 +184,7 @@ def test_a_check_fails_once_at_the_first_step_beyond_its_bound(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_metrics_that_are_missing_or_nan_fail_no_check(name):
+def test_missing_or_nan_metrics_fail_no_check(name):
     fails = CASES[name][0]
     for column in {column for row in fails for column in row if column != "step"} - OPTIONAL:
         without = [{k: v for k, v in row.items() if k != column} for row in fails]
@@ -192,7 +192,7 @@ def test_metrics_that_are_missing_or_nan_fail_no_check(name):
         assert not findings([{**row, column: math.nan} for row in fails if column in row], ["a"]), column
 
 
-def test_groups_that_are_equal_because_all_responses_are_right_are_no_fault():
+def test_groups_that_are_equal_because_all_responses_are_right_do_not_fail():
     rows = steps(
         9, group__equal_reward_fraction=lambda i: 0.1 * i + 0.3, reward__std=0.4, reward__mean=lambda i: 0.1 * i
     )
@@ -200,7 +200,7 @@ def test_groups_that_are_equal_because_all_responses_are_right_are_no_fault():
 
 
 @pytest.mark.parametrize(("mean", "fails"), [(0.74, True), (0.95, False)])
-def test_equal_groups_below_the_largest_reward_fail_although_the_reward_has_risen(mean, fails):
+def test_equal_groups_below_the_largest_reward_fail_after_a_rising_reward(mean, fails):
     rows = steps(
         12,
         group__equal_reward_fraction=lambda i: 0.2 if i < 5 else 0.95,
@@ -214,14 +214,14 @@ def test_equal_groups_below_the_largest_reward_fail_although_the_reward_has_rise
         assert "the mean reward is 0.74 of at most 1: the policy repeats its answers" in result["equal groups"].message
 
 
-def test_equal_groups_after_a_damaged_policy_are_not_blamed_on_the_prompts():
+def test_equal_groups_after_a_damaged_policy_do_not_refer_to_the_prompts():
     lost = {"reward__mean": lambda i: 0.1 * (i < 1), "reward__std": lambda i: 0.3 * (i < 1)}
     rows = steps(9, group__equal_reward_fraction=lambda i: 0.75 + 0.25 * (i > 0), **lost)
     assert [finding.check for finding in findings(rows)] == ["lost reward"]
 
 
 @pytest.mark.parametrize(("responses", "lost"), [(16, False), (64, True)])
-def test_a_few_lucky_responses_are_no_skill_that_is_lost(responses, lost):
+def test_few_lucky_responses_do_not_count_as_lost_skill(responses, lost):
     share = 1 / 16
     reward = {
         "reward__mean": lambda i: share * (i < 1),
@@ -231,16 +231,16 @@ def test_a_few_lucky_responses_are_no_skill_that_is_lost(responses, lost):
     assert [finding.check for finding in findings(steps(9, **reward, **tokens))] == ["lost reward"] * lost
 
 
-def test_turns_that_are_cut_have_their_own_limit():
+def test_truncated_turns_have_a_separate_limit():
     (result,) = findings(steps(4, rollout__truncated_fraction=0.9, env__turns=2.0))
     assert result.remedy.startswith("Raise max_turn_tokens of the environment, or max_response_tokens. If")
 
 
-def test_a_policy_that_is_perfect_has_not_collapsed():
+def test_perfect_policy_does_not_count_as_collapsed():
     rows = steps(30, policy__entropy=lambda i: 2.0 if i < 3 else 0.01, reward__mean=1.0, reward__std=0.0)
     assert not findings(rows)
 
 
-def test_a_constant_reward_later_in_a_run_is_not_a_fault_of_its_function():
+def test_late_constant_reward_is_not_attributed_to_its_function():
     rows = steps(9, reward__a=lambda i: 0.5 if i < 2 else 1.0, reward__a_std=lambda i: 0.3 if i < 2 else 0.0)
     assert not findings(rows, ["a"])

@@ -74,7 +74,7 @@ SPANS = "[...document.querySelectorAll('.sample')].map((card) => [...card.queryS
 
 
 def choose(name, value, event="change"):
-    """Return script that sets a control."""
+    """Return a script that sets a control."""
     instance = f"document.getElementById('{name}')"
     return f"{instance}.value = '{value}', {instance}.dispatchEvent(new Event('{event}')), 0"
 
@@ -107,7 +107,7 @@ def test_responses_are_sorted_and_filtered(page, run_directory):
     assert not browser.problems
 
 
-def test_the_scale_is_that_of_both_selected_responses(page, run_directory):
+def test_color_scale_covers_both_selected_responses(page, run_directory):
     browser = page(run_directory("a", ROWS, {1: RESPONSES}))
     legend = "document.getElementById('legend').innerText"
     assert browser.evaluate(legend) == ""
@@ -129,7 +129,7 @@ def test_the_scale_is_that_of_both_selected_responses(page, run_directory):
     assert not browser.problems
 
 
-def test_colours_follow_the_values(page, run_directory):
+def test_colors_follow_the_values(page, run_directory):
     browser = page(run_directory("a", ROWS, {1: RESPONSES}))
     browser.evaluate(click(0))
     colours = browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")[0]
@@ -166,7 +166,7 @@ def test_two_responses_are_compared_token_by_token(page, run_directory):
     assert not browser.problems
 
 
-def test_a_run_that_continues_is_shown_without_loading_the_page_again(page, run_directory):
+def test_running_run_is_updated_without_reloading_the_page(page, run_directory):
     folder = run_directory("a", ROWS[:3], {1: RESPONSES})
     browser = page(folder)
     browser.evaluate("window.marker = 1, document.getElementById('search').value = 'reward/mean', 0")
@@ -186,7 +186,7 @@ def test_a_run_that_continues_is_shown_without_loading_the_page_again(page, run_
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_and_errors_of_its_files_are_shown(page, run_directory):
+def test_end_of_a_run_and_errors_of_its_files_are_shown(page, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     browser = page(folder)
     browser.wait("document.querySelector('.figure b').textContent === 'running'")
@@ -199,7 +199,7 @@ def test_the_end_of_a_run_and_errors_of_its_files_are_shown(page, run_directory)
     assert browser.evaluate("document.getElementById('note').textContent") == ""
 
 
-def test_several_runs(page, run_directory):
+def test_several_runs_are_shown(page, run_directory):
     browser = page(
         run_directory("a", ROWS, {1: RESPONSES}), run_directory("b", ROWS, {2: RESPONSES[:1], 5: RESPONSES[:2]})
     )
@@ -210,7 +210,7 @@ def test_several_runs(page, run_directory):
     assert not browser.problems
 
 
-def test_hostile_texts_are_only_text(page, run_directory):
+def test_hostile_texts_are_shown_as_text(page, run_directory):
     rows = [response(text, [text, text], 1.0, i) for i, text in enumerate(HOSTILE)]
     rows += [
         {"prompt": text, "response": text, "segments": [{"from": text, "text": text}], "rewards": {text: 1}}
@@ -231,7 +231,7 @@ def test_hostile_texts_are_only_text(page, run_directory):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
-def test_ten_thousand_responses_in_narrow_and_dark_windows(page, run_directory, width, dark):
+def test_ten_thousand_responses_fit_narrow_and_dark_windows(page, run_directory, width, dark):
     rows = [response(f"prompt {i // 8}", ["a", str(i)], float(i % 3), i // 8) for i in range(10_000)]
     browser = page(run_directory("a", ROWS, {1: rows}), width=width, dark=dark)
     browser.wait("document.querySelectorAll('button.line').length === 10000")
@@ -251,7 +251,7 @@ def get(server, path, host=None, method="GET"):
     return answer, body
 
 
-def test_only_requests_with_the_key_and_the_own_host_are_answered(serve, run_directory):
+def test_only_requests_with_the_key_and_the_local_host_are_answered(serve, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     (folder.parent / "secret.jsonl").write_text("{}")
     server = serve(folder)
@@ -274,12 +274,12 @@ def test_only_requests_with_the_key_and_the_own_host_are_answered(serve, run_dir
 
 
 @pytest.mark.parametrize("command", ["inspect", "report", "new"])
-def test_commands_that_compute_nothing_import_no_torch(command):
+def test_light_commands_do_not_import_torch(command):
     code = f"import sys, lightning_rlhf.tools.commands.{command}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_the_command(run_directory, monkeypatch, capsys):
+def test_command_starts_the_inspector(run_directory, monkeypatch, capsys):
     folder = run_directory("a", ROWS)
     monkeypatch.setattr(InspectServer, "serve_forever", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     assert inspect.run([str(folder)]) == 0

@@ -24,7 +24,7 @@ def key(browser, name):
         browser.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
 
-def test_columns_are_those_that_the_rows_have(inspect_page, run_directory):
+def test_columns_follow_the_rows(inspect_page, run_directory):
     browser = inspect_page(run_directory("a", ROWS, {1: [*RESPONSES, CONVERSATION]}))
     line = browser.evaluate(LINES)[-1]
     assert line == {
@@ -38,7 +38,7 @@ def test_columns_are_those_that_the_rows_have(inspect_page, run_directory):
 
 
 @pytest.mark.slow
-def test_the_viewer_waits_for_the_first_responses(inspect_page, run_directory):
+def test_viewer_waits_for_the_first_responses(inspect_page, run_directory):
     folder = run_directory("a", ROWS)
     browser = inspect_page(folder)
     assert browser.evaluate("document.querySelector('#responses .controls').hidden")
@@ -52,7 +52,7 @@ def test_the_viewer_waits_for_the_first_responses(inspect_page, run_directory):
     assert not browser.problems
 
 
-def test_headings_sort_and_missing_values_are_last(inspect_page, run_directory):
+def test_headings_sort_with_missing_values_last(inspect_page, run_directory):
     rows = [{"prompt": "p", "response": str(reward), "reward": reward, "group": 0} for reward in (1.0, None, -2.0, 3.0)]
     browser = inspect_page(run_directory("a", ROWS, {1: rows}))
     browser.evaluate(sort("reward"))
@@ -73,7 +73,7 @@ def test_faults_and_ends_are_filtered(inspect_page, run_directory):
         assert [line["prompt"] for line in browser.evaluate(LINES)] == [prompt]
 
 
-def test_the_keyboard_moves_between_lines_and_selects_them(inspect_page, run_directory):
+def test_keyboard_moves_between_lines_and_selects_them(inspect_page, run_directory):
     browser = inspect_page(run_directory("a", ROWS, {1: RESPONSES}))
     browser.evaluate("document.querySelector('button.line').focus()")
     key(browser, "ArrowDown")
@@ -93,7 +93,7 @@ def test_the_keyboard_moves_between_lines_and_selects_them(inspect_page, run_dir
     assert browser.evaluate("document.activeElement.dataset.column") == "reward"
 
 
-def test_the_numbers_of_a_token_are_shown_by_click_and_keyboard(inspect_page, run_directory):
+def test_values_of_a_token_are_shown_by_click_and_keyboard(inspect_page, run_directory):
     browser = inspect_page(run_directory("a", ROWS, {1: RESPONSES}))
     browser.evaluate(click(0))
     message = "document.getElementById('told').textContent"
@@ -110,7 +110,7 @@ def test_the_numbers_of_a_token_are_shown_by_click_and_keyboard(inspect_page, ru
     assert browser.evaluate(f"{SPANS} (span) => span.classList.contains('current')))") == [[False, True, False]]
 
 
-def test_responses_with_values_of_their_first_tokens_or_none(inspect_page, run_directory):
+def test_responses_may_have_values_for_their_first_tokens_or_none(inspect_page, run_directory):
     texts = [" a", "<s>", "b\n", "c"]  # the special token is not in the response, its first space neither
     partly = {**response("p", [], 1.0, 0), "response": "ab\ncd <think>e</think>", "response_tokens": 9}
     partly["tokens"] = tokens(texts, [1.0] * 4)
@@ -141,7 +141,7 @@ def test_responses_with_values_of_their_first_tokens_or_none(inspect_page, run_d
     assert not browser.problems
 
 
-def test_the_text_search_opens_folded_parts(inspect_page, run_directory):
+def test_text_search_opens_folded_parts(inspect_page, run_directory):
     row = {"prompt": "p", "response": "<think>deep NEEDLE</think>answer", "reward": 1.0, "group": 0}
     browser = inspect_page(run_directory("a", ROWS, {1: [row]}))
     browser.evaluate(click(0))
@@ -150,7 +150,7 @@ def test_the_text_search_opens_folded_parts(inspect_page, run_directory):
     assert browser.evaluate("document.querySelector('#detail .fold').open")
 
 
-def test_the_address_leads_to_a_response(inspect_page, run_directory, browser):
+def test_address_selects_a_response(inspect_page, run_directory, browser):
     folder = run_directory("a", ROWS, {1: RESPONSES, 2: RESPONSES})
     page = inspect_page(folder)
     page.evaluate(choose("step", "1"))
@@ -171,7 +171,7 @@ def match_in_page(browser, one, other):
     return browser.evaluate(f"window.report.matches({json.dumps(one)}, {json.dumps(other)})")
 
 
-def test_the_comparison_finds_a_longest_common_subsequence(inspect_page, run_directory):
+def test_comparison_finds_a_longest_common_subsequence(inspect_page, run_directory):
     browser = inspect_page(run_directory("a", ROWS, {1: RESPONSES}))
     random.seed(0)
     for size in (0, 1, 5, 12, 40):
@@ -207,7 +207,7 @@ def test_two_long_responses_are_compared_quickly_and_once(inspect_page, run_dire
     assert sum(result) / 5000 >= ratio - 0.02
 
 
-def test_the_same_prompt_is_read_from_the_server_when_it_is_opened(inspect_page, run_directory):
+def test_same_prompt_is_loaded_when_it_is_opened(inspect_page, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     for step in range(15):
         row = {"index": 0, "prompt": "p", "response": f"at {step}", "reward": step / 2, "rewards": {}}
@@ -222,7 +222,7 @@ def test_the_same_prompt_is_read_from_the_server_when_it_is_opened(inspect_page,
 
 
 @pytest.mark.slow
-def test_unchanged_data_is_not_sent_again_and_ended_runs_are_asked_more_rarely(inspect_page, run_directory):
+def test_unchanged_data_are_not_sent_again_and_ended_runs_are_polled_less_often(inspect_page, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     browser = inspect_page(folder)
     browser.evaluate(
@@ -235,11 +235,11 @@ def test_unchanged_data_is_not_sent_again_and_ended_runs_are_asked_more_rarely(i
     browser.wait("seen.some((own) => own[1] === 304)")  # the data has not changed
     assert browser.evaluate("seen.every((own, i) => own[0] === 'data' && Boolean(own[2]) === i > 0)")
     assert browser.evaluate("seen.slice(1).every((own, i) => own[3] - seen[i][3] < 8000)")
-    browser.wait(f"{shown} !== {json.dumps(before)}")  # the time goes on without new data
+    browser.wait(f"{shown} !== {json.dumps(before)}")  # the shown time advances without new data
     (folder / "end.json").write_text('{"error": null}')
     browser.wait("document.querySelector('.figure b').textContent === 'ended'")
     number = browser.evaluate("seen.length")
     threading.Event().wait(5)
     assert browser.evaluate("seen.length") == number
-    browser.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the tab is looked at again
+    browser.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the tab becomes visible again
     browser.wait(f"seen.length === {number + 1}")

@@ -1,4 +1,4 @@
-"""Curves, health checks and the state of the controls of the report page, from data that is written here."""
+"""Curves, health checks and the state of the controls on the report page, from data defined here."""
 
 import re
 from pathlib import Path
@@ -31,13 +31,13 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_contrast_is_computed_as_defined():
+def test_contrast_is_computed_as_defined():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_colours_of_runs_and_texts_differ_enough_from_the_panel(theme):
+def test_colors_of_runs_and_texts_contrast_with_the_panel(theme):
     pairs = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", CSS)
     colours = {name: [re.sub(r"^#(.)(.)(.)$", r"#\1\1\2\2\3\3", item) for item in both][theme] for name, *both in pairs}
     series = [colour for name, colour in colours.items() if name.startswith("series-")]
@@ -48,7 +48,7 @@ def test_colours_of_runs_and_texts_differ_enough_from_the_panel(theme):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_curves_have_the_colours_of_the_theme(show, dark):
+def test_curves_have_the_colors_of_the_theme(show, dark):
     browser = show(page(run("a"), run("b")), dark=dark)
     expected = ["rgb(106, 168, 247)", "rgb(255, 159, 69)"] if dark else ["rgb(31, 111, 214)", "rgb(194, 98, 0)"]
     series = "document.querySelector('.chart').plot.series.slice(1).map((own) => own.stroke())"
@@ -57,7 +57,7 @@ def test_curves_have_the_colours_of_the_theme(show, dark):
     assert browser.evaluate(keys) == expected
 
 
-def test_the_legend_has_the_last_value_of_each_run(show):
+def test_legend_has_the_last_value_of_each_run(show):
     shorter = run("b", training=table(step=[1, 2], reward__mean=[0.1, 0.7]))
     browser = show(page(run("a"), shorter))
     assert browser.evaluate(legend("reward/mean")) == ["steps=3", "a=0.4", "b=0.7 at 2"]
@@ -65,7 +65,7 @@ def test_the_legend_has_the_last_value_of_each_run(show):
     assert browser.evaluate(legend("reward/mean")) == ["steps=1", "a=0.1", "b=0.1"]
 
 
-def test_the_legend_has_the_bounds_of_an_interval(show):
+def test_legend_has_the_bounds_of_an_interval(show):
     validation = table(
         step=[0, 2],
         val__share_correct_greedy=[0.25, 0.75],
@@ -84,7 +84,7 @@ def test_the_legend_has_the_bounds_of_an_interval(show):
 
 
 @pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/share_correct_greedy"])
-def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
+def test_metric_in_only_one_table_is_drawn_at_its_steps(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
     empty = {"step": [1, 2], name: [None, None], "no/values": [None, None]}
     browser = show(
@@ -102,7 +102,7 @@ def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     assert not browser.problems
 
 
-def test_smoothed_curves_are_marked_and_raw_values_stay_behind_them(show):
+def test_smoothed_curves_are_marked_and_drawn_over_raw_values(show):
     browser = show(page(run()), fragment="#smoothing=0.5")
     _, raw, smoothed = browser.evaluate(chart("reward/mean"))
     assert raw == [0.1, 0.2, 0.4]
@@ -112,7 +112,7 @@ def test_smoothed_curves_are_marked_and_raw_values_stay_behind_them(show):
     assert browser.evaluate("getComputedStyle(document.querySelector('.u-legend .unlisted')).display") == "none"
 
 
-def test_the_address_keeps_the_controls_and_the_section(show):
+def test_address_keeps_the_controls_and_the_section(show):
     browser = show(page(run()))
     browser.evaluate("smoothing.value = 0.5, smoothing.dispatchEvent(new Event('change')), 0")
     browser.evaluate("axis.value = 'seconds', axis.dispatchEvent(new Event('change')), log.click(), 0")
@@ -129,7 +129,7 @@ def test_the_address_keeps_the_controls_and_the_section(show):
     assert not browser.problems
 
 
-def test_the_log_scale_is_for_curves_above_zero(show):
+def test_log_scale_is_offered_for_positive_curves(show):
     training = table(step=[1, 2], reward__mean=[-1.0, 2.0], kl__ref=[0.001, 1.0], grad_norm__actor=[1.0, 1.02])
     browser = show(page(run(training=training)), fragment="#log=true")
     kinds = "[...document.querySelectorAll('.chart')].map((box) => [box.dataset.metric, box.plot.scales.y.distr])"
@@ -141,7 +141,7 @@ def test_the_log_scale_is_for_curves_above_zero(show):
     assert not browser.problems
 
 
-def test_a_zoom_can_be_undone(show):
+def test_zoom_can_be_undone(show):
     browser = show(page(run()))
     plot = "document.querySelector('.chart').plot"
     assert browser.evaluate("document.getElementById('reset').hidden")
@@ -160,7 +160,7 @@ def test_a_zoom_can_be_undone(show):
     assert browser.evaluate("document.getElementById('reset').hidden")
 
 
-def test_charts_have_units_meanings_and_words(show):
+def test_charts_have_units_definitions_and_labels(show):
     definitions = {
         "reward/mean": {"unit": "reward", "meaning": "before <b>any</b> penalty"},
         "kl/ref": {"unit": "nats", "meaning": ""},
@@ -178,7 +178,7 @@ def test_charts_have_units_meanings_and_words(show):
     ]  # fmt: skip
 
 
-def test_which_checks_ran(show):
+def test_checks_that_ran_are_listed(show):
     states = ["passed", "passed", "failed", "no data", "too early", "too early", "not applicable"]
     checks = [{"name": f"check {i}", "state": state, "note": f"note {i}"} for i, state in enumerate(states)]
     browser = show(page(run(checks=checks)))
@@ -190,7 +190,7 @@ def test_which_checks_ran(show):
     assert "note 3" in browser.evaluate("document.querySelector('.checks').textContent")
 
 
-def test_a_failed_run_has_its_own_colour_and_its_whole_error(show):
+def test_failed_run_has_a_separate_color_and_its_complete_error(show):
     error = "RunError: " + "reward failed, set {function: x} " * 20 + "x" * 300 + " END"
     for width in (390, 900, 1400):
         browser = show(page(run(state="failed", error=error)), width=width)
@@ -207,7 +207,7 @@ def test_a_failed_run_has_its_own_colour_and_its_whole_error(show):
     assert browser.evaluate("[...document.querySelectorAll('td.failed')].map((own) => own.textContent)") == ["failed"]
 
 
-def test_one_step_is_drawn_as_points(show):
+def test_single_step_is_drawn_as_points(show):
     rewards = [{"step": 7, "quantiles": [0, 0, 0.1, 0.5, 0.8, 1, 1]}]
     browser = show(page(run(training=table(step=[7], reward__mean=[0.5]), rewards=rewards)))
     ranges = "[...document.querySelectorAll('.chart')].map((box) => [box.plot.scales.x.min, box.plot.scales.x.max])"
@@ -217,13 +217,13 @@ def test_one_step_is_drawn_as_points(show):
 
 
 @pytest.mark.parametrize(("value", "least", "largest"), [(0, -0.1, 1), (0.5, 0, 1), (-3, -6, 0)])
-def test_a_constant_has_an_axis_from_0(show, value, least, largest):
+def test_constant_curve_has_an_axis_from_0(show, value, least, largest):
     browser = show(page(run(training=table(step=[1, 2], reward__mean=[value] * 2))))
     scale = "(({ min, max }) => [min, max])(document.querySelector('.chart').plot.scales.y)"
     assert browser.evaluate(scale) == [least, largest]
 
 
-def test_the_figures_have_the_held_out_rewards_whose_values_differ_from_correctness(show):
+def test_summary_has_held_out_rewards_that_differ_from_correctness(show):
     values = {"val/share_correct_greedy": [0, 0.5], "val/exact_greedy": [0, 0.5], "val/close_greedy": [0.25, 0.75]}
     names = "[...document.querySelectorAll('.figure')].map((own) => own.innerText.split('\\n'))"
     browser = show(page(run(validation={"step": [0, 4], **values})))
@@ -233,25 +233,23 @@ def test_the_figures_have_the_held_out_rewards_whose_values_differ_from_correctn
     assert "val/exact_greedy" not in shown
 
 
-@pytest.mark.parametrize(
-    ("state", "sentence"), [("passed", "No check failed."), ("too early", "No check has run yet.")]
-)
-def test_a_run_without_finished_checks_is_not_called_healthy(show, state, sentence):
+@pytest.mark.parametrize(("state", "message"), [("passed", "No check failed."), ("too early", "No check has run yet.")])
+def test_run_without_finished_checks_is_not_called_healthy(show, state, message):
     browser = show(page(run(checks=[{"name": "clipping", "state": state, "note": ""}])))
-    assert browser.evaluate("document.querySelector('.healthy').textContent") == sentence
+    assert browser.evaluate("document.querySelector('.healthy').textContent") == message
 
 
-def test_empty_sections_say_why(show):
+def test_empty_sections_give_the_reason(show):
     browser = show(page(run(training={"step": []})))
     text = browser.evaluate("document.body.innerText")
-    for sentence in ("No metrics were written yet.", "The metrics have no times", "No responses were written"):
-        assert sentence in text
+    for message in ("No metrics were written yet.", "The metrics have no times", "No responses were written"):
+        assert message in text
     browser = show(page(run()))
     browser.evaluate("search.value = 'nothing', search.dispatchEvent(new Event('input'))")
     browser.wait("document.getElementById('curves').innerText.includes('No metric has this in its name.')")
 
 
-def test_times_of_each_run_have_its_colour_and_numbers_keep_their_units(show):
+def test_times_have_the_color_of_their_run_and_keep_their_units(show):
     times = table(step=[1], time__step_s=[100.0], time__update_s=[24.0])
     browser = show(page(run("a", training=times), run("b", training=times)), width=390)
     bars = "[...document.querySelectorAll('#time .bar')].map((own) => getComputedStyle(own).backgroundColor)"
@@ -261,7 +259,7 @@ def test_times_of_each_run_have_its_colour_and_numbers_keep_their_units(show):
     assert set(browser.evaluate(cells)) == {"nowrap"}
 
 
-def test_a_printed_page_has_no_controls(show):
+def test_printed_page_has_no_controls(show):
     browser = show(page(run()))
     browser.call("Emulation.setEmulatedMedia", media="print")
     assert browser.evaluate("getComputedStyle(document.querySelector('.controls')).display") == "none"

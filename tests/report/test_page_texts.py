@@ -13,7 +13,7 @@ FOLDS = (
 )
 
 
-def test_a_text_whose_middle_was_left_out_says_so(show):
+def test_text_without_its_middle_is_marked(show):
     mark = "\n… 15,906 characters left out, see lightning-rlhf inspect runs/a …\n"
     text = f"begin{mark}end"
     browser = show(with_responses(response(response=text, response_left_out=15906), response(response=text)))
@@ -40,7 +40,7 @@ def test_thinking_and_tool_calls_are_folded_with_their_length(show):
     assert browser.evaluate(f"{CARDS}.map((card) => {instance})") == texts
 
 
-def test_turns_are_numbered_and_results_of_tools_folded(show):
+def test_turns_are_numbered_and_tool_results_folded(show):
     segments = [
         {"from": "policy", "text": "<tool_call>1+1</tool_call>", "reward": 0.25},
         {"from": "environment", "text": "<tool_response>\n2\n</tool_response>"},
@@ -59,7 +59,7 @@ def test_turns_are_numbered_and_results_of_tools_folded(show):
     assert "reward of this turn: 0.25" in browser.evaluate("document.getElementById('responses').innerText")
 
 
-def test_characters_that_hide_or_turn_texts_are_marked(show):
+def test_invisible_and_direction_changing_characters_are_marked(show):
     text = "a\u202eb\u0007c\u200bd\re\tf\r\ng\u200dh"
     browser = show(with_responses(response(prompt="\u0645\u0631\u062d\u0628\u0627", response=text)))
     box = "document.querySelectorAll('#responses pre')[1]"
@@ -71,7 +71,7 @@ def test_characters_that_hide_or_turn_texts_are_marked(show):
     assert browser.evaluate(directions) == ["rtl", "ltr"]
 
 
-def test_the_search_opens_what_it_finds(show):
+def test_search_opens_its_matches(show):
     rows = [response(response="<think>The NEEDLE is here</think>no"), response(response="<think>nothing</think>")]
     data = page(run(samples=[{"step": 1, "rows": rows}, {"step": 2, "rows": rows[1:]}]))
     browser = show(data)
@@ -84,7 +84,7 @@ def test_the_search_opens_what_it_finds(show):
     assert "1 place" in browser.evaluate("document.querySelector('#responses .controls').innerText")
 
 
-def test_long_texts_are_opened_to_their_whole_height(show):
+def test_long_texts_open_to_their_full_height(show):
     browser = show(with_responses(response(response="line\n" * 200), response()))
     height = "document.querySelector('#responses .policy pre').clientHeight"
     buttons = "[...document.querySelectorAll('.height')].map((own) => [own.hidden, own.ariaPressed])"
@@ -107,7 +107,7 @@ def answers(rewards, prompt="how much?", index=7):
     ]
 
 
-def test_the_same_prompt_is_shown_over_steps_for_all_runs(show):
+def test_same_prompt_is_shown_over_steps_for_all_runs(show):
     one, other = answers({0: 0.0, 10: 1.0}), answers({0: 0.5})
     other[0]["rows"] += answers({0: None}, "other prompt")[0]["rows"]  # of the same position in other data
     browser = show(page(run("a", answers=one), run("b", answers=other)))
@@ -122,6 +122,6 @@ def test_the_same_prompt_is_shown_over_steps_for_all_runs(show):
     assert not browser.problems
 
 
-def test_a_page_without_validation_responses_has_no_such_section(show):
+def test_page_without_validation_responses_has_no_such_section(show):
     browser = show(page(run()))
     assert browser.evaluate("document.getElementById('prompts')") is None

@@ -1,4 +1,4 @@
-"""No page is wider than its window, and the conventions that all pages keep."""
+"""Pages fit into the width of their window and follow common conventions."""
 
 import re
 
@@ -40,7 +40,7 @@ FORTY = project(*[
 
 @pytest.mark.parametrize("width", [390, 900, 1400])
 @pytest.mark.parametrize("name", [*PAGES, "forty"])
-def test_pages_are_not_wider_than_their_window(show, name, width):
+def test_pages_fit_into_the_width_of_their_window(show, name, width):
     data, scripts = (FORTY, ("common.js", "project.js")) if name == "forty" else (PAGES[name], page_module._SCRIPTS)
     for dark in (False, True):
         browser = show(data, scripts, width=width, dark=dark)
@@ -52,7 +52,7 @@ def test_pages_are_not_wider_than_their_window(show, name, width):
 
 
 @pytest.mark.parametrize("width", [390, 900, 1400])
-def test_the_inspector_is_not_wider_than_its_window(inspect_page, run_directory, width):
+def test_inspector_fits_into_the_width_of_its_window(inspect_page, run_directory, width):
     instance = tokens(["<think>", *["word "] * 600, "x" * 500], [1.0] * 602)
     rows = [{**LONG, "tokens": instance, "group": 0}, response(segments=SEGMENTS, group=1, **NUMBERS)]
     browser = inspect_page(run_directory("a", ROWS, {1: rows}), width=width)
@@ -67,7 +67,7 @@ FORBIDDEN = (
 )  # fmt: skip
 
 
-def test_scripts_write_texts_only_as_text():
+def test_scripts_insert_texts_only_as_text():
     for path in page_module._ASSETS.glob("*.js"):
         if path.name == "uPlot.iife.min.js":
             continue

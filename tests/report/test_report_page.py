@@ -47,7 +47,7 @@ def chart(metric):
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """Opens the report of some directories."""
+    """Open the report of some directories."""
 
     def page(*folders, **options):
         path = tmp_path / "page.html"
@@ -69,7 +69,7 @@ def test_charts_have_the_numbers_of_the_run(page, run_directory):
     assert not browser.problems
 
 
-def test_intervals_are_bands_of_their_metric(page, run_directory):
+def test_intervals_are_bands_around_their_metric(page, run_directory):
     bounds = {"val/share_correct_greedy_low": 0.2, "val/share_correct_greedy_high": 0.4}
     rows = [{**row, **bounds} if "val/share_correct_greedy" in row else row for row in ROWS]
     browser = page(run_directory("a", rows), run_directory("b", ROWS))
@@ -84,7 +84,7 @@ def test_intervals_are_bands_of_their_metric(page, run_directory):
     assert not browser.problems
 
 
-def test_the_legend_has_the_last_values_until_the_pointer_is_over_the_chart(page, run_directory):
+def test_legend_has_the_last_values_until_the_pointer_is_over_the_chart(page, run_directory):
     browser = page(run_directory("a", ROWS))
     plot = "document.querySelector('[data-metric=\"reward/mean\"]')"
     legend = f"[...{plot}.querySelectorAll('.u-legend .u-value')].map((own) => own.textContent).join(' ')"
@@ -96,7 +96,7 @@ def test_the_legend_has_the_last_values_until_the_pointer_is_over_the_chart(page
     assert not browser.problems
 
 
-def test_the_controls(page, run_directory):
+def test_controls_change_the_charts(page, run_directory):
     browser = page(run_directory("a", ROWS))
     assert browser.evaluate("document.querySelector('[data-metric=\"loss/policy\"]')") is None  # in a closed group
     browser.evaluate("document.querySelector('[data-group=loss]').open = true")
@@ -116,7 +116,7 @@ def test_the_controls(page, run_directory):
     assert not browser.problems
 
 
-def test_several_runs_share_charts_and_their_differences_come_first(page, run_directory):
+def test_several_runs_share_charts_with_differing_settings_first(page, run_directory):
     one = run_directory("x/ppo", ROWS, config={"model": {"lr": 1e-3, "coef": 0.5}})
     other = run_directory(
         "y/ppo", [{**row, "kl/ref": 5.0} for row in ROWS[:8]], config={"model": {"lr": 0.1, "coef": 0.5}}
@@ -134,7 +134,7 @@ def test_several_runs_share_charts_and_their_differences_come_first(page, run_di
     assert not browser.problems
 
 
-def test_hostile_texts_are_only_text(page, run_directory, tmp_path):
+def test_hostile_texts_are_shown_as_text(page, run_directory, tmp_path):
     rows = [{"step": 1, "reward/mean": 1.0, **{f"reward/{text}": 1.0 for text in HOSTILE if "\x00" not in text}}]
     responses = [
         {"prompt": text, "response": text, "ground_truth": text, "reward": 1.0, "rewards": {text: 1.0}, "group": i,
@@ -161,7 +161,7 @@ def test_hostile_texts_are_only_text(page, run_directory, tmp_path):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, True)])
-def test_narrow_windows_and_dark_mode(page, run_directory, width, dark):
+def test_page_fits_narrow_windows_and_dark_mode(page, run_directory, width, dark):
     browser = page(run_directory("a", ROWS, {1: RESPONSES}), width=width, dark=dark)
     browser.evaluate("new Promise((done) => setTimeout(done, 400))")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -174,13 +174,13 @@ def test_narrow_windows_and_dark_mode(page, run_directory, width, dark):
     assert not browser.problems
 
 
-def test_a_run_without_responses_and_steps_has_a_page(page, run_directory):
+def test_run_without_responses_and_steps_has_a_page(page, run_directory):
     browser = page(run_directory("a", [{"step": 0, "val/loss": 1.0}]))
     assert browser.evaluate(chart("val/loss")) == [[0], [1]]
     assert not browser.problems
 
 
-def test_quantiles_groups_and_samples(run_directory):
+def test_quantiles_groups_and_samples_are_shown(run_directory):
     run = RunDirectory(run_directory("a", ROWS, {1: RESPONSES, 2: []}))
     assert [reward_quantiles(step, files)["quantiles"] for step, files in run.rollout_files().items()] == [
         [0, 0, 0.75, 1.5, 2.25, 3, 3], []
@@ -206,7 +206,7 @@ def test_responses_without_a_reward_are_shown_without_one(run_directory, reward)
     ]  # fmt: skip
 
 
-def test_responses_beyond_the_limit_of_memory_are_left_out(run_directory, caplog, monkeypatch):
+def test_responses_beyond_the_memory_limit_are_omitted(run_directory, caplog, monkeypatch):
     folder = run_directory("a", ROWS, {1: [{"prompt": "x" * 1000}] * 20})
     monkeypatch.setattr("lightning_rlhf.report.run_directory._MAX_ROLLOUT_BYTES", 5000)
     assert len(RunDirectory(folder).rollouts(1)) == 4
@@ -218,7 +218,7 @@ def test_responses_beyond_the_limit_of_memory_are_left_out(run_directory, caplog
 @pytest.mark.parametrize(
     ("end", "state"), [(None, "running"), ({"error": None}, "ended"), ({"error": "RunError: <b>lost"}, "failed")]
 )
-def test_the_page_shows_whether_the_run_has_ended(page, run_directory, end, state):
+def test_page_shows_whether_the_run_has_ended(page, run_directory, end, state):
     folder = run_directory("a", ROWS)
     if end is not None:
         (folder / "end.json").write_text(json.dumps(end))
@@ -230,7 +230,7 @@ def test_the_page_shows_whether_the_run_has_ended(page, run_directory, end, stat
     assert ("No check failed" in text) == (state != "failed")
 
 
-def test_lines_that_are_being_written_are_ignored(run_directory):
+def test_partially_written_lines_are_ignored(run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     with (folder / "rollouts/step-000001.jsonl").open("a") as file:
         file.write('{"prompt": "ha')
@@ -252,7 +252,7 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("name", "content"), [(name, content) for name, contents in DAMAGED.items() for content in contents]
 )
-def test_a_damaged_file_is_named(run_directory, capsys, name, content):
+def test_damaged_file_is_reported(run_directory, capsys, name, content):
     folder = run_directory("a", ROWS)
     (folder / name).write_bytes(content.encode("latin-1"))
     assert report.run([str(folder)]) == 2
@@ -261,7 +261,7 @@ def test_a_damaged_file_is_named(run_directory, capsys, name, content):
     assert error.count("\n") == 1
 
 
-def test_aliases_of_a_configuration_do_not_fill_the_memory(run_directory):
+def test_nested_aliases_of_a_configuration_do_not_exhaust_memory(run_directory):
     folder = run_directory("a", ROWS)
     bomb = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     bomb += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
@@ -269,7 +269,7 @@ def test_aliases_of_a_configuration_do_not_fill_the_memory(run_directory):
     assert len(RunDirectory(folder).config()) <= 100_000
 
 
-def test_the_command(run_directory, tmp_path, capsys):
+def test_command_writes_the_report(run_directory, tmp_path, capsys):
     folder = run_directory("a", ROWS)
     assert report.run([str(folder)]) == 0
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
@@ -287,7 +287,7 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert "--to must end with .html" in capsys.readouterr().err
 
 
-def test_titles_of_prompts_leave_out_what_all_have_in_common(page, run_directory):
+def test_titles_of_prompts_omit_their_common_prefix(page, run_directory):
     texts = [f"Examples: 1\nuser\n{question}\nassistant\n" for question in ("two plus three", "four plus one")]
     rows = [{**RESPONSES[0], "prompt": text, "index": i, "group": i} for i, text in enumerate(texts)]
     again = [{**row, "reward": row["reward"] - 1} for row in rows]

@@ -1,4 +1,4 @@
-"""Files of a run as data of its page: texts, damaged and strange files, checks that ran, definitions, validations."""
+"""Files of a run as data of its page: texts, invalid and foreign files, checks that ran, definitions, validations."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_long_texts_are_cut_in_the_middle_with_a_mark(run_directory):
     assert sample["segments"][0]["text_left_out"] == 15_906
 
 
-def test_a_text_at_the_limit_is_whole():
+def test_text_at_the_limit_is_not_cut():
     assert shortened("a", "x" * 20_000) == {"a": "x" * 20_000}
     assert shortened("a", "x" * 20_001)["a_left_out"] == 1
 
@@ -52,7 +52,7 @@ def test_samples_have_the_numbers_of_their_responses(run_directory):
     assert {name: sample[name] for name in extra} == extra
 
 
-def test_runs_of_equal_directory_names_are_told_apart(run_directory):
+def test_runs_with_equal_directory_names_get_different_labels(run_directory):
     folders = [run_directory(name, ROWS) for name in ("sweep/a/seed1", "sweep/b/seed1", "sweep/b/seed2")]
     runs = [RunDirectory(folder) for folder in folders]
     assert [run["name"] for run in run_data(runs[1:])] == ["seed1", "seed2"]
@@ -64,7 +64,7 @@ def test_runs_of_equal_directory_names_are_told_apart(run_directory):
 
 
 @pytest.mark.timeout(60)
-def test_other_files_beside_the_responses_are_ignored(run_directory, tmp_path):
+def test_other_files_next_to_the_responses_are_ignored(run_directory, tmp_path):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     before = data_of(folder)
     rollouts = folder / "rollouts"
@@ -80,7 +80,7 @@ def test_other_files_beside_the_responses_are_ignored(run_directory, tmp_path):
     assert RunDirectory(folder).rollouts(5) == []
 
 
-def test_links_inside_of_a_run_are_read(run_directory):
+def test_links_within_a_run_are_read(run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     (folder / "rollouts/step-000002.jsonl").symlink_to(folder / "rollouts/step-000001.jsonl")
     assert len(RunDirectory(folder).rollouts(2)) == len(RESPONSES)
@@ -103,7 +103,7 @@ def test_links_out_of_a_run_are_not_read(run_directory, name):
     assert not known[name]
 
 
-def test_metrics_that_are_a_link_out_of_the_directory_are_refused(run_directory):
+def test_metrics_file_that_links_out_of_the_directory_is_rejected(run_directory):
     folder = run_directory("a", ROWS)
     (folder / "metrics.csv").rename(folder.with_name("metrics.csv"))
     (folder / "metrics.csv").symlink_to(folder.with_name("metrics.csv"))
@@ -135,7 +135,7 @@ def test_damaged_lines_are_ignored(run_directory, line):
         ("metrics.csv", "step,a\n1,\0\n"),
     ],
 )
-def test_damaged_files_are_one_sentence(run_directory, capsys, name, content):
+def test_damaged_files_raise_a_one_line_error(run_directory, capsys, name, content):
     folder = run_directory("a", ROWS)
     (folder / name).write_text(content)
     assert report.run([str(folder)]) == 2
@@ -145,7 +145,7 @@ def test_damaged_files_are_one_sentence(run_directory, capsys, name, content):
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "rollouts/step-000001.jsonl", "metrics.csv"])
-def test_files_without_permission_are_one_sentence(run_directory, capsys, monkeypatch, name):
+def test_files_without_permission_raise_a_one_line_error(run_directory, capsys, monkeypatch, name):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     opened = type(folder).open
 
@@ -159,7 +159,7 @@ def test_files_without_permission_are_one_sentence(run_directory, capsys, monkey
     assert capsys.readouterr().err == f"lightning-rlhf: {folder / name} cannot be read: Permission denied\n"
 
 
-def test_values_of_tokens_are_left_out_where_they_are_last(tmp_path):
+def test_trailing_missing_values_of_tokens_are_omitted(tmp_path):
     hidden = {"response": ', "tokens": {"ids": [1]}}', "reward": 1.0}
     rows = [
         {"response": "a", "reward": 1.0, "tokens": {"ids": [1], "texts": ["a"]}},
@@ -190,12 +190,12 @@ def states_of(rows, rewards=(), skipped=()):
     return {state["name"]: (state["state"], state["note"]) for state in states}
 
 
-def test_every_check_has_needs():
+def test_every_check_lists_the_metrics_it_needs():
     assert _NEEDS.keys() == CHECKS.keys() - {"constant reward"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_check_has_failed_passed_or_had_no_data(name):
+def test_check_has_failed_passed_or_had_no_data(name):
     fails, step, *_, passes = CASES[name]
     assert states_of(fails, ["a"])[name] == ("failed", f"step {step}")
     state, note = states_of(passes, ["a"])[name]
@@ -220,7 +220,7 @@ def test_a_check_whose_metric_is_within_its_bound_again_has_recovered():
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if _NEEDS.get(name) is None or _NEEDS[name].steps > 2])
-def test_a_check_that_needs_more_steps_is_too_early(name):
+def test_check_that_needs_more_steps_is_too_early(name):
     passes = CASES[name][-1]
     needed = 3 if name == "constant reward" else _NEEDS[name].steps
     unit = "validations" if name == "over-optimisation" else "steps"
@@ -229,21 +229,21 @@ def test_a_check_that_needs_more_steps_is_too_early(name):
     assert states_of(shown[:needed], ["a"])[name][0] == "passed"
 
 
-def test_a_check_of_a_run_without_a_step_is_too_early():
+def test_check_of_a_run_without_steps_is_too_early():
     result = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
     assert {state for state, _ in result.values()} == {"too early"}
     assert result["KL to the reference"] == ("too early", "0 of 1 steps")
     assert result["over-optimisation"] == ("too early", "1 of 3 validations")
 
 
-def test_a_critic_whose_rewards_vary_too_little_for_its_check():
+def test_critic_check_is_skipped_for_nearly_constant_rewards():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
     note = "value/explained_variance -0.5, but rewards vary less than half as much as at the start"
     assert states_of(rows)["critic"] == ("not applicable", note)
     assert states_of(steps(22, value__explained_variance=0.5, reward__std=0.1))["critic"][1].endswith(" 0.5")
 
 
-def test_the_page_has_the_checks_of_the_run(run_directory):
+def test_page_has_the_checks_of_the_run(run_directory):
     folder = run_directory("a", ROWS)
     (folder / "health.json").write_text('{"rewards": [], "skipped": ["clipping"], "bounds": {}}')
     result = {check["name"]: check["state"] for check in data_of(folder)["checks"]}
@@ -256,7 +256,7 @@ def test_the_page_has_the_checks_of_the_run(run_directory):
 # -- definitions and validations --------------------------------------------------------------------------------------
 
 
-def test_the_page_defines_the_metrics_of_its_runs(run_directory):
+def test_page_defines_the_metrics_of_its_runs(run_directory):
     result = page_data(run_directory("a", [{**row, "mine": 1.0} for row in ROWS]))["definitions"]
     assert result["kl/ref"] == {
         "unit": "nats per response",
@@ -268,7 +268,7 @@ def test_the_page_defines_the_metrics_of_its_runs(run_directory):
     assert "step" not in result
 
 
-def test_metrics_of_a_validation_without_the_prefix_have_it_on_the_page(run_directory):
+def test_validation_metrics_without_the_prefix_get_it_on_the_page(run_directory):
     rows = [
         *ROWS[:3],
         {"step": 2, "val/share_correct_greedy": 0.5, "mine": 2.0, "share_correct_greedy": 3.0},
@@ -290,7 +290,7 @@ def write_validation(folder, step, rows, rank=""):
     (folder / f"rollouts/validation-{step:06d}{rank}.jsonl").write_text(text)
 
 
-def test_answers_to_the_same_prompts_in_the_first_and_last_validation(run_directory):
+def test_answers_to_the_same_prompts_are_from_the_first_and_last_validation(run_directory):
     folder = run_directory("a", ROWS)
     write_validation(folder, 0, [answer(i, "before") for i in range(0, 40, 2)], "-rank0")
     write_validation(folder, 0, [answer(i, "before") for i in range(1, 40, 2)], "-rank1")
@@ -308,7 +308,7 @@ def test_answers_to_the_same_prompts_in_the_first_and_last_validation(run_direct
     assert "answers" not in live
 
 
-def test_one_validation_and_none(run_directory):
+def test_one_validation_and_no_validation(run_directory):
     folder = run_directory("a", ROWS)
     assert (data_of(folder)["validations"], data_of(folder)["answers"]) == ([], [])
     write_validation(folder, 10, [answer(0)])
@@ -324,7 +324,7 @@ def test_one_validation_and_none(run_directory):
         (None, "ended"),
     ],
 )
-def test_an_interrupted_run_has_not_failed(run_directory, error, state):
+def test_interrupted_run_does_not_count_as_failed(run_directory, error, state):
     directory = run_directory("a", ROWS)
     (directory / "end.json").write_text(json.dumps({"error": error}))
     assert RunDirectory(directory).state()["state"] == state

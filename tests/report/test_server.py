@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def start():
-    """Starts the inspector for some directories, or for a folder of runs."""
+    """Start the inspector for some directories, or for a folder of runs."""
     servers = []
 
     def start(*folders, folder=None):
@@ -41,7 +41,7 @@ def start():
 
 
 def get(made, path, method="GET", **headers):
-    """Return status, headers and body of an answer to a path behind the key."""
+    """Return status, headers and body of the response to a path behind the key."""
     connection = HTTPConnection("127.0.0.1", made.server_address[1], timeout=20)
     connection.request(method, f"/{made.key}/{path}", headers={k.replace("_", "-"): v for k, v in headers.items()})
     reply = connection.getresponse()
@@ -59,7 +59,7 @@ def raw(made, request):
 # -- unchanged data ---------------------------------------------------------------------------------------------------
 
 
-def test_unchanged_data_is_not_sent_again(start, run_directory):
+def test_unchanged_data_are_not_sent_again(start, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     (folder / "end.json").write_text('{"error": null}')
     made = start(folder)
@@ -89,7 +89,7 @@ def test_unchanged_data_is_not_sent_again(start, run_directory):
         tag = headers["ETag"]
 
 
-def test_data_is_made_again_for_the_changed_run_alone(start, run_directory, monkeypatch):
+def test_data_are_rebuilt_only_for_the_changed_run(start, run_directory, monkeypatch):
     first, second = (run_directory(name, ROWS, {1: RESPONSES}) for name in "ab")
     made = start(first, second)
     get(made, "data")
@@ -104,7 +104,7 @@ def test_data_is_made_again_for_the_changed_run_alone(start, run_directory, monk
     assert read == [second]
 
 
-def test_a_poll_of_an_unchanged_run_reads_no_file(start, run_directory, monkeypatch):
+def test_poll_of_an_unchanged_run_reads_no_file(start, run_directory, monkeypatch):
     folder = run_directory("a", ROWS, dict.fromkeys(range(1, 200), RESPONSES))
     (folder / "end.json").write_text('{"error": null}')
     made = start(folder)
@@ -119,7 +119,7 @@ def test_a_poll_of_an_unchanged_run_reads_no_file(start, run_directory, monkeypa
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_is_closed_during_an_answer_prints_nothing(start, run_directory, capfd, monkeypatch):
+def test_connection_closed_during_an_answer_prints_nothing(start, run_directory, capfd, monkeypatch):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     made = start(folder)
     closed = threading.Event()
@@ -150,7 +150,7 @@ def test_other_errors_are_printed(start, run_directory, capfd, monkeypatch):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_slow_clients_are_ended(start, run_directory, capfd, monkeypatch):
+def test_slow_clients_are_disconnected(start, run_directory, capfd, monkeypatch):
     monkeypatch.setattr(server._Handler, "timeout", 0.3)
     made = start(run_directory("a", ROWS))
     before = threading.active_count()
@@ -177,7 +177,7 @@ def test_slow_clients_are_ended(start, run_directory, capfd, monkeypatch):
         ("localhost:٣", 403),
     ],
 )  # fmt: skip
-def test_the_host_is_this_machine_with_any_port(start, run_directory, host, status):
+def test_host_may_be_this_machine_with_any_port(start, run_directory, host, status):
     made = start(run_directory("a", ROWS))
     answered = raw(made, f"GET /{made.key}/data HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
     assert answered.startswith(f"HTTP/1.0 {status} ".encode())
@@ -186,12 +186,12 @@ def test_the_host_is_this_machine_with_any_port(start, run_directory, host, stat
 
 
 @pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: evil\r\n", "Host: evil\r\nHost: localhost\r\n"])
-def test_no_host_and_two_hosts_are_rejected(start, run_directory, hosts):
+def test_missing_and_repeated_host_headers_are_rejected(start, run_directory, hosts):
     made = start(run_directory("a", ROWS))
     assert raw(made, f"GET /{made.key}/data HTTP/1.1\r\n{hosts}\r\n".encode()).startswith(b"HTTP/1.0 403 ")
 
 
-def test_every_answer_has_the_headers_of_security(start, run_directory):
+def test_every_answer_has_security_headers(start, run_directory):
     made = start(run_directory("a", ROWS))
     key = made.key.encode()
     requests = {
@@ -213,7 +213,7 @@ def test_every_answer_has_the_headers_of_security(start, run_directory):
 # -- validations ------------------------------------------------------------------------------------------------------
 
 
-def test_responses_of_a_validation(start, run_directory):
+def test_responses_of_a_validation_are_served(start, run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     write_validation(folder, 0, [answer(0)], "-rank0")
     write_validation(folder, 0, [answer(1, rewards={"a": float("nan")})], "-rank1")
@@ -268,7 +268,7 @@ def runs(run_directory, tmp_path):
 NAMES = ["1/2/3/4/5", "a/seed1", "a/seed2", "b", "broken"]
 
 
-def test_the_runs_of_a_folder(runs, monkeypatch):
+def test_runs_of_a_folder_are_found(runs, monkeypatch):
     assert [run.path.relative_to(runs).as_posix() for run in find_runs(runs)] == NAMES
     assert is_folder_of_runs(runs)
     assert not is_folder_of_runs(runs / "a/seed1")
@@ -278,7 +278,7 @@ def test_the_runs_of_a_folder(runs, monkeypatch):
     assert len(find_runs(runs)) == 3
 
 
-def test_runs_that_ended_before_their_metrics_are_rows_too(runs):
+def test_runs_that_ended_before_any_metrics_have_a_row(runs):
     for name, end in (("other", '{"error": "RunError: no engine"}'), ("cut", '{"err'), ("b/inner", "{}")):
         (runs / name).mkdir(exist_ok=True)
         (runs / name / "end.json").write_text(end)
@@ -291,7 +291,7 @@ def test_runs_that_ended_before_their_metrics_are_rows_too(runs):
     assert not is_folder_of_runs(runs / "other")
 
 
-def test_a_row_has_state_settings_metrics_and_group(runs):
+def test_row_has_state_settings_metrics_and_group(runs):
     result = find_runs(runs)
     data = project_data(runs, result, [""] * len(result))
     assert json.dumps(data, allow_nan=False)
@@ -326,7 +326,7 @@ def test_a_row_has_state_settings_metrics_and_group(runs):
     assert data["definitions"]["kl/ref"]["unit"] == "nats per response"
 
 
-def test_the_inspector_of_a_folder(start, runs, run_directory):
+def test_inspector_shows_a_folder(start, runs, run_directory):
     made = start(folder=runs)
     status, _, body = get(made, "")
     assert status == 200
@@ -350,7 +350,7 @@ def test_the_inspector_of_a_folder(start, runs, run_directory):
     assert get(made, "run/4/")[0] == 500  # the damaged one
 
 
-def test_numbers_of_runs_stay_when_others_begin_or_are_removed(start, runs, run_directory):
+def test_run_numbers_are_stable_when_other_runs_start_or_are_removed(start, runs, run_directory):
     made = start(folder=runs)
     run_directory("runs/a/early", ROWS)
     shutil.rmtree(runs / "a/seed1")
@@ -360,7 +360,7 @@ def test_numbers_of_runs_stay_when_others_begin_or_are_removed(start, runs, run_
     assert b'"name": "early"' in get(made, "run/5/")[2]
 
 
-def test_commands_for_a_folder(runs, tmp_path, capsys, monkeypatch):
+def test_commands_accept_a_folder(runs, tmp_path, capsys, monkeypatch):
     target = tmp_path / "pages/x.html"
     assert report.run([str(runs), "--to", str(target)]) == 0
     text = target.read_text()

@@ -35,7 +35,7 @@ def table(show):
     return lambda *runs, **options: show(project(*(runs or RUNS), **options), SCRIPTS)
 
 
-def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
+def test_runs_with_equal_settings_are_one_row_with_mean_and_deviation(table):
     browser = table()
     assert browser.evaluate(HEADINGS) == [
         "name", "state", "failed checks", "steps", "lr", "reward/mean", "seed", "last metrics"
@@ -55,7 +55,7 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
     assert not browser.problems
 
 
-def test_a_run_that_ended_before_its_metrics_has_its_error(table):
+def test_run_that_ended_before_any_metrics_has_its_error(table):
     empty = {"name": "d", "last": {}, "state": "failed", "error": "no engine", "modified": 0.0, "steps": 0}
     assert table(*RUNS, empty).evaluate(CELLS)[-1][:4] == ["dno engine", "failed", "0", "0 of 10"]
 
@@ -71,7 +71,7 @@ def test_columns_sort_with_missing_values_last(table):
     assert browser.evaluate("document.querySelector('[aria-sort=ascending]').textContent") == "reward/mean ↑"
 
 
-def test_filters(table):
+def test_rows_are_filtered(table):
     browser = table()
     for words, names in (("lr=0.1", "a"), ("B FAILED", "b"), ("nothing", ""), ("", "abc")):
         browser.evaluate(choose("words", words, "input"))
@@ -84,7 +84,7 @@ def test_filters(table):
     assert [line[0] for line in browser.evaluate(CELLS)] == ["a/1"]  # the only one that is left of its group
 
 
-def test_columns_are_chosen_by_words_and_many_settings_are_behind_the_metrics(table):
+def test_columns_are_selected_by_words_and_settings_follow_the_metrics(table):
     browser = table()
     for words, columns in (("OTH", ["other"]), ("l", ["lr"]), ("", ["lr", "reward/mean"])):
         browser.evaluate(choose("names", words, "input"))
@@ -97,7 +97,7 @@ def test_columns_are_chosen_by_words_and_many_settings_are_behind_the_metrics(ta
     assert browser.evaluate(f"[{heading}.textContent, {heading}.title]") == ["model.s0", "model.init_args.s0"]
 
 
-def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
+def test_page_of_a_file_links_only_to_files_next_to_it(table):
     links = ["a/0/report.html", "", "javascript:window.hacked=1", "//evil.example/x"]
     browser = table(*[{**item, "link": links[i], "group": i} for i, item in enumerate(RUNS)])
     result = browser.evaluate("[...document.querySelectorAll('a')].map((own) => own.href)")
@@ -107,7 +107,7 @@ def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
     assert not browser.problems
 
 
-def test_hostile_texts_are_only_text(table):
+def test_hostile_texts_are_shown_as_text(table):
     plain = ("name", "state", "error", "seed", "link")
     parts = {"config": lambda text: {text: text}, "last": lambda text: {text: 1.0}, "first": lambda text: {text: 0.0}}
     runs = [
@@ -124,7 +124,7 @@ def test_hostile_texts_are_only_text(table):
     assert not browser.problems
 
 
-def test_a_folder_without_runs_says_so(show):
+def test_folder_without_runs_is_reported(show):
     browser = show(project(), SCRIPTS)
     assert "No run below this folder has metrics yet." in browser.evaluate("document.body.innerText")
 

@@ -13,7 +13,7 @@ def dies(completions):
 
 
 def start_daemon(how, path):
-    """Start a process in a session of its own whose parent ends, and return its id, which is written to a file."""
+    """Start a daemon in a separate session, write its process id to a file, and return the id."""
     if how == "exec":
         options = "start_new_session=True, stdout=-3, stderr=-3"
         code = f"import subprocess; print(subprocess.Popen(['sleep', '60'], {options}).pid)"

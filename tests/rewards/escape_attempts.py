@@ -1,8 +1,8 @@
 # ruff: noqa: E501 -- a table of programs reads better with one on a line
 """Attempts of hostile programs. Each prints ESCAPED if it succeeds; names in braces are filled in by the test.
 
-``control`` says who can run the attempt without a sandbox, unharmed, and then does get through: that shows that the
-attempt is a real one. ``never`` is for what would hurt the machine, or cannot be seen to succeed by printing.
+``control`` is the user for whom the attempt succeeds without a sandbox and without damage, which shows that the attempt
+is effective. ``never`` marks attempts that would damage the machine, or whose success cannot be detected by printing.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Literal
 _LIBC = """
 import ctypes, os, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-def call(*arguments):  # whole registers: a plain int would leave the upper half of some to chance
+def call(*arguments):  # c_long fills the whole register; a plain int may not
     return libc.syscall(*(ctypes.c_long(given) if isinstance(given, int) else given for given in arguments))
 def escaped(yes=True):
     if yes:
@@ -71,7 +71,7 @@ def _files():
     yield "open the controlling terminal", "never", "os.open('/dev/tty', os.O_RDWR); escaped()"
     yield "open the memory device", "never", "open('/dev/mem', 'rb'); escaped()"
     yield "make a device", "root", "os.mknod('n', 0o20666, os.makedev(1, 3)); escaped()"
-    yield "list what the kernel shows", "anyone", "escaped(os.listdir('/sys'))"
+    yield "list the files of the kernel", "anyone", "escaped(os.listdir('/sys'))"
     yield "join a control group", "never", "open('/sys/fs/cgroup/cgroup.procs', 'w').write('1'); escaped()"
 
 
@@ -233,7 +233,7 @@ escaped(call({bpf}, 0, attributes + bytes(96), 128) > 0)
     yield "watch a file system", "root", "escaped(libc.fanotify_init(0, 0) >= 0)"
     yield "memory without a process", "anyone", "os.memfd_create('x'); escaped()"
     yield "shared memory of the machine", "anyone", "escaped(libc.shmget({shared}, 0, 0) >= 0)"
-    yield "shared memory of its own", "anyone", "escaped(libc.shmget(0, 4096, 0o1600) >= 0)"
+    yield "private shared memory", "anyone", "escaped(libc.shmget(0, 4096, 0o1600) >= 0)"
     yield "a message queue", "anyone", "escaped(libc.msgget(0, 0o1600) >= 0)"
     yield "read the kernel's log", "root", "escaped(call({syslog}, 3, bytes(4096), 4096) > 0)"
     yield "rename the machine", "never", "escaped(libc.sethostname(b'mine', 4) == 0)"

@@ -115,7 +115,7 @@ def swallows_every_error():
             time.sleep(0.01)
 
 
-def reads_what_nobody_writes():
+def reads_from_an_idle_pipe():
     end, _ = os.pipe()
     os.read(end, 1)
 

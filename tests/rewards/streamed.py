@@ -1,4 +1,4 @@
-"""Reward functions of every kind, whose values depend on their arguments only."""
+"""Reward functions of every kind, whose values depend only on their arguments."""
 
 import asyncio
 import time

@@ -41,6 +41,6 @@ def test_every_reward_of_the_table_exists_and_has_an_example():
             assert any(f"lightning_rlhf.rewards.{module}.{name}" in block for block in BLOCKS), name
 
 
-def test_a_block_with_a_wrong_option_raises_an_error():
+def test_block_with_a_wrong_option_raises_an_error():
     with pytest.raises(Exception, match="timeout_ms"):
         made("- {function: {class_path: lightning_rlhf.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")

@@ -52,7 +52,7 @@ def text(*expected):
 
 
 @needs_bwrap
-def test_the_score_is_the_fraction_of_tests_passed():
+def test_score_is_the_fraction_of_tests_passed():
     right, half = "print(2 * int(input()))", "n = int(input())\nprint(2 * n if n < 2 else 0)"
     reward = CodeExecution()
     assert reward(completions=[right, half, "no program", ""], tests=[DOUBLE] * 4) == [1.0, 0.5, 0.0, 0.0]
@@ -76,19 +76,19 @@ def test_rewards_of_correct_and_wrong_programs_of_the_example_data():
         assert rewards == [expected] * 12
 
 
-def test_the_reward_cannot_be_created_without_a_working_sandbox(monkeypatch):
+def test_reward_cannot_be_created_without_a_working_sandbox(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
         CodeExecution()
 
 
-def test_the_sandbox_is_checked_once_at_construction():
+def test_sandbox_is_checked_once_at_construction():
     echo = Echo()
     CodeExecution(sandbox=echo)
     assert echo.checks == 1
 
 
-def test_a_sandbox_fault_is_raised_and_not_cached():
+def test_sandbox_fault_is_raised_and_not_cached():
     echo = Echo(fault=True)
     reward = CodeExecution(sandbox=echo)
     for completions in (["1"], ["1", "2"]):
@@ -98,7 +98,7 @@ def test_a_sandbox_fault_is_raised_and_not_cached():
     assert reward(completions=["1"], tests=[text("1")]) == [1.0]  # the fault is not remembered
 
 
-def test_the_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
+def test_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
     echo = Echo(seconds=0.05)
     reward = CodeExecution(sandbox=echo)
     assert reward(completions=["1", "2", "1", "1"], tests=[text("1")] * 3 + [text("2")]) == [1.0, 0.0, 1.0, 0.0]
@@ -109,7 +109,7 @@ def test_the_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
     assert echo.runs.count("7") == 2
 
 
-def test_the_number_of_cached_scores_is_limited():
+def test_number_of_cached_scores_is_limited():
     reward = CodeExecution(sandbox=Echo())
     for number in range(1500):
         reward(completions=[str(number)], tests=[text("1")])
@@ -122,7 +122,7 @@ def test_all_or_nothing_stops_at_the_first_failure():
     assert len(echo.runs) == 1
 
 
-def test_it_is_scored_during_generation_and_can_be_pickled():
+def test_code_reward_is_scored_during_generation_and_can_be_pickled():
     assert RewardFunction(CodeExecution(sandbox=Echo())).scores_singly
     if shutil.which("bwrap"):
         reward = CodeExecution(continuous=False)
@@ -146,7 +146,7 @@ def test_it_is_scored_during_generation_and_can_be_pickled():
         ("  ``` python extra\na\u2028b\n```", "a\u2028b\n"),
     ],
 )
-def test_the_last_python_block_is_extracted(completion, program):
+def test_last_python_block_is_extracted(completion, program):
     assert extract_program(completion) == program
 
 
@@ -194,7 +194,7 @@ def test_tests_are_read_in_every_format_and_as_json_text(tests_column, expected)
 
 
 @pytest.mark.parametrize(
-    ("tests_column", "sentence"),
+    ("tests_column", "message"),
     [
         ("{", "the tests '{' are not JSON"),
         ([], "have an unknown format; expected a list of"),
@@ -211,14 +211,14 @@ def test_tests_are_read_in_every_format_and_as_json_text(tests_column, expected)
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is not JSON"),
     ],
 )
-def test_tests_in_unknown_formats_raise_an_error_that_shows_them(tests_column, sentence):
+def test_tests_in_unknown_formats_raise_an_error_that_shows_them(tests_column, message):
     with pytest.raises(ValueError, match=r"tests|input|a test|a call") as raised:
         CodeExecution(sandbox=Echo())(completions=["x"], tests=[tests_column])
-    assert sentence in str(raised.value)
+    assert message in str(raised.value)
 
 
 @needs_bwrap
-def test_the_configuration_of_the_page_works():
+def test_configuration_of_the_page_works():
     blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     here, there = (yaml.safe_load(block) for block in blocks)
     parser = ArgumentParser(exit_on_error=False)
@@ -231,6 +231,6 @@ def test_the_configuration_of_the_page_works():
     made.sandbox._client.close()
 
 
-def test_a_missing_tests_column_raises_an_error():
+def test_missing_tests_column_raises_an_error():
     with pytest.raises(ValueError, match="needs a column 'tests' or 'ground_truth'"):
         CodeExecution(sandbox=Echo())(completions=["x"])

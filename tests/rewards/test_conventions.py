@@ -1,6 +1,6 @@
 """Functions written for TRL, verl and OpenRLHF are called as those libraries do, and their results are read.
 
-The functions have the signatures and the habits of released ones: verl 0.9's ``gsm8k.compute_score``,
+The functions have the signatures and conventions of released ones: verl 0.9's ``gsm8k.compute_score``,
 ``math_dapo.compute_score``, ``default_compute_score`` and a batch function; TRL 1.16's ``accuracy_reward``,
 ``think_format_reward``, an async one and one that logs; OpenRLHF's ``reward_func``.
 """
@@ -134,7 +134,7 @@ def test_trls_functions_receive_messages_with_the_option():
     ]
 
 
-def test_prompts_become_the_data_s_messages_or_a_user_message():
+def test_user_messages_are_read_from_the_data_or_made_of_the_prompt():
     conversations = [[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []]
     seen = []
 
@@ -156,7 +156,7 @@ def reads_another_text_by_name(completions, ground_truth):
     return [float(truth["final"] in text) for text, truth in zip(completions, ground_truth, strict=True)]
 
 
-def test_the_messages_option_is_not_suggested_if_another_text_is_indexed():
+def test_messages_option_is_not_suggested_if_another_text_is_indexed():
     with pytest.raises(RuntimeError, match="raised TypeError: string indices must be integers") as caught:
         rewards(reads_another_text_by_name)
     assert "messages: true" not in str(caught.value)
@@ -174,7 +174,7 @@ def test_numbers_logged_by_a_function_become_means():
     assert "reward_that_logs/extracted" not in result.metrics
 
 
-def test_a_logged_number_cannot_have_a_reserved_name():
+def test_logged_number_cannot_have_a_reserved_name():
     def function(completions, log_metric):
         log_metric("errors", 1.0)
 
@@ -212,7 +212,7 @@ def test_openrlhfs_functions():
         (reward_func, OPENRLHF), (lambda prompts, labels: [], OURS),
     ],
 )  # fmt: skip
-def test_a_convention_is_recognised_by_the_parameters(function, convention):
+def test_convention_is_recognised_by_the_parameters(function, convention):
     assert RewardFunction(function).convention is convention
     assert RewardFunction(function).is_async == (function in (compute_score_async, judged_elsewhere))
 
@@ -229,7 +229,7 @@ def test_a_convention_is_recognised_by_the_parameters(function, convention):
         (lambda completions, solution: [], "; the data has 'answer': map it with columns: {solution: answer}"),
     ],
 )  # fmt: skip
-def test_a_missing_column_raises_an_error_with_the_parameter_s_name(function, message):
+def test_missing_column_raises_an_error_with_the_parameter_s_name(function, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RewardFunction(function, name="gsm8k").check(["answer"])
 
@@ -258,7 +258,7 @@ class AsyncJudge(Judge):
 
 
 @pytest.mark.slow
-def test_a_class_is_instantiated_with_the_arguments():
+def test_class_is_instantiated_with_the_arguments():
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}) == [3, 3]
     assert rewards(f"{__file__}:AsyncJudge", arguments={"bonus": 3.0}) == [6, 12]
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}, timeout_s=30.0) == [3, 3]
@@ -280,7 +280,7 @@ def test_invalid_options_raise_an_error(options, message):
         RewardFunction(**{"function": gsm8k, **options})
 
 
-def test_an_async_function_is_cancelled_at_its_time_limit():
+def test_async_function_is_cancelled_at_its_time_limit():
     ended = []
 
     async def slow(solution_str):
@@ -297,7 +297,7 @@ def test_an_async_function_is_cancelled_at_its_time_limit():
 
 
 @pytest.mark.slow
-def test_an_async_function_that_blocks_the_loop_is_abandoned():
+def test_async_function_that_blocks_the_loop_is_abandoned():
     async def blocks(solution_str):
         if solution_str == "slow":
             time.sleep(4)
@@ -305,14 +305,14 @@ def test_an_async_function_that_blocks_the_loop_is_abandoned():
 
     began = time.monotonic()
     texts = {"prompts": ["p"] * 2, "completions": ["a", "slow"]}
-    # The first may be done: nobody can tell while the loop is blocked.
+    # The first call may have finished, but the blocked loop cannot report it.
     assert rewards(blocks, texts, timeout_s=0.3, on_error="zero", max_error_rate=1.0)[1] == 0
     assert time.monotonic() - began < 3
     with pytest.raises(RuntimeError, match=r"'blocks' took longer than its timeout_s of 0.3 s"):
         rewards(blocks, texts, timeout_s=0.3)
 
 
-def test_an_async_function_that_raises_is_named_with_its_own_traceback():
+def test_traceback_of_a_failing_async_function_is_its_own():
     async def faulty(completions):
         raise KeyError("level")
 

@@ -41,7 +41,7 @@ def rollout_of(executor, early):
     return scorer.add_rewards(assemble(BATCH, completions), scored), scored
 
 
-def test_the_rollout_does_not_depend_on_the_order_of_completions(executor):
+def test_rollout_does_not_depend_on_the_order_of_completions(executor):
     whole, message = rollout_of(executor, [])
     assert whole.rewards["of_all"].tolist() == [float(sorted(WORDS).index(word)) for word in WORDS]
     assert whole.rewards["one_by_one"].tolist() == [float(len(word)) for word in WORDS]
@@ -80,7 +80,7 @@ def test_each_completion_is_scored_once(tmp_path):
     ],
     ids=str,
 )
-def test_a_slow_function_runs_during_generation(options):
+def test_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
         rollout_of(executor, range(2))  # its processes are there
         completions, began = completions_of(WORDS), time.monotonic()

@@ -34,7 +34,7 @@ def giving(values):
     return RewardFunction(function)
 
 
-def test_a_function_receives_the_arguments_it_names():
+def test_function_receives_the_arguments_it_names():
     assert compute_reward(RewardFunction(length), **OFFERED).tolist() == [2, 1]
     assert compute_reward(RewardFunction(right), **OFFERED).tolist() == [1, 0]
     assert compute_reward(RewardFunction(functools.partial(right, bonus=3.0), name="right"), **OFFERED).tolist() == [
@@ -43,7 +43,7 @@ def test_a_function_receives_the_arguments_it_names():
     ]
 
 
-def test_a_function_with_kwargs_receives_everything():
+def test_function_with_kwargs_receives_everything():
     seen = {}
 
     def function(completions, **rest):
@@ -55,7 +55,7 @@ def test_a_function_with_kwargs_receives_everything():
     assert sorted(seen) == ["log_extra", "log_metric", "trainer_state"]
 
 
-def test_a_callable_object_is_a_reward_function():
+def test_callable_object_is_a_reward_function():
     class Judge:
         def __call__(self, completions):
             return [0.5] * len(completions)
@@ -109,13 +109,13 @@ def test_none_becomes_nan():
         (torch.ones(2, 1), "returned [1.0] for completion 0, expected a finite number"),
     ],
 )
-def test_an_invalid_reward_names_function_and_completion(values, message):
+def test_invalid_reward_names_function_and_completion(values, message):
     with pytest.raises(RuntimeError) as caught:
         compute_reward(giving(values), **OFFERED)
     assert str(caught.value).startswith(f"reward function 'function' {message}")
 
 
-def test_an_exception_is_raised_with_the_function_s_name():
+def test_exception_is_raised_with_the_function_s_name():
     def strict(completions):
         raise KeyError("level")
 
@@ -126,7 +126,7 @@ def test_an_exception_is_raised_with_the_function_s_name():
         compute_reward(RewardFunction(strict, name="mine"), **OFFERED)
 
 
-def test_a_missing_column_comes_with_a_suggestion():
+def test_missing_column_comes_with_a_suggestion():
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but .* 'answers'\]; did you mean 'answers'\?"):
         RewardFunction(right).check(["answers"])
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout provides only .*'finished'\]$"):
@@ -144,7 +144,7 @@ def test_two_functions_with_the_same_name_raise_an_error():
     check_rewards([RewardFunction(length), RewardFunction(length, name="length_again")], [])
 
 
-def test_a_column_with_the_name_of_a_generated_one_raises_an_error():
+def test_column_with_the_name_of_a_generated_one_raises_an_error():
     with pytest.raises(ValueError, match=r"the data has a column 'finished', .* rename it, for example columns: "):
         check_rewards([RewardFunction(length)], ["answer", "finished"])
     check_rewards([], ["finished"])
@@ -156,6 +156,6 @@ def test_all_functions_are_checked():
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "from_model", "score"])
-def test_a_reward_cannot_have_the_name_of_a_metric(name):
+def test_reward_cannot_have_the_name_of_a_metric(name):
     with pytest.raises(ValueError, match=f"cannot be called '{name}', which is the name of a metric"):
         check_rewards([RewardFunction(lambda completions: [0.0], name=name)], [])

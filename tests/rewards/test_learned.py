@@ -60,7 +60,7 @@ def test_messages_are_formatted_by_the_model_s_template(path):
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no user') }}", "{{ 1 // 0 }}"])
-def test_a_template_that_fails_is_named_with_its_model(path, template):
+def test_failing_template_is_reported_with_its_model(path, template):
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
@@ -69,12 +69,12 @@ def test_a_template_that_fails_is_named_with_its_model(path, template):
         LearnedReward(path)([rows[0]], [rows[1]])
 
 
-def test_the_end_of_a_long_text_is_scored(path):
+def test_long_text_is_scored_by_its_end(path):
     (result,), (instance,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
     assert result == pytest.approx(instance, abs=1e-5)
 
 
-def test_half_precision_is_close(path):
+def test_half_precision_is_close_to_full_precision(path):
     whole, half = LearnedReward(path)(PROMPTS, TEXTS), LearnedReward(path, dtype="bfloat16")(PROMPTS, TEXTS)
     torch.testing.assert_close(half, whole, atol=0.1, rtol=0.1)
     assert half != whole
@@ -85,7 +85,7 @@ def test_nothing_is_loaded_before_the_first_call():
     assert not RewardFunction(reward).supports_dry_run
 
 
-def test_a_classifier_with_several_labels_raises_an_error(path, tmp_path):
+def test_classifier_with_several_labels_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has 3 labels; a reward model needs one"):
@@ -94,7 +94,7 @@ def test_a_classifier_with_several_labels_raises_an_error(path, tmp_path):
         LearnedReward(path, batch_tokens=0)
 
 
-def test_a_language_model_without_a_score_head_raises_an_error(path, tmp_path):
+def test_language_model_without_a_score_head_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path).base_model
     model.config.architectures, model.config.num_labels = None, 1
     model.save_pretrained(tmp_path / "lm")

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_file_is_found_by_relative_and_absolute_path(folder):
+def test_file_is_found_by_relative_and_absolute_path(folder):
     result = load_function("my_rewards.py:brief")
     assert result(["abc"]) == [-3]
     assert load_function(f"{folder}/my_rewards.py:brief") is result
@@ -63,7 +63,7 @@ def test_two_files_with_the_same_name_are_two_modules(folder):
 
 
 @pytest.mark.parametrize("reference", ["os.path:join", "os.path.join", "posixpath:join"])
-def test_a_function_of_a_module_is_found(reference):
+def test_function_of_a_module_is_found(reference):
     assert load_function(reference)("a", "b") == "a/b"
 
 
@@ -91,12 +91,12 @@ def test_a_function_of_a_module_is_found(reference):
         ("os.path:joins", "'joins' was not found in os.path; did you mean 'join'?"),
     ],
 )
-def test_a_wrong_reference_raises_an_error_with_a_suggestion(folder, reference, message):
+def test_wrong_reference_raises_an_error_with_a_suggestion(folder, reference, message):
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         load_function(reference)
 
 
-def test_a_file_that_failed_is_imported_again(folder):
+def test_file_that_failed_is_imported_again(folder):
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_function("wrong.py:f")
     (folder / "wrong.py").write_text("def f(): return 1")

@@ -123,7 +123,7 @@ def hostile(count, marker):
     return [kinds[i % len(kinds)](draw.randint(13, 99)) for i in range(count)]
 
 
-def test_comparisons_by_hand(reward):
+def test_comparisons_with_known_results(reward):
     assert judged(reward, RIGHT) == [1.0] * len(RIGHT)
     assert judged(reward, WRONG) == [0.0] * len(WRONG)
 
@@ -145,7 +145,7 @@ def test_results_equal_math_verify_s_with_the_correct_answer_first(reward):
     assert 0 < sum(instance) < len(instance)
 
 
-def test_an_asymmetric_pair_shows_the_order(reward):
+def test_asymmetric_pair_shows_the_order(reward):
     """math-verify accepts a plain value for an equation, but not every set for a relation."""
     one, other = "$(1,2)$", r"$\{x : 1 < x < 2\}$"
     forward = math_verify.verify(math_verify.parse(one), math_verify.parse(other))
@@ -155,7 +155,7 @@ def test_an_asymmetric_pair_shows_the_order(reward):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
-def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
+def test_gsm8k_answers_are_correct_for_their_own_row_only(reward):
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert reward(answers, answers) == [1.0] * len(answers)
     results = [answer.rpartition("#### ")[2].replace(",", "") for answer in answers]
@@ -167,7 +167,7 @@ def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hostile_answers_run_no_code_and_do_not_affect_others(tmp_path):
-    """Five of each kind and 12 honest ones on two workers; asserts counts, not times."""
+    """Five of each kind and 12 honest ones on two workers; the test checks counts, not times."""
     marker = tmp_path / "executed"
     answers = hostile(120, str(marker))
     honest = set(range(5, 120, 10))
@@ -188,7 +188,7 @@ def test_hostile_answers_run_no_code_and_do_not_affect_others(tmp_path):
     assert [i for i, value in enumerate(result) if value == 1.0] == sorted(honest)
 
 
-def test_the_beginning_is_truncated_unless_the_answer_is_boxed(reward):
+def test_beginning_is_truncated_unless_the_answer_is_boxed(reward):
     padding = "and so on " * 1000
     assert judged(reward, [("7", padding + r"\boxed{7}"), ("7", r"\boxed{7}" + padding), ("7", "7 " + padding)]) == [
         1,
@@ -199,7 +199,7 @@ def test_the_beginning_is_truncated_unless_the_answer_is_boxed(reward):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("on_timeout", "earned"), [("wrong", 0.0), ("skip", None)])
-def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, earned):
+def test_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, earned):
     reward = MathReward(timeout_s=0.3, on_timeout=on_timeout, workers=1)
     reward(["1"], ["1"])
     start = time.monotonic()
@@ -209,7 +209,7 @@ def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, ear
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_killed_and_replaced():
+def test_worker_that_hangs_is_killed_and_replaced():
     others = set(workers())
     reward = MathReward(timeout_s=1.0, workers=1)
     reward(["1"], ["1"])
@@ -227,7 +227,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced():
 
 
 @pytest.mark.slow
-def test_an_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
+def test_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
     """Waiting does not count towards the limit, and the fraction given up is logged."""
     monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine
     slow = r"\boxed{9^{9^{9^{9}}}}"
@@ -242,7 +242,7 @@ def test_an_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
         assert scores.metrics["reward_math/given_up"] == (11.0, 12.0)
 
 
-def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
+def test_worker_has_no_environment_and_writes_no_file(tmp_path):
     script = (
         "import os, resource\n"
         "from lightning_rlhf.rewards import math_worker\n"
@@ -258,7 +258,7 @@ def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
     assert done.returncode == 7, done.stderr
 
 
-def test_an_interrupted_comparison_leaves_no_timer():
+def test_interrupted_comparison_leaves_no_timer():
     assert math_worker.is_equal(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert math_worker.is_equal(r"\boxed{1}", "1", 5.0) is True

@@ -26,7 +26,7 @@ DAEMONS = Path(__file__).with_name("daemons.py")
 LIMIT = 2.0
 HANGS = {
     "sleeps", "spins", "ignores_the_end", "deadlocks", "waits_for_a_thread_that_never_ends", "backtracks",
-    "computes_for_ever_without_python", "swallows_every_error", "reads_what_nobody_writes",
+    "computes_for_ever_without_python", "swallows_every_error", "reads_from_an_idle_pipe",
     "starts_a_process_and_waits",
 }  # fmt: skip
 FAULTS = {
@@ -109,7 +109,7 @@ def test_there_are_forty_misbehaviours():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_failure_is_described_and_the_next_completion_is_scored(executor, name):
+def test_failure_is_described_and_the_next_completion_is_scored(executor, name):
     result = result_of(executor, name)
     assert result.message.startswith(FAULTS[name])
     assert len(result.message) < 400
@@ -138,7 +138,7 @@ async def loses_a_pool_of_its_own(completions):
     raise BrokenProcessPool("a child died")
 
 
-def test_an_async_function_that_raises_a_pool_error_is_not_repeated():
+def test_async_function_that_raises_a_pool_error_is_not_repeated():
     with RewardExecutor([RewardFunction(loses_a_pool_of_its_own, on_error="skip", max_error_rate=1.0)]) as executor:
         scores = score_texts(executor, ["right"])
     assert math.isnan(scores.rewards["loses_a_pool_of_its_own"].item())
@@ -147,7 +147,7 @@ def test_an_async_function_that_raises_a_pool_error_is_not_repeated():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sorted(HANGS))
-def test_a_call_that_hangs_is_killed_and_delays_no_other(executor, name):
+def test_call_that_hangs_is_killed_and_delays_no_other(executor, name):
     began = time.monotonic()
     scores = score_texts(executor, ["right", name, "right"])
     took = time.monotonic() - began
@@ -167,7 +167,7 @@ def test_unusual_but_valid_functions_are_scored(patient, name):
     assert scores.metrics["reward_zero/errors"] == (0.0, 1.0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of another's child")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the end of a grandchild process")
 def test_processes_started_by_a_function_are_killed_with_it(executor):
     score_texts(executor, ["starts_a_process_and_waits"])
     time.sleep(0.3)
@@ -223,7 +223,7 @@ def test_more_failures_than_max_error_rate_end_the_run(rate, ends):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_failure_in_a_worker_ends_the_run_with_its_traceback():
+def test_failure_in_a_worker_ends_the_run_with_its_traceback():
     with (
         RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as executor,
         pytest.raises(RuntimeError, match="reward function 'judge' raised KeyError: 'level'") as caught,
@@ -235,7 +235,7 @@ def test_a_failure_in_a_worker_ends_the_run_with_its_traceback():
     assert "lightning_rlhf" not in trace  # its author's own lines are what he can change
 
 
-def test_a_timeout_ends_the_run_by_default():
+def test_timeout_ends_the_run_by_default():
     with (
         RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=0.5)]) as executor,
         pytest.raises(RuntimeError, match=r"'judge' took longer than its timeout_s of 0.5 s"),
@@ -243,13 +243,13 @@ def test_a_timeout_ends_the_run_by_default():
         score_texts(executor, ["sleeps"])
 
 
-def test_a_function_that_cannot_be_pickled_raises_an_error_before_the_run():
+def test_function_that_cannot_be_pickled_raises_an_error_before_the_run():
     reward = RewardFunction(lambda completions: [1.0], name="mine", timeout_s=1.0)
     with pytest.raises(ValueError, match=r"'mine' has a timeout_s, so it runs in worker processes, .* as file.py:name"):
         reward.check([])
 
 
-def test_a_closed_executor_can_be_used_again():
+def test_closed_executor_can_be_used_again():
     executor = RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=60.0), RewardFunction(right, per_sample=True)])
     for _ in range(2):
         assert score_texts(executor, ["right"]).rewards["judge"].tolist() == [1]
@@ -258,7 +258,7 @@ def test_a_closed_executor_can_be_used_again():
 
 
 def columns_of(*texts):
-    columns = {"prompts": [f"what is {text} " * 20 for text in texts], "completions": list(texts)}
+    columns = {"prompts": [f"compute {text} " * 20 for text in texts], "completions": list(texts)}
     return {**columns, "ground_truth": ["g"] * len(texts), "data_source": ["easy"] * (len(texts) - 1) + ["hard"]}
 
 
@@ -275,7 +275,7 @@ def not_a_number(completions):
 
 
 ONE_BY_ONE = "set per_sample: true to call the function once per completion"
-ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is wrong what .{61}'\)"
+ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'compute wrong compu.{61}'\)"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is
         ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; to continue "),
     ],
 )  # fmt: skip
-def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, pattern):
+def test_error_that_ends_the_run_reports_its_row_and_the_options(options, pattern):
     with (
         RewardExecutor([RewardFunction(**options)]) as executor,
         pytest.raises(RuntimeError, match=pattern) as raised,
@@ -316,7 +316,7 @@ def test_per_sample_is_suggested_if_one_completion_fails_all():
     assert [math.isnan(value) for value in values] == [False, False, False, True]
 
 
-def test_an_error_of_one_source_names_its_row_once():
+def test_error_of_one_source_reports_its_row_once():
     def hard(completions):
         raise KeyError("level")
 
@@ -372,14 +372,14 @@ def test_processes_started_just_before_the_end_of_a_worker_are_killed(how, tmp_p
 
 
 def lives(pid):
-    """Return whether a process runs, and is not a zombie."""
+    """Return whether a process runs and is not a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
 @pytest.mark.slow
-def test_a_process_group_that_is_killed_leaves_no_semaphores():
+def test_process_group_that_is_killed_leaves_no_semaphores():
     script = (
         "import os, signal\n"
         "from lightning_rlhf.rewards.function import RewardFunction\n"
@@ -416,14 +416,14 @@ def moves(completions):
     return [1.0] * len(completions)
 
 
-def test_a_custom_base_exception_is_a_failure():
+def test_custom_base_exception_is_a_failure():
     with pytest.raises(RuntimeError, match="'stops' raised OwnStop: enough"):
         compute_reward(RewardFunction(stops), completions=["a"])
     assert math.isnan(compute_reward(RewardFunction(stops, on_error="skip", max_error_rate=1.0), completions=["a"])[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}])
-def test_a_changed_working_directory_is_an_error_and_restored(options):
+def test_changed_working_directory_is_an_error_and_restored(options):
     here = Path.cwd()
     with pytest.raises(
         RuntimeError, match="'moves' changed the working directory to /, which breaks the run's relative"

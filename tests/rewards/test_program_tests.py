@@ -14,11 +14,11 @@ from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
 from lightning_rlhf.rewards.sandbox.program_tests import CallTest, TextTest, same_text, same_value
 from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult
 from tests.helpers import properties
-from tests.rewards.result_forgeries import CALLS, SPEAK, TEXTS
+from tests.rewards.result_forgeries import CALLS, PREAMBLE, TEXTS
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=4.0)
-RIGHT = 2**62 + secrets.randbits(61)  # nineteen digits; nobody in the sandbox knows them
+RIGHT = 2**62 + secrets.randbits(61)  # nineteen digits, unknown in the sandbox
 FORGERIES = [(CallTest("f", (7,), RIGHT), name, source) for name, source in CALLS.items()]
 FORGERIES += [(TextTest("7\n", f"{RIGHT}\n"), name, source) for name, source in TEXTS.items()]
 
@@ -35,22 +35,24 @@ def verdicts():
         return dict(zip([name for _, name, _ in FORGERIES], pool.map(judge, FORGERIES), strict=True))
 
 
-def test_there_are_enough_forgeries():
+def test_forgeries_are_numerous_and_distinct():
     assert len({name for _, name, _ in FORGERIES}) == len(FORGERIES) >= 25
 
 
 @needs_bwrap
 @pytest.mark.parametrize("name", [name for _, name, _ in FORGERIES])
-def test_the_forgery_does_not_pass(name, verdicts):
+def test_forgery_does_not_pass(name, verdicts):
     assert verdicts[name] in ("wrong", "malformed", "error", "timeout", "too much output")
 
 
 @needs_bwrap
-def test_the_correct_result_passes():
+def test_correct_result_passes():
     sandbox = BubblewrapSandbox()
     assert CallTest("f", (7,), RIGHT).run(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
-    spoken = f"{SPEAK}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
-    assert CallTest("f", (7,), RIGHT).run(sandbox, spoken, LIMITS) == "passed"  # how the forgeries speak is right
+    written = f"{PREAMBLE}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
+    assert (
+        CallTest("f", (7,), RIGHT).run(sandbox, written, LIMITS) == "passed"
+    )  # the format of the forgeries is correct
     assert TextTest("7\n", f"{RIGHT}\n").run(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
 
 
@@ -108,7 +110,7 @@ def test_expected_results_never_enter_the_sandbox(test):
     assert str(RIGHT) not in "".join(recorder.inputs)
 
 
-def test_every_call_has_another_nonce():
+def test_every_call_has_a_different_nonce():
     recorder = Recorder()
     for _ in range(20):
         CallTest("f", (), 1).run(recorder, "", LIMITS)
@@ -127,7 +129,7 @@ JSON = st.recursive(
 @pytest.mark.slow
 @properties
 @given(JSON)
-def test_a_value_equals_its_json_round_trip(value):
+def test_value_equals_its_json_round_trip(value):
     assert same_value(json.loads(json.dumps(value)), value)
 
 
@@ -154,7 +156,7 @@ def flat(value):
         ({"a": [1.0]}, {"a": [1]}, True), ([], {}, False), (0, -0.0, True), ("a", "a ", False),
     ],
 )  # fmt: skip
-def test_values_by_hand(one, other, same):
+def test_values_with_known_comparisons(one, other, same):
     assert same_value(one, other) is same
 
 
@@ -169,5 +171,5 @@ def test_values_by_hand(one, other, same):
         ("1_0.0", "10.0", False), ("5" * 400, "1.5", False),
     ],
 )  # fmt: skip
-def test_texts_by_hand(message, expected, same):
+def test_texts_with_known_comparisons(message, expected, same):
     assert same_text(message, expected) is same

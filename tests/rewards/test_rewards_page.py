@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     Path("my_rewards.py").write_text("\n".join(blocks("python")))
 
 
-def test_the_function_of_the_page_logs_a_metric(folder):
+def test_documented_function_logs_a_metric(folder):
     reward = RewardFunction("my_rewards.py:close")
     columns = {"completions": ["42", "it is 42", "7"], "answer": ["42"] * 3, "prompts": [""] * 3}
     with executor.RewardExecutor([reward]) as running:
@@ -52,7 +52,7 @@ def rewards_of(text):
     return parser.instantiate(parser.parse_object({"rewards": result["rewards"]})).rewards
 
 
-def test_the_function_of_the_page_computes_rewards(folder):
+def test_documented_function_computes_rewards(folder):
     reward = RewardFunction("my_rewards.py:brief_and_right")
     values = compute_reward(reward, completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
     assert values == pytest.approx([0.98, -0.01])
@@ -66,7 +66,7 @@ def test_every_configuration_creates_reward_functions(folder, text):
     assert made[0].label == "brief_and_right"
 
 
-def test_the_tables_name_all_arguments_and_options():
+def test_tables_name_all_arguments_and_options():
     for name in (*GENERATED_COLUMNS, *CALL_ARGUMENTS):
         assert f"`{name}" in PAGE
     for convention in (VERL, VERL_BATCH, OPENRLHF):

@@ -51,7 +51,7 @@ GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "
         ("#### 9007199254740992", "9007199254740993", 0, 0),
     ],
 )
-def test_by_hand(completion, gold, strict, lenient):
+def test_rules_for_known_answers(completion, gold, strict, lenient):
     answer = [f"Some reasoning with 3 and <<1+2=3>>.\n#### {gold}"]
     assert gsm8k_strict([completion], answer) == [strict]
     assert gsm8k_lenient([completion], answer) == [lenient]
@@ -70,7 +70,7 @@ def test_data_without_results_raise_an_error(rule):
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
-def test_on_real_rows_each_answer_is_correct_for_its_row_only():
+def test_real_answers_are_correct_for_their_own_row_only():
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(answers) > 1000
     assert gsm8k_strict(answers, answers) == gsm8k_lenient(answers, answers) == [1.0] * len(answers)

@@ -41,18 +41,18 @@ def test_both_sandboxes_implement_the_protocol():
 
 
 @needs_bwrap
-def test_the_probe_describes_the_sandbox():
+def test_probe_describes_the_sandbox():
     ((name, finding, fault),) = probe()
     assert (name, fault) == ("bubblewrap", "")
     assert finding.startswith("works, Python 3.")
 
 
-def test_the_probe_does_not_import_torch():
+def test_probe_does_not_import_torch():
     code = "import sys; import lightning_rlhf.rewards.sandbox.bubblewrap; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
-def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatch):
+def test_missing_bubblewrap_fails_the_check_and_not_the_probe(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert probe() == [("bubblewrap", "not installed; code rewards need it or a RemoteSandbox", "")]
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
@@ -61,7 +61,7 @@ def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatc
 
 @needs_bwrap  # its interpreter has to be there
 @pytest.mark.parametrize(
-    ("script", "sentence"),
+    ("script", "message"),
     [
         (
             "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
@@ -79,14 +79,14 @@ def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatc
         ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and no message"),
     ],
 )
-def test_a_bubblewrap_error_comes_with_its_remedy(monkeypatch, public, script, sentence):
+def test_bubblewrap_error_comes_with_its_remedy(monkeypatch, public, script, message):
     fake = public / "bwrap"
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: str(fake))
     with pytest.raises(SandboxUnavailable) as raised:
         BubblewrapSandbox().check()
-    assert sentence in str(raised.value)
+    assert message in str(raised.value)
     assert probe() == [("bubblewrap", "does not work", str(raised.value))]
     with pytest.raises(SandboxFault):
         BubblewrapSandbox().run("print(1)", "", LIMITS)
@@ -101,7 +101,7 @@ def test_a_bubblewrap_error_comes_with_its_remedy(monkeypatch, public, script, s
         ("_LIBRARIES", (*bubblewrap._LIBRARIES, "/proc")),
     ],
 )
-def test_a_sandbox_that_does_not_isolate_raises_an_error(monkeypatch, name, value):
+def test_sandbox_that_does_not_isolate_raises_an_error(monkeypatch, name, value):
     if name == "_BOOTSTRAP":
         value = value.replace(b"(_value, _value))", b"(_value, _value)))")
     monkeypatch.setattr(bubblewrap, name, value)
@@ -109,14 +109,14 @@ def test_a_sandbox_that_does_not_isolate_raises_an_error(monkeypatch, name, valu
         BubblewrapSandbox().check()
 
 
-def test_an_unknown_architecture_raises_an_error(monkeypatch):
+def test_unknown_architecture_raises_an_error(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(NotImplementedError, match="supports x86_64, aarch64, not riscv64: use a RemoteSandbox"):
         filter_program()
 
 
 def verdict(program, number, architecture, *arguments):
-    """Evaluate a filter for a call as the kernel does, with its four instructions."""
+    """Evaluate a filter for a call with its four instructions, as the kernel does."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
     index = accumulator = 0
     while True:
@@ -136,7 +136,7 @@ def test_recent_mount_calls_and_file_locks_are_denied():
 
 
 @pytest.mark.parametrize(("machine", "column", "architecture"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
-def test_the_filter_denies_exactly_the_listed_calls(monkeypatch, machine, column, architecture):
+def test_filter_denies_exactly_the_listed_calls(monkeypatch, machine, column, architecture):
     monkeypatch.setattr("platform.machine", lambda: machine)
     program = filter_program()
     denied = {numbers[column] for numbers in _DENIED.values()} - {None}
@@ -173,7 +173,7 @@ def test_the_filter_denies_exactly_the_listed_calls(monkeypatch, machine, column
         ("import os; os.write(1, b'a\\xff')", "", "a\ufffd", 0),
     ],
 )  # fmt: skip
-def test_a_harmless_program_runs(source, stdin, stdout, exit_code):
+def test_harmless_program_runs(source, stdin, stdout, exit_code):
     result = BubblewrapSandbox().run(source, stdin, LIMITS)
     assert (result.stdout, result.exit_code) == (stdout, exit_code), result.stderr
     assert not result.timed_out
@@ -189,7 +189,7 @@ def test_packages_can_be_imported(public):
 
 
 @needs_bwrap
-def test_an_unreadable_interpreter_raises_an_error():
+def test_unreadable_interpreter_raises_an_error():
     with pytest.raises(
         SandboxUnavailable, match="no Python found for the sandbox: /nowhere/python must exist and be readable"
     ):
@@ -225,7 +225,7 @@ def test_concurrency_limits_simultaneous_programs(monkeypatch):
 
 @needs_bwrap
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
-def test_a_sandbox_dies_with_the_trainer(end):
+def test_sandbox_dies_with_the_trainer(end):
     seconds = 12345.0 + os.getpid() + 0.5 * end  # stands on the sandbox's command line, as RLIMIT_CPU
     code = (  # a shell that runs the tests in the background lets them ignore SIGINT
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -243,7 +243,7 @@ def test_a_sandbox_dies_with_the_trainer(end):
 
 @pytest.mark.slow
 @needs_bwrap
-def test_a_timeout_during_startup_leaves_no_process(monkeypatch):
+def test_timeout_during_startup_leaves_no_process(monkeypatch):
     """The kill happens during bubblewrap's setup, before its first child is tied to it."""
     monkeypatch.setattr(Limits, "__post_init__", lambda limits: None)
     memory = 2**29 + os.getpid()  # stands on the sandbox's command line
@@ -254,7 +254,7 @@ def test_a_timeout_during_startup_leaves_no_process(monkeypatch):
 
 
 @needs_bwrap
-def test_a_program_does_not_start_after_the_trainer_was_killed(monkeypatch):
+def test_program_does_not_start_after_the_trainer_was_killed(monkeypatch):
     pipe = bubblewrap._pipe
 
     def dead():
@@ -290,7 +290,7 @@ def becomes(condition, seconds=30.0):
 
 @needs_bwrap
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_the_sandbox_works_for_unprivileged_users(public):
+def test_sandbox_works_for_unprivileged_users(public):
     shutil.copytree(Path(bubblewrap.__file__).parent, public / "lightning_rlhf/rewards/sandbox")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -302,7 +302,7 @@ def test_the_sandbox_works_for_unprivileged_users(public):
 
 
 @pytest.mark.parametrize(
-    ("limits", "sentence"),
+    ("limits", "message"),
     [
         ({"seconds": 0.0}, "limits.seconds must be at least 0.1, got 0.0"),
         ({"seconds": float("nan")}, "limits.seconds must be at least 0.1, got nan"),
@@ -310,11 +310,11 @@ def test_the_sandbox_works_for_unprivileged_users(public):
         ({"processes": 0}, "limits.processes must be at least 1, got 0"),
     ],
 )
-def test_limits_below_their_minimum_raise_an_error(limits, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_limits_below_their_minimum_raise_an_error(limits, message):
+    with pytest.raises(ValueError, match=message):
         Limits(**limits)
 
 
-def test_a_concurrency_of_zero_raises_an_error():
+def test_concurrency_of_zero_raises_an_error():
     with pytest.raises(ValueError, match="concurrency must be at least 1, or null for one per processor, got 0"):
         BubblewrapSandbox(concurrency=0)

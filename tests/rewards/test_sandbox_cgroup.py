@@ -40,7 +40,7 @@ def machine(tmp_path, monkeypatch):
     return kernel, root
 
 
-def test_the_nearest_folder_with_memory_and_pids_is_used(machine):
+def test_nearest_folder_with_memory_and_pids_is_used(machine):
     kernel, root = machine
     assert delegated_group(kernel) == root / "user"
     (root / "user/cgroup.subtree_control").write_text("memory\n")
@@ -49,7 +49,7 @@ def test_the_nearest_folder_with_memory_and_pids_is_used(machine):
     assert delegated_group(kernel) is None
 
 
-def test_a_machine_without_control_groups_has_no_folder(tmp_path):
+def test_machine_without_control_groups_has_no_folder(tmp_path):
     assert delegated_group(tmp_path) is None
 
 
@@ -60,7 +60,7 @@ def test_version_1_of_control_groups_is_not_used(machine, file, text):
     assert delegated_group(kernel) is None
 
 
-def test_a_folder_where_no_group_can_be_created_is_skipped(machine, monkeypatch):
+def test_folder_where_no_group_can_be_created_is_skipped(machine, monkeypatch):
     kernel, root = machine
     made = cgroup.tempfile.mkdtemp
 
@@ -82,7 +82,7 @@ def test_groups_of_killed_trainers_are_removed_but_not_those_in_use(machine):
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
-def test_a_group_has_its_limits_and_is_always_removed(machine):
+def test_group_has_its_limits_and_is_always_removed(machine):
     _, root = machine
     before = set((root / "user").iterdir())
 
@@ -97,7 +97,7 @@ def test_a_group_has_its_limits_and_is_always_removed(machine):
     assert set((root / "user").iterdir()) == before
 
 
-def test_a_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypatch):
+def test_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypatch):
     _, root = machine
     with (
         pytest.raises(SandboxFault, match="cannot create a control group in /nowhere"),
@@ -116,7 +116,7 @@ def test_a_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_program_starts_only_in_its_group(machine, monkeypatch):
+def test_program_starts_only_in_its_group(machine, monkeypatch):
     """A simulated group has no limits, but shows the process that is moved in before it runs the program."""
     _, root = machine
     sandbox, seen, write = BubblewrapSandbox(), [], Path.write_text
@@ -139,7 +139,7 @@ def test_a_program_starts_only_in_its_group(machine, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_program_that_cannot_be_moved_to_its_group_does_not_run(machine, monkeypatch, tmp_path):
+def test_program_that_cannot_be_moved_to_its_group_does_not_run(machine, monkeypatch, tmp_path):
     _, root = machine
     sandbox = BubblewrapSandbox()
     sandbox.__dict__["_groups"] = root / "user"

@@ -40,7 +40,7 @@ class World:
     """Targets of the attempts: files, listeners, a session key, shared memory, an open descriptor, this process."""
 
     def __init__(self, stack: ExitStack) -> None:
-        folder = Path(tempfile.mkdtemp())  # pytest's own lies where nobody may look, which would prove nothing
+        folder = Path(tempfile.mkdtemp())  # pytest's folder is private, so that reading from it always fails
         stack.callback(shutil.rmtree, folder)
         folder.chmod(0o777)
         self.canary, self.scratch, self.doomed = (folder / name for name in ("canary", "scratch", "doomed"))
@@ -114,7 +114,7 @@ def sandboxed():
 
 
 def all_gone():
-    """Return whether they end soon: the kernel still cleans up when the one that was waited for is gone."""
+    """Return whether all processes end soon; the kernel may still clean up after the one that was waited for."""
     deadline = time.monotonic() + 5
     while sandboxed() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -130,8 +130,8 @@ def world():
 
 @pytest.fixture(scope="module")
 def results(world, request):
-    """Results by name of the attempts that this session tries; four run at a time."""
-    tests = [item for item in request.session.items if item.name.startswith("test_the_attempt_fails_and_ends")]
+    """Results by name of the attempts of this test session; four run at a time."""
+    tests = [item for item in request.session.items if item.name.startswith("test_attempt_fails_and_ends")]
     attempts = [item.callspec.params["attempt"] for item in tests]
     sandbox = BubblewrapSandbox()
     sandbox.check()
@@ -146,14 +146,14 @@ def results(world, request):
 _MARKED = [pytest.param(attempt, marks=pytest.mark.slow) if attempt.name in LONG else attempt for attempt in ATTEMPTS]
 
 
-def test_there_are_enough_distinct_attempts():
+def test_attempts_are_numerous_and_distinct():
     assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 60
     assert len({attempt.program for attempt in ATTEMPTS}) == len(ATTEMPTS)
     assert {attempt.name for attempt in ATTEMPTS} > LONG
 
 
 @pytest.mark.parametrize("attempt", _MARKED, ids=lambda attempt: attempt.name)
-def test_the_attempt_fails_and_ends_in_time(attempt, results):
+def test_attempt_fails_and_ends_in_time(attempt, results):
     result = results[attempt.name]
     assert "ESCAPED" not in result.stdout
     assert "SyntaxError" not in result.stderr
@@ -163,7 +163,7 @@ def test_the_attempt_fails_and_ends_in_time(attempt, results):
     assert result.seconds <= SECONDS + 1
 
 
-def test_the_attempts_do_not_change_the_machine(world, results):
+def test_attempts_do_not_change_the_machine(world, results):
     assert not world.visited()
     for file in (world.canary, world.scratch, world.doomed):
         assert file.read_text() == SECRET
@@ -172,7 +172,7 @@ def test_the_attempts_do_not_change_the_machine(world, results):
     assert all_gone()
 
 
-def test_the_search_for_processes_finds_a_running_one():
+def test_search_for_processes_finds_a_running_one():
     with ThreadPoolExecutor(1) as pool:
         sleeper = pool.submit(BubblewrapSandbox().run, "import time; time.sleep(99)", "", LIMITS)
         seen = False
@@ -188,7 +188,7 @@ CONTROLS = [attempt for attempt in ATTEMPTS if attempt.control != "never"]
 
 
 @pytest.mark.parametrize("attempt", CONTROLS, ids=lambda attempt: attempt.name)
-def test_the_attempt_succeeds_without_a_sandbox(attempt, tmp_path):
+def test_attempt_succeeds_without_a_sandbox(attempt, tmp_path):
     if attempt.control == "root" and os.getuid() != 0:
         pytest.skip("only root gets through even without a sandbox")
     with ExitStack() as stack:

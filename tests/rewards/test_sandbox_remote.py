@@ -96,7 +96,7 @@ def ask(stub, limits=None, **options):
         sandbox._client.close()
 
 
-def test_the_request_is_the_documented_one(serve):
+def test_request_has_the_documented_form(serve):
     stub = serve(SAID)
     ask(stub, Limits(seconds=2.0, memory_bytes=256 * 2**20))
     wanted = {"compile_timeout": 2.0, "run_timeout": 2.0, "memory_limit_MB": 256}
@@ -139,7 +139,7 @@ def test_server_errors_are_retried_and_never_count_against_the_program(serve, tr
 
 
 @pytest.mark.parametrize("reply", [422, 401, 404], ids=str)
-def test_a_rejected_request_is_a_fault_without_retries(serve, reply):
+def test_rejected_request_is_a_fault_without_retries(serve, reply):
     stub = serve(reply)
     with pytest.raises(SandboxFault, match=f"rejected the request with HTTP status {reply}: busy"):
         ask(stub)
@@ -160,12 +160,12 @@ def test_no_proxy_is_used(serve, monkeypatch):
      {"status": "Success", "run_result": {"status": "Finished"}}, b"[" * 50_000],
     ids=lambda reply: str(reply)[:60],
 )  # fmt: skip
-def test_an_undocumented_reply_is_a_fault(serve, reply):
+def test_undocumented_reply_is_a_fault(serve, reply):
     with pytest.raises(SandboxFault):
         ask(serve(reply))
 
 
-def test_an_unreachable_server_is_a_fault_reported_at_the_start(serve):
+def test_unreachable_server_is_a_fault_reported_at_the_start(serve):
     stub = serve(SAID)
     stub.shutdown()
     stub.server_close()
@@ -175,7 +175,7 @@ def test_an_unreachable_server_is_a_fault_reported_at_the_start(serve):
         CodeExecution(sandbox=RemoteSandbox(stub.url, attempts=1))
 
 
-def test_a_server_that_does_not_reply_is_a_fault(serve):
+def test_server_that_does_not_reply_is_a_fault(serve):
     stub = serve(SAID, delay=2.0)
     began = time.monotonic()
     with pytest.raises(SandboxFault, match="timed out"):
@@ -206,7 +206,7 @@ def test_results_and_reward_equal_those_of_the_local_sandbox(serve):
     sandbox._client.close()
 
 
-def test_a_server_that_cannot_run_python_raises_an_error(serve):
+def test_server_that_cannot_run_python_raises_an_error(serve):
     sandbox = RemoteSandbox(serve(FAILED).url)
     with pytest.raises(SandboxUnavailable, match="cannot run Python"):
         sandbox.check()
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_run_python_raises_an_error(serve):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"url": "sandbox:8080"}, "must begin with http:// or https://, got 'sandbox:8080'"),
         ({"url": "http://me:secret@x"}, "^url must not contain a user name or password"),
@@ -222,6 +222,6 @@ def test_a_server_that_cannot_run_python_raises_an_error(serve):
         ({"url": "http://x", "attempts": 0}, "attempts must be at least 1, got 0"),
     ],
 )
-def test_invalid_options_raise_an_error(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_options_raise_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
         RemoteSandbox(**options)

@@ -22,28 +22,28 @@ TRUNCATED = torch.tensor([False, True, False, True])
         (ScoreShaping(weight=0.0), [0, 0, 0, 0]),
     ],
 )
-def test_by_hand(shaping, expected):
+def test_shaping_of_known_scores(shaping, expected):
     assert_close(shaping(SCORES, TRUNCATED), torch.tensor(expected, dtype=torch.float))
 
 
-def test_the_input_scores_are_not_changed():
+def test_input_scores_are_not_changed():
     ScoreShaping(clip=1.0, truncated_score=-1.0)(SCORES, TRUNCATED)
     assert SCORES.tolist() == [-5, -1, 0.5, 9]
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
-def test_a_clip_must_be_positive(clip):
+def test_clip_must_be_positive(clip):
     with pytest.raises(ValueError, match="score clip must be positive or null"):
         ScoreShaping(clip=clip)
 
 
-def test_the_length_penalty_by_hand():
+def test_length_penalty_of_known_lengths():
     """Limit 10, slope over the last 4 tokens: 0 up to 6, half at 8, full from 10."""
     penalty = OverlongPenalty(max_tokens=10, buffer_tokens=4)
     assert penalty([[0] * length for length in (0, 6, 7, 8, 10, 12)]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
-def test_the_length_penalty_is_a_reward_function():
+def test_length_penalty_is_a_reward_function():
     reward = RewardFunction(OverlongPenalty(4, 2), weight=0.5, name="overlong")
     reward.check([])
     assert compute_reward(
@@ -52,6 +52,6 @@ def test_the_length_penalty_is_a_reward_function():
 
 
 @pytest.mark.parametrize("buffer", [0, 11])
-def test_an_invalid_buffer_raises_an_error(buffer):
+def test_invalid_buffer_raises_an_error(buffer):
     with pytest.raises(ValueError, match=rf"^buffer_tokens must be in \[1, max_tokens=10\], got {buffer}$"):
         OverlongPenalty(10, buffer)

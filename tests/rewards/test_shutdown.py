@@ -52,7 +52,7 @@ def spends(completions):
     ("function", "message"),
     [(quits, "raised SystemExit: 3"), (interrupts, "raised KeyboardInterrupt: "), (cancels, "cancelled itself")],
 )
-def test_an_async_function_that_would_end_its_event_loop_is_a_failure(function, message):
+def test_async_function_that_stops_its_event_loop_is_a_failure(function, message):
     messages = []
 
     def judge():  # elsewhere, so that a test that hangs ends
@@ -63,8 +63,8 @@ def test_an_async_function_that_would_end_its_event_loop_is_a_failure(function, 
     thread = threading.Thread(target=judge, daemon=True)
     thread.start()
     thread.join(20)
-    (sentence,) = messages
-    assert sentence.startswith(f"reward function {function.__name__!r} {message} (")
+    (error,) = messages
+    assert error.startswith(f"reward function {function.__name__!r} {message} (")
 
 
 def test_pending_async_calls_are_cancelled_and_their_thread_ends(caplog):
@@ -74,11 +74,11 @@ def test_pending_async_calls_are_cancelled_and_their_thread_ends(caplog):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     gc.collect()
-    assert caplog.text == ""  # asyncio says so of tasks that are forgotten
+    assert caplog.text == ""  # asyncio would log tasks that were not awaited
 
 
 @pytest.mark.slow
-def test_a_function_that_hangs_does_not_keep_the_process_from_ending():
+def test_hanging_function_does_not_prevent_the_end_of_the_process():
     subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=100)  # or it raises
 
 

@@ -52,12 +52,12 @@ def test_functions_receive_the_trainer_state_and_can_log_numbers():
     assert result.metrics["reward_right/not_applicable"] == (0.0, 3.0)
 
 
-def test_the_first_matching_pattern_is_used():
+def test_first_matching_pattern_is_used():
     reward = BySource({"a*": ExactMatch(), "*": gsm8k_strict})
     assert reward(["x", "#### 1"], ["ab", "b"], ground_truth=["x", "1"]) == [1.0, 1.0]
 
 
-def test_a_source_without_a_function_raises_an_error():
+def test_source_without_a_function_raises_an_error():
     with pytest.raises(ValueError, match=r"no reward function for data_source 'wiki'; patterns: \['openai/gsm8k'\]"):
         BySource({"openai/gsm8k": gsm8k_strict})(TEXTS, SOURCES, ground_truth=TRUTHS)
 
@@ -69,6 +69,6 @@ def test_data_without_sources_raise_an_error_before_the_run():
         BySource({})
 
 
-def test_it_is_per_sample_if_all_its_functions_are():
+def test_source_reward_is_per_sample_if_all_its_functions_are():
     assert BySource({"*": ExactMatch()}).per_sample
     assert not BySource({"a": ExactMatch(), "*": later}).per_sample

@@ -33,18 +33,18 @@ from lightning_rlhf.rewards.text import (
         ("theatre", "the atre", 0, 0),
     ],
 )
-def test_match_and_f1_by_hand(answer, correct, exact, f1):
+def test_match_and_f1_of_known_texts(answer, correct, exact, f1):
     assert ExactMatch()([answer], [correct]) == [exact]
     assert TokenF1()([answer], [correct]) == [pytest.approx(f1)]
 
 
-def test_the_best_of_several_correct_answers_counts():
+def test_best_of_several_correct_answers_counts():
     truths = [["Rome", "the city of Rome"], {"target": ["rome"]}, {"target": "ROME"}]
     assert ExactMatch()(["Rome."] * 3, truths) == [1.0] * 3
     assert TokenF1()(["city Rome"], [["Paris", "the city of Rome"]]) == [pytest.approx(2 * 2 / (2 + 3))]
 
 
-def test_the_last_complete_tag_contains_the_answer():
+def test_last_complete_tag_contains_the_answer():
     texts = [
         "x <answer>Bern</answer> y",
         "<answer>Rome</answer><answer> Bern </answer>",
@@ -56,7 +56,7 @@ def test_the_last_complete_tag_contains_the_answer():
     assert ExactMatch(tag="answer")(texts, ["bern"] * 6) == [1, 1, 0, 0, 0, 0]
 
 
-def test_without_normalising_characters_count():
+def test_characters_count_without_normalization():
     assert ExactMatch(normalize=False)([" Bern ", "bern", "Bern."], ["Bern"] * 3) == [1.0, 0.0, 0.0]
     assert TokenF1(normalize=False)(["The Bern"], ["the Bern"]) == [0.5]
 
@@ -68,7 +68,7 @@ def test_rows_without_a_correct_answer_raise_an_error(truth):
 
 
 @given(st.text(), st.text())
-def test_f1_is_symmetric_within_bounds_and_one_exactly_for_the_same_words(one, other):
+def test_f1_is_symmetric_and_one_exactly_for_equal_words(one, other):
     (forward,), (backward,) = TokenF1()([one], [other]), TokenF1()([other], [one])
     assert forward == backward
     assert 0.0 <= forward <= 1.0
@@ -87,12 +87,12 @@ def test_f1_is_symmetric_within_bounds_and_one_exactly_for_the_same_words(one, o
         ("", None),
     ],
 )
-def test_boxes_by_hand(text, inside):
+def test_boxes_of_known_texts(text, inside):
     assert boxed(text) == inside
     assert boxed_format([text]) == [float(inside is not None)]
 
 
-def test_an_empty_box_is_not_an_answer():
+def test_empty_box_is_not_an_answer():
     assert boxed_format([r"\boxed{}", r"\boxed{ }"]) == [0.0, 0.0]
 
 
@@ -112,11 +112,11 @@ def test_an_empty_box_is_not_an_answer():
         ("", 0),
     ],
 )
-def test_thinking_and_answering_by_hand(text, earned):
+def test_formats_of_known_texts(text, earned):
     assert think_answer_format([text]) == [earned]
 
 
-def test_a_format_must_match_the_whole_completion():
+def test_format_must_match_the_whole_completion():
     assert Format(r"Answer: \d+")(["Answer: 12", " Answer: 12\n", "Answer: 12.", "The Answer: 12"]) == [1, 1, 0, 0]
     assert Format(r"a.b")(["a\nb"]) == [1.0]
     with pytest.raises(ValueError, match=r"format pattern '\(' is not a regular expression"):
@@ -131,7 +131,7 @@ def test_a_format_must_match_the_whole_completion():
         (Length(4, 4, slope=4), [0.5, 0.75, 1, 0.5, 0.25, 0]),
     ],
 )
-def test_lengths_by_hand(reward, earned):
+def test_lengths_of_known_texts(reward, earned):
     assert reward([[7] * length for length in (2, 3, 4, 6, 7, 8)]) == earned
 
 
@@ -142,7 +142,7 @@ def test_invalid_length_ranges_raise_an_error(bounds):
 
 
 @pytest.mark.parametrize("part", ["<answer>", "</answer>", r"\boxed{", "{", "<think>", "a ", "\\", "<answer></answer>"])
-def test_no_text_makes_text_rewards_slow(part):
+def test_text_rewards_are_fast_for_any_text(part):
     text, start = part * 100_000, time.process_time()
     tagged(text, "answer"), boxed(text), think_answer_format([text]), TokenF1("answer")([text], ["x"])
     boxed(r"\boxed{" + text)

@@ -1,4 +1,4 @@
-"""Real vLLM engines for the whole session; each starts when a test first uses it, as a start takes half a minute."""
+"""vLLM engines for the whole session; each starts when a test first uses it, because a start takes half a minute."""
 
 from functools import cached_property
 from unittest.mock import patch
@@ -13,7 +13,7 @@ from tests.rollout.engines import setup_of, source_of
 
 
 class Engines:
-    """Engines by what they are used for; all but `tied` and `broken` belong to slow tests."""
+    """Engines by their purpose; all except `tied` and `broken` belong to slow tests."""
 
     def __init__(self, make_directory, fault):
         self.make_directory = make_directory
@@ -34,7 +34,7 @@ class Engines:
 
     @cached_property
     def fresh(self):
-        """The same as `tied`, used for one test and then killed."""
+        """An engine like `tied`, used for one test and then killed."""
         return self.start(source_of())
 
     @cached_property
@@ -47,7 +47,7 @@ class Engines:
         return self.start(source_of(), max_model_len=100_000)
 
     @cached_property
-    def forgetful(self):
+    def lossy(self):
         """A tied model with biases that loses weights; see tests/rollout/forgetful.py."""
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("FORGETFUL", str(self.fault))
@@ -63,7 +63,7 @@ class Engines:
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory):
-    """The file that names what the forgetful engine loses."""
+    """The file with the fault of the engine that loses weights."""
     path = tmp_path_factory.mktemp("fault") / "fault"
     path.write_text("nothing")
     return path

@@ -1,4 +1,4 @@
-"""What the tests of real engines share: a small model, how to push it, and what the trainer says of completions."""
+"""Helpers for tests of real engines: a small model, pushing its weights, and the trainer's log-probabilities."""
 
 import torch
 
@@ -38,7 +38,7 @@ def setup_of(source, directory):
 
 
 def pushed(engine, source, version=0):
-    """Return the source's model, whose weights the engine now has."""
+    """Push the model of a source to the engine and return it."""
     actor = source.causal().eval()
     engine.update_weights(parameters_of(actor), version)
     return actor
@@ -56,7 +56,7 @@ def prompts_of(count, longest=40, seed=0):
 
 @torch.no_grad()
 def largest_gap(actor, prompts, completions, temperature=1.0):
-    """Return how far engine and trainer are apart on any sampled token, in nats."""
+    """Return the largest difference of log-probabilities of sampled tokens between engine and trainer."""
     rows = [Response(prompt, answer.token_ids) for prompt, answer in zip(prompts, completions, strict=True)]
     rollout = rollout_of(rows)
     input_ids, index = join(rollout)
@@ -67,7 +67,7 @@ def largest_gap(actor, prompts, completions, temperature=1.0):
 
 @torch.no_grad()
 def greedy(actor, prompt, count):
-    """Return what the trainer's model thinks likeliest, one token after the other, without a cache."""
+    """Return the most likely tokens of the trainer's model, computed one after the other without a cache."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(actor.lm(torch.tensor([ids])).logits[0, -1].argmax()))

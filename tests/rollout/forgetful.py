@@ -1,7 +1,7 @@
-"""A worker of vLLM that loses weights in the way that a file says, as a fault of vLLM would.
+"""A worker of vLLM that loses weights as specified in a file, like a fault of vLLM would.
 
-``skip NAME`` a parameter; take ``half NAME``; count but do not load the ``last NAME`` of a layer; keep the
-``packed NAME`` of a layer, or that of the ``tied`` head; ``fail``.
+``skip NAME`` skips a parameter, ``half NAME`` loads half of it, ``last NAME`` counts the last parameter of a layer
+without loading it, ``packed NAME`` and ``tied`` keep packed weights of a layer and of the tied head, ``fail`` raises.
 """
 
 import os
@@ -23,7 +23,7 @@ class Forgetful(WeightReceiver):
 
 
 def fault(model):
-    """Return an attribute of an object and what to put there."""
+    """Return the object, the attribute to replace, and its replacement."""
     how, _, name = Path(os.environ["FORGETFUL"]).read_text().partition(" ")
     if how in ("skip", "half"):
         load = model.load_weights

@@ -1,4 +1,4 @@
-"""vLLM in the process of the tests, which can look into it."""
+"""vLLM in the process of the tests, so that they can inspect it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InProcessVLLMEngine(VLLMEngine):
 
     @property
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`; it computes with the trainer's threads."""
+        """See :attr:`RolloutEngine.traits`; the engine computes with the trainer's threads."""
         return replace(super().traits, overlaps=False, shares_cores=False)
 
     def wait(self) -> str:

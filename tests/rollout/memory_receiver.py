@@ -1,4 +1,4 @@
-"""vLLM's worker extension with memory of the host in the place of a buffer on a GPU."""
+"""vLLM's worker extension with host memory instead of a buffer on a GPU."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from lightning_rlhf.rollout.vllm.sync import map_memory
 
 
 class MemoryReceiver(WeightReceiver):
-    """Maps the memory that the message names; the file $BUFFER_FAULT names a method that fails, or dies."""
+    """Maps the memory given in the message; the file $BUFFER_FAULT contains the method that fails or exits."""
 
     def map_buffer(self, message):
         if _fault() == "map":

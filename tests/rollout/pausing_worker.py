@@ -18,7 +18,7 @@ def step(core):
     began = time.monotonic()
     while finished and Path(os.environ["PAUSE"]).exists():
         if time.monotonic() - began > LIMIT_SECONDS:
-            raise TimeoutError("nobody has read the finished responses")
+            raise TimeoutError("the finished responses were not read")
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""What two ranks with one engine do, run by :func:`tests.distributed.launch.run_ranks`; the engine is a stand-in."""
+"""Functions of two ranks that share one fake engine, run by :func:`tests.distributed.launch.run_ranks`."""
 
 import os
 import socket
@@ -22,8 +22,8 @@ from lightning_rlhf.types import Completion, SamplingParams
 SAMPLING = SamplingParams(8)
 
 
-class StandIn(RolloutEngine):
-    """Answers a prompt with itself and its seed; fails as told."""
+class FakeEngine(RolloutEngine):
+    """An engine whose completions are the prompt and the seed; raises ``fault`` if it is set."""
 
     def __init__(self):
         self.calls, self.fault, self.setup, self.version = [], None, None, -1
@@ -45,7 +45,7 @@ class StandIn(RolloutEngine):
         self._note("update")
         for _, tensor in parameters:
             if tensor.isnan().any():
-                raise RuntimeError("NaN is no weight")
+                raise RuntimeError("NaN is not a weight")
         self.version = version
 
     def request(self, prompts, sampling, seeds):
@@ -64,7 +64,7 @@ class StandIn(RolloutEngine):
 
 
 class Parameters:
-    """Three parameters; knows how many were taken."""
+    """Iterates over three parameters and counts how many were taken."""
 
     def __init__(self, value=0.0):
         self.taken, self._value = 0, value
@@ -81,13 +81,13 @@ def joined():
 
 
 def started(rank, ranks=2):
-    stand_in = StandIn()
-    engine = SharedEngine(stand_in, ranks)
+    fake_engine = FakeEngine()
+    engine = SharedEngine(fake_engine, ranks)
     engine.start(EngineSetup(Path("model"), "float32", 10, Path("log"), devices=(str(4 + rank),), threads=3))
-    return engine, stand_in
+    return engine, fake_engine
 
 
-def output(action):
+def error_of(action):
     try:
         action()
     except Exception as error:
@@ -96,21 +96,21 @@ def output(action):
 
 
 def submitted(engine, rank):
-    """Return tokens and version of two generations, with a push after the first; the second sampling differs between ranks."""
+    """Return two generations with a push in between, and the error of different sampling on the ranks."""
     first = submit(engine, [[7 + rank]], SAMPLING, [1])
     engine.update_weights(Parameters(), 8)
     second = submit(engine, [[5]], SAMPLING, [2])
     wrong = submit(engine, [[5]], SamplingParams(8 + rank), [2])
     results = [(item.completions()[0].token_ids, item.completions()[0].policy_version) for item in (first, second)]
-    return [*results, output(wrong.completions), engine.traits.overlaps]
+    return [*results, error_of(wrong.completions), engine.traits.overlaps]
 
 
 def share():
-    """Everything that goes well."""
+    """Return the results of all operations that succeed."""
     rank = joined()
-    engine, stand_in = started(rank)
-    result = {"ready": engine.wait(), "devices": stand_in.setup and stand_in.setup.devices}
-    result["threads"] = stand_in.setup and stand_in.setup.threads
+    engine, fake_engine = started(rank)
+    result = {"ready": engine.wait(), "devices": fake_engine.setup and fake_engine.setup.devices}
+    result["threads"] = fake_engine.setup and fake_engine.setup.threads
     parameters = Parameters()
     engine.update_weights(parameters, 7)
     result["taken"] = parameters.taken
@@ -123,51 +123,51 @@ def share():
     parameters = Parameters()
     result["difference"], result["compared"] = engine.first_difference(parameters), parameters.taken
     engine.close()
-    result["calls"] = stand_in.calls
+    result["calls"] = fake_engine.calls
     dist.destroy_process_group()
     return result
 
 
 def fail():
-    """Return what each rank is told if the first one's engine fails, and if the ranks do not fit."""
+    """Return the errors on each rank if the engine of the first rank fails, and if the ranks are inconsistent."""
     rank = joined()
-    engine, stand_in = started(rank)
+    engine, fake_engine = started(rank)
     message, parameters = {}, Parameters(float("nan"))
-    message["update"], message["taken"] = output(lambda: engine.update_weights(parameters, 1)), parameters.taken
-    message["sampling"] = output(lambda: generate(engine, [[1]], SamplingParams(8 + rank), [0]))
+    message["update"], message["taken"] = error_of(lambda: engine.update_weights(parameters, 1)), parameters.taken
+    message["sampling"] = error_of(lambda: generate(engine, [[1]], SamplingParams(8 + rank), [0]))
     for fault in (EngineDied("it burnt down"), ValueError("no such thing"), ZeroDivisionError("by zero")):
-        stand_in.fault = fault
+        fake_engine.fault = fault
         name = type(fault).__name__
-        message[f"generate {name}"] = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
-        message[f"wait {name}"] = output(engine.wait)
-        message[f"difference {name}"] = output(lambda: engine.first_difference(Parameters()))
-    stand_in.fault = None
-    message["lives on"] = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
-    message["three"] = output(lambda: started(rank, ranks=3))
+        message[f"generate {name}"] = error_of(lambda: generate(engine, [[1]], SAMPLING, [0]))
+        message[f"wait {name}"] = error_of(engine.wait)
+        message[f"difference {name}"] = error_of(lambda: engine.first_difference(Parameters()))
+    fake_engine.fault = None
+    message["lives on"] = error_of(lambda: generate(engine, [[1]], SAMPLING, [0]))
+    message["three"] = error_of(lambda: started(rank, ranks=3))
     hosts = ("a", "b")
     socket.gethostname = lambda: hosts[rank]
-    message["hosts"] = output(lambda: started(rank))
+    message["hosts"] = error_of(lambda: started(rank))
     dist.destroy_process_group()
     return message
 
 
 def lose():
-    """One rank ends in the middle of a rollout; what the other is told, and how soon."""
+    """End one rank during a rollout; write the error of the other rank and the time until it was raised."""
     rank = joined()
     engine, _ = started(rank)
     began = time.monotonic()
     if rank == 1:
-        Path(os.environ["TOLD"]).with_suffix(".gone").write_text("")
+        Path(os.environ["ERROR_FILE"]).with_suffix(".gone").write_text("")
         os._exit(0)
-    message = output(lambda: generate(engine, [[1]], SAMPLING, [0]))
-    Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {message}")
+    message = error_of(lambda: generate(engine, [[1]], SAMPLING, [0]))
+    Path(os.environ["ERROR_FILE"]).write_text(f"{time.monotonic() - began} {message}")
     os._exit(0)
 
 
 def converse():
-    """Return conversations of different length and number on two ranks, and of the same requests on both."""
+    """Return conversations of different length and number on two ranks, and of equal requests on both."""
     rank = joined()
-    engine, stand_in = started(rank)
+    engine, fake_engine = started(rank)
     engine.update_weights(Parameters(), 7)
     settings = EnvironmentSettings(Counts, bridge="plain", max_turns=4, timeout_s=None)
     tokenizer = CharacterTokenizer("abcdefgh").load()
@@ -185,14 +185,14 @@ def converse():
     different = [requested(4, 1), requested(5, 3)] if rank == 0 else [requested(6, 2)]
     results = {"different": run(different), "same": run([requested(8, 2)]), "none": run([requested(9, 1)] * rank)}
     sampler.close()
-    results["calls"] = len([call for call in stand_in.calls if isinstance(call, list)])
+    results["calls"] = len([call for call in fake_engine.calls if isinstance(call, list)])
     engine.close()
     dist.destroy_process_group()
     return results
 
 
 class Counts(Environment):
-    """Ends after the number of turns in its row."""
+    """Ends after the number of turns given in its row."""
 
     def reset(self, row):
         self.turns = row["turns"]

@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM's does and misbehaves as told; it generates nothing."""
+"""A server with the protocol of vLLM's, whose answers and faults a test sets; it generates nothing."""
 
 import json
 import threading
@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class StubServer:
-    """Answers with ``answers[path]``: (status, body), bytes to break off after, or a function of the request's body."""
+    """Answers with ``answers[path]``: (status, body), bytes before a break, or a function of the request's body."""
 
     def __init__(self):
         self.requested, self.answers, self.key, self.version = [], {}, None, "default"

@@ -1,6 +1,6 @@
-"""The real worker with a stub where vLLM would be: as a module, ``python -m tests.rollout.stub_worker <descriptor>``.
+"""The real worker with a fake vLLM: ``python -m tests.rollout.stub_worker <descriptor>``.
 
-The stub answers a request with its own prompt after as many steps as the prompt has tokens.
+The fake answers a request with its prompt after as many steps as the prompt has tokens.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""``auto`` takes vLLM where it runs, and says why."""
+"""The engine ``auto`` is vLLM where it can run, with a reason."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_without_vllm_transformers_generates(machine, gpu):
+def test_transformers_is_selected_without_vllm(machine, gpu):
     machine(vllm=False, gpu=gpu)
     engine, reason = choose_engine(source_of().hf_config())
     assert type(engine) is TransformersEngine
@@ -51,7 +51,7 @@ def test_without_vllm_transformers_generates(machine, gpu):
         ({"model_type": "gpt2", "head_dim": None, "hidden_size": 32}, TransformersEngine),
     ],
 )
-def test_on_a_cpu_the_size_of_the_heads_decides(machine, changes, kind):
+def test_head_size_decides_on_a_cpu(machine, changes, kind):
     machine(vllm=True, gpu=False)
     engine, reason = choose_engine(source_of(**changes).hf_config())
     assert type(engine) is kind
@@ -65,7 +65,7 @@ QWEN = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_class_of_vllm_that_needs_torchvision_needs_it_installed(machine, monkeypatch, installed):
+def test_vllm_class_that_needs_torchvision_requires_it(machine, monkeypatch, installed):
     machine(vllm=True, gpu=False)
     result = importlib.util.find_spec
     instance = lambda name: (installed or None) if name == "torchvision" else result(name)  # noqa: E731
@@ -77,7 +77,7 @@ def test_a_class_of_vllm_that_needs_torchvision_needs_it_installed(machine, monk
     assert reason == ("vLLM is installed" if installed else message)
 
 
-def test_gpt_oss_whose_pushed_sinks_vllm_loses_is_generated_with_transformers(machine, tmp_path):
+def test_gpt_oss_is_generated_with_transformers_because_vllm_loses_pushed_sinks(machine, tmp_path):
     machine(vllm=True, gpu=False)
     source = FromConfig({**SMALL, "model_type": "gpt_oss"})
     engine, reason = choose_engine(source.hf_config())
@@ -121,7 +121,7 @@ def test_long_rope_beyond_its_original_length_is_generated_with_transformers(mac
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_long_rope_up_to_its_original_length_has_the_actors_log_probabilities(tmp_path):
+def test_long_rope_up_to_its_original_length_has_the_actor_log_probabilities(tmp_path):
     source = FromConfig({**LONG_ROPE, "eos_token_id": 2, "initializer_range": 0.15}, seed=0)
     save_architecture(source, tmp_path)
     engine = VLLMEngine()
@@ -135,14 +135,14 @@ def test_long_rope_up_to_its_original_length_has_the_actors_log_probabilities(tm
         engine.close()
 
 
-def test_on_a_gpu_the_size_of_the_heads_does_not_matter(machine):
+def test_head_size_does_not_matter_on_a_gpu(machine):
     machine(vllm=True, gpu=True)
     engine, reason = choose_engine(source_of(head_dim=48).hf_config())
     assert type(engine) is VLLMEngine
     assert reason == "vLLM is installed"
 
 
-def test_where_it_would_leave_accelerators_idle_transformers_generates(machine, monkeypatch):
+def test_transformers_is_selected_if_vllm_would_leave_accelerators_idle(machine, monkeypatch):
     machine(vllm=True, gpu=False)
     npu = SimpleNamespace(type="npu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: npu)
@@ -156,7 +156,7 @@ def test_where_it_would_leave_accelerators_idle_transformers_generates(machine, 
 
 @pytest.fixture
 def gpus(machine, monkeypatch):
-    """Eight GPUs whose engines get 0.4 of so many times the bytes of the small model."""
+    """Simulate eight GPUs whose engines get 0.4 of the given multiple of the small model's bytes."""
 
     def gpus(multiple):
         machine(vllm=True, gpu=True)
@@ -173,7 +173,7 @@ def sizes(engine):
     return 1, engine._tensor_parallel_size
 
 
-def test_the_bytes_of_a_model_are_counted_without_making_it():
+def test_bytes_of_a_model_are_counted_without_building_it():
     config = source_of().hf_config()
     instance = sum(parameter.numel() for parameter in source_of().causal().parameters())
     assert weight_bytes(config, "float32") == 4 * instance
@@ -192,13 +192,13 @@ def test_the_bytes_of_a_model_are_counted_without_making_it():
         (0.9, 2, "bfloat16", 4),
     ],
 )
-def test_weights_take_less_than_half_of_the_memory_of_engines(gpus, multiple, ranks, dtype, size):
+def test_weights_must_take_less_than_half_of_the_engine_memory(gpus, multiple, ranks, dtype, size):
     gpus(multiple)
     engine, _ = choose_engine(source_of().hf_config(), ranks, dtype, world_size=8)
     assert sizes(engine) == (size, size)
 
 
-def test_a_model_that_no_engine_of_the_machine_holds_is_refused(gpus):
+def test_model_too_large_for_the_engines_of_a_machine_is_rejected(gpus):
     gpus(0.2)
     with pytest.raises(ValueError, match=r"the actor's weights take 0.0 GiB, .* on 8 GPUs .* VLLMServerEngine"):
         choose_engine(source_of().hf_config(), 1, "bfloat16", world_size=8)

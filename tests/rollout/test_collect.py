@@ -1,4 +1,4 @@
-"""From completions to a rollout: every number in its place, every reward for its own response."""
+"""Completions become a rollout: every number has its position, and every reward belongs to its response."""
 
 import math
 
@@ -32,7 +32,7 @@ def position(completions):
     return list(range(len(completions)))
 
 
-def test_two_responses_to_each_of_two_prompts():
+def test_two_responses_to_each_of_two_prompts_are_collected():
     rollout = collect(BATCH, COMPLETIONS, [RewardFunction(position)], TOKENIZER, temperature=0.7)
     assert rollout.prompt_ids.tolist() == [[4, 0], [4, 0], [5, 6], [5, 6]]
     assert rollout.prompt_lengths.tolist() == [1, 1, 2, 2]
@@ -49,7 +49,7 @@ def test_two_responses_to_each_of_two_prompts():
     assert rollout.temperature == 0.7
 
 
-def test_a_column_called_messages_does_not_hide_what_the_prompts_are_made_of():
+def test_messages_column_does_not_replace_the_messages_of_the_prompt():
     seen = []
 
     def spy(prompts, completions):
@@ -62,7 +62,7 @@ def test_a_column_called_messages_does_not_hide_what_the_prompts_are_made_of():
     assert seen == output
 
 
-def test_functions_see_text_without_special_tokens_and_columns_repeated():
+def test_functions_receive_text_without_special_tokens_and_repeated_columns():
     seen = {}
 
     def spy(**options):
@@ -79,7 +79,7 @@ def test_functions_see_text_without_special_tokens_and_columns_repeated():
     }
 
 
-def test_the_reward_is_the_weighted_sum_of_those_that_apply():
+def test_reward_is_the_weighted_sum_of_applicable_rewards():
     half = RewardFunction(lambda completions: [1, None, 1, None], weight=0.5, name="half")
     logged = RewardFunction(lambda completions: [9, 9, 9, 9], weight=0.0, name="logged")
     rollout = collect(BATCH, COMPLETIONS, [RewardFunction(position, weight=2.0), half, logged], TOKENIZER)
@@ -88,22 +88,22 @@ def test_the_reward_is_the_weighted_sum_of_those_that_apply():
     assert rollout.rewards["half"].isnan().tolist() == [False, True, False, True]
 
 
-def test_without_functions_the_reward_is_zero():
+def test_reward_is_zero_without_functions():
     assert collect(BATCH, COMPLETIONS, [], TOKENIZER).reward.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_completions_that_do_not_divide_among_the_prompts_are_refused(count):
+def test_completions_that_do_not_divide_among_the_prompts_are_rejected(count):
     with pytest.raises(ValueError, match=f"got {count} completions for 2 prompts"):
         collect(BATCH, COMPLETIONS[:count], [], TOKENIZER)
 
 
-def test_a_function_that_misbehaves_is_named():
+def test_failing_function_is_reported_by_name():
     with pytest.raises(RuntimeError, match="reward function 'short' returned 1 value, expected a list of 4 numbers"):
         collect(BATCH, COMPLETIONS, [RewardFunction(lambda completions: [1.0], name="short")], TOKENIZER)
 
 
-def test_weighted_sum_by_hand():
+def test_weighted_sum_of_known_values():
     terms = [(2.0, torch.tensor([1.0, math.nan])), (-1.0, torch.tensor([0.5, 0.25]))]
     assert_close(weighted_sum(terms, 2), torch.tensor([1.5, -0.25]))
     assert weighted_sum([], 2).tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Pushes to an engine on the same GPU: the whole protocol with a real engine, with memory of the host as the buffer."""
+"""Pushes to an engine on the same GPU: the complete protocol with a real engine and host memory as the buffer."""
 
 import contextlib
 import inspect
@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=())
 
 
 class HostBuffers:
-    """Stands in for the allocation and the export of buffers on a GPU."""
+    """Replaces the allocation and the export of buffers on a GPU."""
 
     def __init__(self):
         self.sizes, self.files = [], []
@@ -56,7 +56,7 @@ def buffers(monkeypatch):
 
 
 def sized(monkeypatch, nbytes):
-    """Push through buffers of this size."""
+    """Use push buffers of this size."""
     monkeypatch.setattr(
         vllm_engine, "push_within_gpu", lambda *arguments: gpu_buffer.push_within_gpu(*arguments, nbytes=nbytes)
     )
@@ -99,7 +99,7 @@ def same(left, right):
 
 @needs_vllm
 @pytest.mark.slow
-def test_weights_pushed_in_parts_give_the_bits_of_weights_pushed_through_the_host(tied, engines, buffers, monkeypatch):
+def test_weights_pushed_in_parts_equal_those_pushed_through_the_host(tied, engines, buffers, monkeypatch):
     # A layer has 7 matrices of 8 to 24 KiB, so that it is in several parts; the embedding has 15 KiB.
     for version, nbytes in enumerate([4096, 40_000, 1 << 28]):
         source = source_of(seed=version + 5)
@@ -120,7 +120,7 @@ def test_weights_pushed_in_parts_give_the_bits_of_weights_pushed_through_the_hos
     ("kind", "reason"),
     [("map", "CUDA error: invalid device context"), ("bytes", "the buffer of the trainer has other bytes")],
 )
-def test_an_engine_that_cannot_map_the_buffer_gets_weights_through_the_host(
+def test_engine_that_cannot_map_the_buffer_gets_weights_through_the_host(
     tied, engines, buffers, buffer_fault, caplog, monkeypatch, kind, reason
 ):
     monkeypatch.setattr(tied, "_within_gpu", True)
@@ -140,7 +140,9 @@ def test_an_engine_that_cannot_map_the_buffer_gets_weights_through_the_host(
 
 @needs_vllm
 @pytest.mark.slow
-def test_lost_parameters_and_errors_between_two_parts(engines, buffers, buffer_fault, tmp_path, monkeypatch):
+def test_lost_parameters_and_errors_between_two_parts_are_detected(
+    engines, buffers, buffer_fault, tmp_path, monkeypatch
+):
     source = source_of(seed=3, model_type="qwen2", tie_word_embeddings=False)
     sized(monkeypatch, 10_000)
     with started(tmp_path, source, buffer_fault) as engine:
@@ -158,7 +160,7 @@ def test_lost_parameters_and_errors_between_two_parts(engines, buffers, buffer_f
             buffer_fault.write_text("")
 
 
-def test_the_memory_of_a_push_is_the_buffer(buffers, monkeypatch):
+def test_push_needs_only_the_memory_of_the_buffer(buffers, monkeypatch):
     commands = []
     parameters = [(f"w{i}", torch.full((10, 10), float(i))) for i in range(20)] + [("large", torch.ones(2000))]
     reason = gpu_buffer.push_within_gpu(parameters, 3, lambda kind, **fields: commands.append((kind, fields)), 2000)
@@ -174,7 +176,7 @@ def test_the_memory_of_a_push_is_the_buffer(buffers, monkeypatch):
     assert commands[-1] == ("finish_parts", {"version": 3})
 
 
-def test_the_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
+def test_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
     monkeypatch.setattr(gpu_buffer, "gpu_identifier", lambda device: f"GPU of {device}")
     buffer = torch.empty(64, dtype=torch.uint8)
     shared = (0, b"handle", 64, 512, b"counter", 7, b"event", True)
@@ -197,7 +199,7 @@ def test_the_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
         gpu_buffer.opened(message, torch.device("cuda", 1))
 
 
-def test_it_is_refused_where_it_cannot_work(monkeypatch):
+def test_unsupported_settings_are_rejected(monkeypatch):
     monkeypatch.setattr(vllm_engine, "vllm_installed", lambda: True)
     engine = VLLMEngine(push_within_gpu=True)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A weight that vLLM itself loses is named, by transformers' name, though all that was pushed is what the actor has."""
+"""A weight that vLLM loses after a correct push is reported with its name in transformers."""
 
 import logging
 
@@ -18,18 +18,18 @@ QKV = "model.layers.1.self_attn.qkv_proj"
 
 @pytest.fixture
 def lose(engines, fault):
-    """Push with a fault; the engine, and what it answers."""
+    """Push weights with a fault; returns the actor and the largest difference of log-probabilities."""
 
     def lose(what):
         fault.write_text("nothing")
-        pushed(engines.forgetful, source_of(seed=1, model_type="qwen2"))
+        pushed(engines.lossy, source_of(seed=1, model_type="qwen2"))
         fault.write_text(what)
         actor = source_of(seed=2, model_type="qwen2").causal().eval()
         for parameter in actor.lm.parameters():
             if parameter.ndim == 1:  # new norms are all ones, new biases zeros
                 torch.nn.init.normal_(parameter)
-        engines.forgetful.update_weights(parameters_of(actor), 1)
-        completions = generate(engines.forgetful, prompts_of(4), SamplingParams(16), range(4))
+        engines.lossy.update_weights(parameters_of(actor), 1)
+        completions = generate(engines.lossy, prompts_of(4), SamplingParams(16), range(4))
         return actor, largest_gap(actor, prompts_of(4), completions)
 
     yield lose
@@ -37,10 +37,10 @@ def lose(engines, fault):
 
 
 def first_difference(engines, actor):
-    return engines.forgetful.first_difference(parameters_of(actor))
+    return engines.lossy.first_difference(parameters_of(actor))
 
 
-def test_if_nothing_is_lost_nothing_is_named(engines, lose):
+def test_complete_push_reports_no_parameter(engines, lose):
     actor, gap = lose("nothing")
     assert gap < 1e-5
     assert first_difference(engines, actor) is None
@@ -48,13 +48,13 @@ def test_if_nothing_is_lost_nothing_is_named(engines, lose):
 
 @pytest.mark.parametrize("how", ["skip", "half"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parameter_that_is_lost_wholly_or_in_part_is_named(engines, lose, name, how):
+def test_completely_or_partly_lost_parameter_is_reported(engines, lose, name, how):
     actor, gap = lose(f"{how} {name}")
-    assert not gap <= 0.01  # what stands in memory that nobody wrote may be no number
+    assert not gap <= 0.01  # uninitialized memory may contain NaN
     assert first_difference(engines, actor) == name
 
 
-def test_a_parameter_that_vllm_counts_but_does_not_load_is_named(engines, lose):
+def test_parameter_that_vllm_counts_without_loading_is_reported(engines, lose):
     actor, _ = lose("last model.layers.0.mlp.gate_up_proj")
     assert first_difference(engines, actor) == "model.layers.0.mlp.up_proj.weight"
 
@@ -68,28 +68,28 @@ def test_a_parameter_that_vllm_counts_but_does_not_load_is_named(engines, lose):
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on CPUs")
-def test_a_packed_copy_of_old_weights_is_named(engines, lose, what, name):
+def test_outdated_packed_copy_is_reported(engines, lose, what, name):
     actor, gap = lose(what)
-    assert not gap <= 0.01  # what stands in memory that nobody wrote may be no number
+    assert not gap <= 0.01  # uninitialized memory may contain NaN
     assert first_difference(engines, actor) == name
 
 
-def test_what_was_pushed_is_compared_first(engines, lose):
+def test_pushed_weights_are_compared_first(engines, lose):
     actor, _ = lose(f"skip {NAMES[0]}")
     with torch.no_grad():
         dict(actor.lm.named_parameters())[NAMES[5]].add_(1)
     assert first_difference(engines, actor) == NAMES[5]
 
 
-def test_looking_changes_nothing(engines, lose):
+def test_comparison_does_not_change_the_engine(engines, lose):
     actor, _ = lose("nothing")
     first_difference(engines, actor)
-    completions = generate(engines.forgetful, prompts_of(4), SamplingParams(16), range(4))
+    completions = generate(engines.lossy, prompts_of(4), SamplingParams(16), range(4))
     assert largest_gap(actor, prompts_of(4), completions) < 1e-5
     assert {completion.policy_version for completion in completions} == {1}
 
 
-def test_if_it_cannot_be_told_that_is_said_and_nothing_is_named(engines, lose, fault, caplog, monkeypatch):
+def test_failed_trace_is_logged_and_reports_no_parameter(engines, lose, fault, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     actor, _ = lose("nothing")
     fault.write_text("fail")
@@ -97,7 +97,7 @@ def test_if_it_cannot_be_told_that_is_said_and_nothing_is_named(engines, lose, f
     assert "could not be traced: FloatingPointError: no luck today" in caplog.text
 
 
-def test_the_check_of_a_run_names_the_weight_that_vllm_lost(engines, fault, tmp_path, monkeypatch):
+def test_engine_check_of_a_run_reports_the_lost_weight(engines, fault, tmp_path, monkeypatch):
     name = "model.layers.1.self_attn.v_proj.weight"
     monkeypatch.setenv("FORGETFUL", str(fault))
     fault.write_text(f"skip {name}")

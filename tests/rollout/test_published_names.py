@@ -1,4 +1,4 @@
-"""Tensors under the names of published files: those that transformers itself writes."""
+"""Tensors under the names of published files, which transformers itself writes."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_names_and_every_bit_are_those_of_the_file_that_transformers_writes(kind, tmp_path):
+def test_names_and_values_equal_those_of_the_file_that_transformers_writes(kind, tmp_path):
     source = FromConfig(ARCHITECTURES[kind], seed=0)
     model = source.causal()
     for _, tensor in whole_tensors(model.lm):
@@ -34,7 +34,7 @@ def test_names_and_every_bit_are_those_of_the_file_that_transformers_writes(kind
     assert all(torch.equal(result[name], tensor) for name, tensor in saved.items())
 
 
-def test_experts_come_one_by_one(tmp_path):
+def test_experts_are_yielded_one_by_one(tmp_path):
     save_architecture(FromConfig(ARCHITECTURES["qwen3_moe"]), tmp_path)
     stacked = torch.arange(4 * 64 * 64.0).view(4, 64, 64)
     result = dict(PublishedNames(tmp_path)([("model.layers.1.mlp.experts.gate_up_proj", stacked)]))
@@ -43,8 +43,8 @@ def test_experts_come_one_by_one(tmp_path):
     assert torch.equal(result["model.layers.1.mlp.experts.3.up_proj.weight"], stacked[3, 32:])
 
 
-def test_one_tensor_at_a_time_is_asked_for(tmp_path):
-    """A sharded role never holds two whole ones."""
+def test_tensors_are_requested_one_at_a_time(tmp_path):
+    """A sharded role never holds two whole tensors."""
     save_architecture(FromConfig(ARCHITECTURES["qwen3_moe"]), tmp_path)
     requested = []
 

@@ -1,4 +1,4 @@
-"""Runs on vLLM with responses of older weights: every push is compared, and a damaged one ends the run."""
+"""Runs on vLLM with responses of older weights: every push is checked, and a corrupted one ends the run."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def sampled(made):
 
 
 @pytest.mark.parametrize("unfinished", ["finish", "continue"])
-def test_a_run_passes_and_samples_the_same_as_without_the_comparison(tmp_path, unfinished, monkeypatch):
+def test_comparison_passes_and_does_not_change_the_samples(tmp_path, unfinished, monkeypatch):
     compared = []
 
     def record(engine, module, gaps, max_logprob_diff, version):
@@ -51,7 +51,7 @@ def test_a_run_passes_and_samples_the_same_as_without_the_comparison(tmp_path, u
         assert sampled(with_checks) == sampled(without)
 
 
-def test_a_push_that_loses_a_parameter_ends_the_run_and_names_it(fault, tmp_path, monkeypatch):
+def test_push_that_loses_a_parameter_ends_the_run_with_its_name(fault, tmp_path, monkeypatch):
     monkeypatch.setenv("FORGETFUL", str(fault))
     engine = VLLMEngine(arguments={"worker_extension_cls": "tests.rollout.forgetful.Forgetful"})
     made = run_with(tmp_path, engine)
@@ -71,7 +71,7 @@ def test_a_push_that_loses_a_parameter_ends_the_run_and_names_it(fault, tmp_path
     assert sampled(made)[-1][0][0][0] == 0  # the last step learned from responses of the first push
 
 
-def test_adapters_that_do_not_arrive_end_the_run(tmp_path, monkeypatch):
+def test_missing_adapters_end_the_run(tmp_path, monkeypatch):
     engine = VLLMAdapterEngine()
     sent = []
 
@@ -88,6 +88,6 @@ def test_adapters_that_do_not_arrive_end_the_run(tmp_path, monkeypatch):
     assert len(sent) == 4
 
 
-def test_adapters_that_arrive_pass(tmp_path):
+def test_complete_adapters_pass(tmp_path):
     made = run_with(tmp_path, VLLMAdapterEngine(), actor=TinyModel(lora=LoRA(rank=4, alpha=8))).fit()
     assert made.trainer.global_step == 6

@@ -1,4 +1,4 @@
-"""A push needs the memory of the largest parameter, whatever the model's size; measured in a process of its own."""
+"""A push needs the memory of the largest parameter for any model size; measured in a separate process."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from lightning_rlhf.rollout.vllm.server.push import chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-# What a process has of its own, so without the shared memory that the weights are written to.
+# The private memory of a process, without the shared memory that the weights are written to.
 MEASURE = """
     import json, re, sys
     from pathlib import Path
@@ -21,13 +21,13 @@ MEASURE = """
     from lightning_rlhf.rollout.vllm.server.push import chunks
     from lightning_rlhf.rollout.vllm.sync import WeightSender
 
-    def own():
+    def private():
         return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
     def gathered(mib, value):
         global peak
         tensor = torch.full((mib << 18,), value)
-        peak = max(peak, own())  # this parameter, and what the receiver still holds
+        peak = max(peak, private())  # this parameter, and those that the receiver still holds
         return tensor
 
     def parameters(count, large):
@@ -36,13 +36,13 @@ MEASURE = """
 
     results = []
     for count, large in ((8, 16), (64, 16), (16, 128)):
-        sender, peak, before = WeightSender(), 0, own()
+        sender, peak, before = WeightSender(), 0, private()
         for _ in range(2):  # the first write makes the memory, the second reuses it
             sender.write(parameters(count, large))
         sender.close()
         sent, peak, before_chunks = peak - before, 0, own()
         for chunk in chunks(parameters(count, large), 32 << 20):
-            peak = max(peak, own())
+            peak = max(peak, private())
             del chunk
         results.append([sent, peak - before_chunks])
     print(json.dumps(results))
@@ -64,19 +64,19 @@ def measured():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "largest"), [(0, 16 * MIB), (1, 16 * MIB), (2, 128 * MIB)])
-def test_through_shared_memory_a_push_holds_one_parameter(measured, run, largest):
+def test_push_through_shared_memory_holds_one_parameter(measured, run, largest):
     sent, _ = measured[run]
     assert largest <= sent <= largest + 4 * MIB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "largest"), [(0, 16 * MIB), (1, 16 * MIB), (2, 128 * MIB)])
-def test_in_chunks_a_push_holds_a_chunk_and_one_parameter(measured, run, largest):
+def test_push_in_chunks_holds_a_chunk_and_one_parameter(measured, run, largest):
     _, sent = measured[run]
     assert largest <= sent <= largest + (32 + 4) * MIB
 
 
-def test_chunks_hold_every_parameter_once_in_order_as_it_was():
+def test_chunks_contain_every_parameter_once_in_order_and_unchanged():
     memory = torch.empty(64)
     sizes = [3, 5, 20, 1, 1, 16, 2, 2]
 

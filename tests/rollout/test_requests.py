@@ -1,4 +1,4 @@
-"""Futures are heard of in the order they are done, and impatience is said at its time."""
+"""Futures are yielded in the order of their completion, with None at regular intervals in between."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 
-def test_each_future_comes_once_it_is_done_in_that_order():
+def test_each_future_is_yielded_once_in_the_order_of_completion():
     futures = [Future() for _ in range(4)]
     futures[2].set_result("was there")
 
@@ -21,7 +21,7 @@ def test_each_future_comes_once_it_is_done_in_that_order():
     assert list(as_completed_with_heartbeat([], 60)) == []
 
 
-def test_none_comes_every_so_often_even_while_others_come():
+def test_none_is_yielded_at_intervals_even_while_futures_complete():
     futures = [Future() for _ in range(8)]
 
     def work():

@@ -1,4 +1,4 @@
-"""Whatever a vLLM server does, one sentence tells it, and no response is from other weights than the last ones."""
+"""A vLLM server as engine: every fault gives a one-line error, and all responses are from the last pushed weights."""
 
 import functools
 import logging
@@ -35,7 +35,7 @@ PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
 
 @pytest.fixture
 def stub(tmp_path):
-    """A server that fits, and answers with the first token of the prompt, as often as the prompt has tokens."""
+    """A valid server whose completions repeat the first token of the prompt as often as the prompt has tokens."""
     server = StubServer()
     setup_of(source_of(), tmp_path / "served")
     config = {
@@ -82,7 +82,7 @@ def stub(tmp_path):
 
 @pytest.fixture
 def make(stub, tmp_path):
-    """Makes an engine that has been started."""
+    """Build an engine and start it."""
     made = []
 
     def make(url=None, **arguments):
@@ -97,14 +97,14 @@ def make(stub, tmp_path):
 
 @pytest.fixture
 def engine(make):
-    """An engine whose server has weights."""
+    """An engine whose server has received weights."""
     engine = make()
     assert engine.wait() == f"vLLM 0.32.0 at {engine._url}"
     engine.update_weights(PARAMETERS, 7)
     return engine
 
 
-def test_a_push_happens_between_requests_and_empties_the_prefix_cache(engine, stub):
+def test_push_waits_for_requests_and_clears_the_prefix_cache(engine, stub):
     engine.update_weights(PARAMETERS, 8)
     paths = stub.paths()[-7:]
     assert paths == [
@@ -123,7 +123,7 @@ def test_a_push_happens_between_requests_and_empties_the_prefix_cache(engine, st
     assert engine.first_difference([("w", torch.zeros(2, 3)), PARAMETERS[1]]) == "w"
 
 
-def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub):
+def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
     prompts = [[number, 1, 1][: number % 3 + 1] for number in range(300)]
     completions = generate(engine, prompts, SAMPLING, range(300))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
@@ -143,7 +143,7 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
     assert generate(engine, [], SAMPLING, []) == []
 
 
-def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_first(engine, stub):
+def test_echo_requests_the_log_probabilities_of_the_prompt_and_returns_them_first(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
     stub.answers["/inference/v1/generate"] = lambda body: (200, {**answer(body)[1], "prompt_logprobs": echoed})
@@ -153,7 +153,7 @@ def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_fi
     assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
 
 
-def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub):
+def test_push_waits_for_previously_requested_responses(engine, stub):
     answer, requested, answered = stub.answers["/inference/v1/generate"], threading.Event(), threading.Event()
 
     def slow(body):
@@ -179,7 +179,7 @@ def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub)
     assert submit(engine, [[5]], SAMPLING, [1]).completions()[0].policy_version == 8
 
 
-def test_conversations_are_requests_of_single_turns(engine, stub):
+def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def two_tokens_and_an_end(body):
@@ -213,7 +213,7 @@ def test_conversations_are_requests_of_single_turns(engine, stub):
 
 
 @pytest.mark.parametrize("label", ["default", "run of another, version 7"])
-def test_answers_of_other_weights_are_refused(engine, stub, label):
+def test_answers_of_other_weights_are_rejected(engine, stub, label):
     stub.version = label
     with pytest.raises(
         EngineDied, match=f"generated with the weights .'{label}'., not with those of 'run .*, version 7'"
@@ -221,7 +221,7 @@ def test_answers_of_other_weights_are_refused(engine, stub, label):
         generate(engine, [[5]], SAMPLING, [0])
 
 
-def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
+def test_answer_that_started_with_old_weights_is_rejected(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def mixed(body):
@@ -234,14 +234,14 @@ def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
         generate(engine, [[5]], SAMPLING, [0])
 
 
-def test_before_the_first_push_nothing_is_generated(make):
+def test_generation_before_the_first_push_raises(make):
     engine = make()
     engine.wait()
     with pytest.raises(EngineDied, match=r"generated with the weights \['default'\]"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
-def test_a_response_that_was_given_up_is_an_error(engine, stub):
+def test_aborted_response_raises(engine, stub):
     answer = stub.answers["/inference/v1/generate"]
 
     def aborted(body):
@@ -264,13 +264,13 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
         ("weight_transfer_config", "backend", "ipc", "--weight-transfer-config with the backend shared_memory or nccl"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, stub, part, key, value, message):
+def test_unsuitable_server_is_rejected_with_the_required_option(make, stub, part, key, value, message):
     stub.config[part][key] = value
     with pytest.raises(ValueError, match=f"does not fit this run; start it with {message}"):
         make().wait()
 
 
-def test_a_server_with_the_long_rope_factors_of_long_texts_is_rejected(stub, tmp_path):
+def test_server_with_long_rope_factors_for_long_texts_is_rejected(stub, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
     rope |= {"short_factor": [1.0] * 16, "long_factor": [9.0] * 16}
     source = source_of(max_position_embeddings=900, rope_parameters=rope)
@@ -284,13 +284,13 @@ def test_a_server_with_the_long_rope_factors_of_long_texts_is_rejected(stub, tmp
         engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=301))
 
 
-def test_a_server_that_takes_no_weights_is_refused(make, stub):
+def test_server_that_accepts_no_weights_is_rejected(make, stub):
     stub.config["weight_transfer_config"] = None
     with pytest.raises(ValueError, match="the backend shared_memory or nccl, not None"):
         make().wait()
 
 
-def test_a_server_of_another_model_is_refused_where_its_config_is_known(make, stub, tmp_path):
+def test_server_of_another_model_is_rejected_if_its_config_is_known(make, stub, tmp_path):
     setup_of(source_of(intermediate_size=64), tmp_path / "served")
     with pytest.raises(
         ValueError, match=r"serves another model, .*: its intermediate_size is 64, but the actor's is 96"
@@ -300,13 +300,13 @@ def test_a_server_of_another_model_is_refused_where_its_config_is_known(make, st
     assert make().wait()
 
 
-def test_without_the_routes_it_says_how_to_start_a_server(make, stub):
+def test_server_without_the_routes_is_rejected_with_the_start_command(make, stub):
     stub.answers["/server_info"] = 404, {"detail": "Not Found"}
     with pytest.raises(ValueError, match=r"does not have the route /server_info.*docs/rollouts.md"):
         make().wait()
 
 
-def test_a_key_is_sent_and_a_wrong_one_told(make, stub, monkeypatch):
+def test_key_is_sent_and_a_wrong_key_is_reported(make, stub, monkeypatch):
     stub.key = "right"
     monkeypatch.setenv("VLLM_API_KEY", "right")
     make().wait()
@@ -315,7 +315,7 @@ def test_a_key_is_sent_and_a_wrong_one_told(make, stub, monkeypatch):
         make(key_variable="OTHER").wait()
 
 
-def test_a_server_elsewhere_must_ask_for_a_key_on_every_route(make, stub, monkeypatch):
+def test_remote_server_must_require_a_key_on_every_route(make, stub, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ValueError, match="is not on this machine, so it needs an API key: set it in VLLM_API_KEY"):
         make("http://10.0.0.7:8000")
@@ -340,17 +340,17 @@ def test_a_server_elsewhere_must_ask_for_a_key_on_every_route(make, stub, monkey
         ("http://localhost.example.com", False),
     ],
 )
-def test_which_servers_are_on_this_machine(url, local):
+def test_local_servers_are_recognized(url, local):
     assert VLLMServer(url, None, 1).is_local is local
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a/v1"])
-def test_what_is_no_url_of_a_server_is_refused(url):
+def test_invalid_urls_are_rejected(url):
     with pytest.raises(ValueError, match=r"looks like http://127\.0\.0\.1:8000, got"):
         VLLMServerEngine(url)
 
 
-def test_other_arguments_that_cannot_be_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         VLLMServerEngine("http://127.0.0.1:1", ranks=0)
     with pytest.raises(ValueError, match="timeout must be positive"):
@@ -362,7 +362,7 @@ def test_other_arguments_that_cannot_be_are_refused():
         engine._running.get("/health")
 
 
-def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said(make):
+def test_unreachable_server_is_retried_until_the_timeout(make):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=1.5), time.monotonic()
@@ -372,7 +372,7 @@ def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said(make):
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub, monkeypatch, caplog):
+def test_waiting_for_a_server_is_logged(make, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
@@ -382,7 +382,7 @@ def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub,
     assert f"Waiting for the vLLM server at {stub.url} for " in caplog.text
 
 
-def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
+def test_broken_connection_raises_immediately(engine, stub):
     stub.answers["/inference/v1/generate"] = lambda body: None if body["token_ids"] == [1] else time.sleep(3)
     began = time.monotonic()
     with pytest.raises(EngineDied, match=f"the vLLM server at {stub.url} cannot be reached"):
@@ -390,7 +390,7 @@ def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
     assert time.monotonic() - began < 2
 
 
-def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
+def test_hanging_server_raises_after_the_timeout_and_waiting_is_logged(engine, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.generation._HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     monkeypatch.setattr(engine._server, "_timeout", 1.0)
@@ -420,7 +420,7 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
         (502, b"<html>", EngineDied, "failed at .*: <html>"),
     ],
 )
-def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, kind, message):
+def test_error_message_of_the_server_is_shown(engine, stub, status, body, kind, message):
     stub.answers["/inference/v1/generate"] = status, body
     with pytest.raises(kind, match=message) as error:
         generate(engine, [[0]], SAMPLING, [0])
@@ -428,7 +428,7 @@ def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, 
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_after_a_push_that_failed_the_old_weights_are_refused_too(engine, stub, path):
+def test_old_weights_are_rejected_after_a_failed_push(engine, stub, path):
     stub.answers[path] = 500, {"error": {"message": "out of cheese"}}
     with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
         engine.update_weights(PARAMETERS, 8)
@@ -445,13 +445,13 @@ def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):
     assert list(parameters) == []
 
 
-def test_a_kept_prefix_cache_is_an_error(engine, stub):
+def test_kept_prefix_cache_raises(engine, stub):
     stub.answers["/reset_prefix_cache"] = 200, {"success": False}
     with pytest.raises(RuntimeError, match="kept the prefix cache"):
         engine.update_weights(PARAMETERS, 8)
 
 
-def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
+def test_unfinished_push_of_another_trainer_is_ended_first(engine, stub):
     refused = []
 
     def start(body):
@@ -475,8 +475,8 @@ def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
-def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch):
-    """vLLM's trainer side as far as it goes without a GPU: all but the group and the broadcast."""
+def test_parameters_are_sent_by_nccl_in_chunks_within_one_update(stub, monkeypatch):
+    """vLLM's trainer side as far as it runs without a GPU: everything except the group and the broadcast."""
     from vllm.distributed.weight_transfer import nccl_engine
 
     groups, sent = [], []
@@ -509,7 +509,7 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
 
 
 class SourceOf032(ABC):
-    """The abstract methods of vLLM 0.32's ``WeightSource``."""
+    """The abstract methods of ``WeightSource`` in vLLM 0.32."""
 
     @abstractmethod
     def metadata(self): ...
@@ -522,7 +522,7 @@ class SourceOf032(ABC):
 
 
 class SourceOf033(ABC):
-    """The same of vLLM 0.33, which also raises if ``metadata`` is not a cached property."""
+    """The abstract methods of ``WeightSource`` in vLLM 0.33, where ``metadata`` must be a cached property."""
 
     def __init_subclass__(cls):
         if not isinstance(cls.__dict__["metadata"], functools.cached_property):
@@ -540,7 +540,7 @@ class SourceOf033(ABC):
 
 
 @pytest.mark.parametrize("source", [SourceOf032, SourceOf033])
-def test_a_chunk_is_a_weight_source_of_each_supported_vllm(source, monkeypatch):
+def test_chunk_is_a_weight_source_of_each_supported_vllm(source, monkeypatch):
     base = types.SimpleNamespace(ParamMeta=lambda *fields: fields, WeightSource=source)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
     for pairs in (PARAMETERS, []):
@@ -553,7 +553,7 @@ def test_a_chunk_is_a_weight_source_of_each_supported_vllm(source, monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
-def test_the_servers_part_is_registered_once_reads_only_memory_and_is_guarded_only_with_a_key(monkeypatch):
+def test_server_extension_is_registered_once_reads_only_memory_and_requires_a_configured_key(monkeypatch):
     import importlib
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

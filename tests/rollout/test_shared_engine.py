@@ -1,4 +1,4 @@
-"""One engine for two ranks: each gets its own answers, equal questions are answered once, faults reach both."""
+"""One engine for two ranks: each gets its own answers, equal requests are computed once, faults reach both ranks."""
 
 import os
 
@@ -10,7 +10,7 @@ from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import run_ranks
-from tests.rollout.shared_ranks import StandIn
+from tests.rollout.shared_ranks import FakeEngine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,9 +52,9 @@ def test_two_ranks_share_the_environments_of_their_conversations():
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
+def test_fault_of_the_first_rank_raises_the_same_error_on_both():
     first, second = run_ranks("tests.rollout.shared_ranks:fail", 2)
-    assert first.pop("update") == second.pop("update") == "RuntimeError: NaN is no weight"
+    assert first.pop("update") == second.pop("update") == "RuntimeError: NaN is not a weight"
     assert first.pop("taken") == second.pop("taken") == 3  # the parameters of both are exhausted
     for what in ("generate", "wait", "difference"):
         assert first[f"{what} EngineDied"] == "EngineDied: it burnt down"
@@ -71,8 +71,8 @@ def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
     assert first == second
 
 
-def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
-    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+def test_ended_rank_raises_an_error_without_a_long_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("ERROR_FILE", str(tmp_path / "told"))
     with pytest.raises(FileNotFoundError):  # both ranks end without an answer
         run_ranks("tests.rollout.shared_ranks:lose", 2)
     seconds, message = (tmp_path / "told").read_text().split(" ", 1)
@@ -80,21 +80,23 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
     assert message.startswith("EngineDied: one of the ranks 0 to 1, which share an engine, has ended: ")
 
 
-def test_what_cannot_be_shared_is_refused():
+def test_engine_that_cannot_be_shared_is_rejected():
     with pytest.raises(ValueError, match="at least 2 ranks, got 1"):
-        SharedEngine(StandIn(), 1)
+        SharedEngine(FakeEngine(), 1)
     with pytest.raises(ValueError, match=r"SharedEngine can serve several ranks .*: set ranks=4"):
-        SharedEngine(SharedEngine(StandIn(), 2), 4)
+        SharedEngine(SharedEngine(FakeEngine(), 2), 4)
     with pytest.raises(ValueError, match=r"VLLMServerEngine can serve several ranks .*: set ranks=2"):
         SharedEngine(VLLMServerEngine("http://127.0.0.1:1"), 2)
     with pytest.raises(RuntimeError, match="not running"):
-        SharedEngine(StandIn(), 2).wait()
-    assert SharedEngine(StandIn(), 4).traits.ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).traits.ranks == 4
-    assert StandIn().traits.ranks == 1
+        SharedEngine(FakeEngine(), 2).wait()
+    assert (
+        SharedEngine(FakeEngine(), 4).traits.ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).traits.ranks == 4
+    )
+    assert FakeEngine().traits.ranks == 1
 
 
-def test_one_process_cannot_share(tmp_path):
-    engine = SharedEngine(StandIn(), 2)
+def test_single_process_cannot_share_an_engine(tmp_path):
+    engine = SharedEngine(FakeEngine(), 2)
     with pytest.raises(ValueError, match="2 ranks cannot share an engine in a run of 1"):
         engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log"))
 
@@ -109,7 +111,7 @@ def test_one_process_cannot_share(tmp_path):
         ("GPU-a1, GPU-b2", "cuda:1", ("GPU-b2",)),
     ],
 )
-def test_a_device_has_the_name_that_a_child_process_knows_it_by(monkeypatch, visible, device, names):
+def test_device_name_is_the_one_that_child_processes_use(monkeypatch, visible, device, names):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -118,7 +120,7 @@ def test_a_device_has_the_name_that_a_child_process_knows_it_by(monkeypatch, vis
 
 @pytest.fixture
 def child_environment(monkeypatch, tmp_path):
-    """What the engine's process would get, given its devices."""
+    """Return the environment of the engine's process for the given devices."""
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", lambda *args: args)
 
@@ -132,14 +134,14 @@ def child_environment(monkeypatch, tmp_path):
     return child_environment
 
 
-def test_an_engine_sees_its_own_gpus_only(child_environment):
+def test_engine_sees_only_its_own_gpus(child_environment):
     assert child_environment(("6",), 1)["CUDA_VISIBLE_DEVICES"] == "6"
     assert child_environment(("4", "5"), 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert child_environment(("4", "5"), 1)["CUDA_VISIBLE_DEVICES"] == "4"  # the trainer splits tensors, it does not
     assert "CUDA_VISIBLE_DEVICES" not in child_environment((), 2)
 
 
-def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_environment, monkeypatch):
+def test_single_process_gives_all_gpus_to_its_engine_and_more_are_rejected(child_environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert child_environment(("0",), 2)["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(ValueError, match="tensor_parallel_size 3 needs 3 GPUs, but this engine has 2"):
@@ -149,7 +151,7 @@ def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_envi
         child_environment(("0",), 2)
 
 
-def test_an_engine_on_cpus_has_the_threads_of_the_setup_unless_it_has_its_own_number(child_environment, monkeypatch):
+def test_engine_on_cpus_uses_the_threads_of_the_setup_by_default(child_environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert child_environment((), 1)["OMP_NUM_THREADS"] == "3"
     assert child_environment((), 1, cpu_threads=2)["OMP_NUM_THREADS"] == "2"
@@ -164,11 +166,11 @@ def test_an_engine_on_cpus_has_the_threads_of_the_setup_unless_it_has_its_own_nu
     ("available", "take_turns", "threads"),
     [(1, True, (1, 1)), (1, False, (1, 1)), (8, True, (8, 8)), (2, False, (1, 1)), (5, False, (3, 2))],
 )
-def test_threads_are_divided_only_where_trainer_and_engine_compute_at_once(available, take_turns, threads):
+def test_threads_are_divided_only_if_trainer_and_engine_compute_simultaneously(available, take_turns, threads):
     assert divided_threads(available, take_turns) == threads
 
 
-def test_workers_of_an_engine_on_cpus_are_not_bound_to_cores_unless_asked(child_environment, monkeypatch):
+def test_workers_of_an_engine_on_cpus_are_not_bound_to_cores_by_default(child_environment, monkeypatch):
     assert child_environment((), 2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     assert child_environment((), 2)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"

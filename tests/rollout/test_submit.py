@@ -1,4 +1,4 @@
-"""Generation while the caller continues: weights that are pushed meanwhile, errors, callbacks."""
+"""Generation in the background: weights pushed in the meantime, errors, and callbacks."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ PROMPTS = prompts_of(24)
 # -- generations and versions -------------------------------------------------------------------------------------
 
 
-def test_a_generation_waits_once():
+def test_generation_waits_only_once():
     waits = []
     generation = Generation(lambda: waits.append(1) or [Completion([1], [-1.0], "stop", 0)])
     assert generation.finished_at is None
@@ -31,7 +31,7 @@ def test_a_generation_waits_once():
     assert generation.finished_at >= generation.requested_at
 
 
-def test_an_engine_in_the_trainers_process_generates_at_once(tmp_path):
+def test_engine_in_the_trainer_process_generates_immediately(tmp_path):
     engine = TransformersEngine()
     engine.start(setup_of(source_of(), tmp_path))
     pushed(engine, source_of(seed=1), version=1)
@@ -52,7 +52,7 @@ def test_each_token_has_a_version(later, versions):
     assert Completion([7] * 4, [-1.0] * 4, "stop", 3, later).token_versions == versions
 
 
-def test_tokens_of_later_versions_are_valid_only_where_the_engine_mixes_versions():
+def test_tokens_of_later_versions_are_valid_only_if_the_engine_mixes_versions():
     mixed = Completion([1, 2], [-1.0] * 2, "stop", 3, ((1, 4),))
     CompletionCheck(2, 3, 9, allows_newer=True).check_one(mixed)
     with pytest.raises(RunError, match="policy version"):
@@ -62,7 +62,7 @@ def test_tokens_of_later_versions_are_valid_only_where_the_engine_mixes_versions
 
 
 class ManyThreads(TransformersEngine):
-    """Finishes all completions at the same time, each in a thread."""
+    """Finishes all completions at the same time, each in a separate thread."""
 
     def request(self, prompts, sampling, seeds):
         futures, begin = [Future() for _ in prompts], threading.Barrier(len(prompts))
@@ -94,7 +94,7 @@ def test_finished_completions_are_passed_on_one_at_a_time():
 
 @vllm
 @pytest.mark.timeout(600)
-def test_a_push_waits_until_the_responses_before_it_are_finished(engines):
+def test_push_waits_for_earlier_responses(engines):
     engine = engines.tied
     first = pushed(engine, source_of(seed=1), version=1)
     expected = generate(engine, PROMPTS, SAMPLING, range(24))
@@ -126,7 +126,7 @@ def test_completions_are_passed_on_before_all_are_finished(engines):
 
 @vllm
 @pytest.mark.timeout(600)
-def test_an_error_of_the_callback_is_raised_where_the_completions_are_read(engines):
+def test_error_of_the_callback_is_raised_when_the_completions_are_read(engines):
     pushed(engines.tied, source_of())
 
     def fail(index, completion):
@@ -146,7 +146,7 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
     engine.start(setup_of(source_of(), tmp_path))
     try:
         first = pushed(engine, source_of(seed=1), version=1)
-        longest = SamplingParams(150)  # never stops by itself
+        longest = SamplingParams(150)  # without a stop token
         began = time.monotonic()
         whole = generate(engine, PROMPTS, longest, range(24))
         seconds = time.monotonic() - began
@@ -179,7 +179,7 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
 @vllm
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_the_death_of_the_engine_is_raised_where_the_completions_are_read(tmp_path):
+def test_death_of_the_engine_is_raised_when_the_completions_are_read(tmp_path):
     engine = VLLMEngine()
     engine.start(setup_of(source_of(), tmp_path))
     try:
@@ -193,7 +193,7 @@ def test_the_death_of_the_engine_is_raised_where_the_completions_are_read(tmp_pa
 
 
 @vllm
-def test_which_engines_overlap():
+def test_overlap_of_each_engine():
     assert VLLMEngine().traits.overlaps
     assert VLLMAdapterEngine().traits.overlaps
     assert not InProcessVLLMEngine().traits.overlaps
@@ -201,6 +201,6 @@ def test_which_engines_overlap():
 
 
 @vllm
-def test_an_unknown_treatment_of_unfinished_responses_raises():
+def test_unknown_option_for_unfinished_responses_raises():
     with pytest.raises(ValueError, match="unfinished must be finish, continue or cut, got 'stop'"):
         VLLMEngine(unfinished="stop")

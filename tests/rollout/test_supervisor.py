@@ -1,5 +1,5 @@
-"""Whatever happens to the engine process, nobody waits for it in vain and the reason is told; the worker is the real
-one with a stub where vLLM would be."""
+"""Supervision of the engine process: a dead engine never leaves callers waiting and its reason is reported.
+The worker is the real one with a fake vLLM."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ def wait_for_end(pid, seconds):
     return False
 
 
-def test_starting_does_not_wait(start):
+def test_start_does_not_block(start):
     began = time.monotonic()
     engine = start(slow=3)
     assert time.monotonic() - began < 1
@@ -65,7 +65,7 @@ def test_starting_does_not_wait(start):
     assert engine.ready.result(WAIT)["pid"] == engine.process.pid
 
 
-def test_each_future_gets_its_own_answer_whatever_finishes_first(start):
+def test_each_future_gets_its_answer_in_any_order_of_completion(start):
     engine = start()
     engine.command("load", weights={}, version=7).result(WAIT)
     prompts = [[3] * 9, [1], [2, 2, 2]]
@@ -75,7 +75,7 @@ def test_each_future_gets_its_own_answer_whatever_finishes_first(start):
     assert {answer["policy_version"] for answer in answers} == {7}
 
 
-def test_threads_may_ask_at_the_same_time(start):
+def test_threads_may_send_requests_simultaneously(start):
     engine = start()
     with ThreadPoolExecutor(8) as threads:
         requested = threads.map(
@@ -84,7 +84,7 @@ def test_threads_may_ask_at_the_same_time(start):
         assert list(requested) == [[i] * (i + 1) for i in range(24)]
 
 
-def test_a_refused_batch_answers_all_its_futures_and_the_engine_lives_on(start):
+def test_rejected_batch_fails_all_its_futures_and_the_engine_continues(start):
     engine = start()
     futures = engine.generate([request(1), request(), request(2)])
     for future in futures:
@@ -96,7 +96,7 @@ def test_a_refused_batch_answers_all_its_futures_and_the_engine_lives_on(start):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_engine_is_named_within_a_second_to_everyone_who_waits(start, tmp_path, number):
+def test_killed_engine_is_reported_within_a_second_to_all_waiting_callers(start, tmp_path, number):
     engine = start()
     engine.ready.result(WAIT)
     futures = [engine.generate([request(*[1] * 100000)])[0] for _ in range(3)]
@@ -108,21 +108,21 @@ def test_a_killed_engine_is_named_within_a_second_to_everyone_who_waits(start, t
     assert time.monotonic() - killed < 1
     assert f"{engine.process.pid} died: killed by signal {number.value} ({number.name})" in str(death.value)
     assert str(tmp_path / "new" / "engine.log") in str(death.value)
-    for ask in (lambda: engine.generate([request(1)]), lambda: engine.command("load", weights={}, version=1)):
+    for request_again in (lambda: engine.generate([request(1)]), lambda: engine.command("load", weights={}, version=1)):
         with pytest.raises(EngineDied, match=number.name):
-            ask()
+            request_again()
 
 
-def test_nobody_who_asks_around_the_moment_of_death_is_forgotten(start):
+def test_requests_around_the_death_of_the_engine_all_raise(start):
     engine = start()
     engine.ready.result(WAIT)
 
-    def ask_until_dead():
+    def request_until_dead():
         while True:
             engine.generate([request(1, 2)])[0].result(WAIT)
 
     with ThreadPoolExecutor(6) as threads:
-        asking = [threads.submit(ask_until_dead) for _ in range(6)]
+        asking = [threads.submit(request_until_dead) for _ in range(6)]
         time.sleep(0.2)
         engine.process.kill()
         for answer in asking:
@@ -130,12 +130,12 @@ def test_nobody_who_asks_around_the_moment_of_death_is_forgotten(start):
                 answer.result(WAIT)
 
 
-def test_an_engine_that_cannot_start_says_why(start, tmp_path):
+def test_engine_that_cannot_start_reports_the_reason(start, tmp_path):
     with pytest.raises(EngineDied) as death:
         start(refuse="heads of 48 are unknown").ready.result(WAIT)
     message = str(death.value)
     assert "died: ValueError: heads of 48 are unknown; its log is " in message
-    assert "\n" not in message  # one sentence
+    assert "\n" not in message  # a single line
     assert "Traceback" in (tmp_path / "new" / "engine.log").read_text()
 
 
@@ -143,12 +143,12 @@ def test_an_engine_that_cannot_start_says_why(start, tmp_path):
     ("arguments", "message"),
     [({"exit": 3}, "exit code 3"), ({"kill": signal.SIGABRT.value}, r"killed by signal 6 \(SIGABRT\)")],
 )
-def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments, message):
+def test_silent_exit_is_reported_with_the_end_of_the_log(start, arguments, message):
     with pytest.raises(EngineDied, match=rf"died: {message}; its log is .*, and ends:\nout of cheese$"):
         start(chatter="out of cheese", **arguments).ready.result(WAIT)
 
 
-def test_temporary_files_are_beside_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):
+def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "engine.tmp"
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 37)
     folder.mkdir(parents=True)
@@ -161,7 +161,7 @@ def test_temporary_files_are_beside_the_log_and_those_of_a_killed_run_are_remove
     assert not folder.exists()
 
 
-def test_a_path_that_is_too_long_for_sockets_leaves_temporary_files_to_the_system(start, tmp_path, monkeypatch, caplog):
+def test_path_too_long_for_sockets_uses_the_system_folder_for_temporary_files(start, tmp_path, monkeypatch, caplog):
     folder = tmp_path / "new" / "engine.tmp"
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 36)
     monkeypatch.setenv("TMPDIR", "/tmp")
@@ -175,7 +175,7 @@ def test_a_path_that_is_too_long_for_sockets_leaves_temporary_files_to_the_syste
     assert f"paths of sockets in {folder} would have {length} bytes (at most {length - 1})." in caplog.text
 
 
-def test_the_first_missing_module_of_the_log_is_named(start):
+def test_first_missing_module_in_the_log_is_reported(start):
     chatter = "ModuleNotFoundError: No module named 'torchvision'\nModuleNotFoundError: No module named 'second'"
     with pytest.raises(
         EngineDied, match=r"died: No module named 'torchvision' \(the first .* log\), then ValueErr"
@@ -184,7 +184,7 @@ def test_the_first_missing_module_of_the_log_is_named(start):
     assert "second" not in str(e.value)
 
 
-def test_an_error_while_generating_ends_the_engine_with_that_error(start):
+def test_error_during_generation_ends_the_engine_with_that_error(start):
     engine = start()
     futures = engine.generate([request(1, 1, 1, 1), request(666)])
     for future in futures:
@@ -192,7 +192,7 @@ def test_an_error_while_generating_ends_the_engine_with_that_error(start):
             future.result(WAIT)
 
 
-def test_closing_ends_the_process_and_the_thread_and_frees_the_descriptors(start):
+def test_close_ends_the_process_and_the_thread_and_frees_the_descriptors(start):
     descriptors = len(os.listdir("/proc/self/fd"))
     engine = start()
     engine.ready.result(WAIT)
@@ -203,14 +203,14 @@ def test_closing_ends_the_process_and_the_thread_and_frees_the_descriptors(start
     engine.close()
 
 
-def test_closing_an_engine_that_starts_ends_it_at_once(start):
+def test_close_ends_a_starting_engine_immediately(start):
     engine, began = start(slow=1000), time.monotonic()
     engine.close()
     assert engine.process.returncode == -signal.SIGKILL
     assert time.monotonic() - began < 2
 
 
-def test_closing_ends_an_engine_that_does_not_listen(start, monkeypatch):
+def test_close_ends_an_unresponsive_engine(start, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     engine = start(deaf=True)
     engine.ready.result(WAIT)
@@ -218,7 +218,7 @@ def test_closing_ends_an_engine_that_does_not_listen(start, monkeypatch):
     assert engine.process.returncode == -signal.SIGKILL
 
 
-def test_a_dead_engine_can_be_closed(start):
+def test_dead_engine_can_be_closed(start):
     engine = start(exit=1)
     engine.process.wait(WAIT)
     engine.close()
@@ -238,7 +238,7 @@ def gone(process):
     return wait_for_end(process.pid, 5)
 
 
-def test_closing_ends_what_the_engine_started(grandchild):
+def test_close_ends_child_processes_of_the_engine(grandchild):
     engine, child = grandchild()
     engine.close()
     assert engine.process.returncode == 0
@@ -246,7 +246,7 @@ def test_closing_ends_what_the_engine_started(grandchild):
 
 
 @pytest.mark.slow
-def test_ending_an_engine_that_does_not_listen_ends_what_it_started(grandchild, monkeypatch):
+def test_ending_an_unresponsive_engine_ends_its_child_processes(grandchild, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     engine, child = grandchild(deaf=True)
     engine.close()
@@ -254,14 +254,14 @@ def test_ending_an_engine_that_does_not_listen_ends_what_it_started(grandchild, 
     assert gone(child)
 
 
-def test_the_death_of_the_engine_ends_what_it_started(grandchild):
+def test_death_of_the_engine_ends_its_child_processes(grandchild):
     engine, child = grandchild()
     engine.process.kill()
     assert gone(child)
 
 
 @pytest.mark.parametrize("babble", [-1, -2, -3])
-def test_an_answer_that_nobody_understands_ends_the_engine_and_everyone_who_waits(start, babble):
+def test_malformed_answer_ends_the_engine_and_raises_for_all_waiting_callers(start, babble):
     engine, began = start(), time.monotonic()
     futures = engine.generate([request(1, 1, 1), request(babble, 1, 1, 1)])
     for future in futures:
@@ -271,7 +271,7 @@ def test_an_answer_that_nobody_understands_ends_the_engine_and_everyone_who_wait
     assert engine.process.returncode == -signal.SIGKILL
 
 
-def test_a_fault_of_the_reading_thread_leaves_nobody_waiting(start, monkeypatch):
+def test_error_of_the_reading_thread_raises_for_all_waiting_callers(start, monkeypatch):
     engine, faults = start(), []
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(threading, "excepthook", lambda fault: faults.append(fault.exc_value))
@@ -284,7 +284,7 @@ def test_a_fault_of_the_reading_thread_leaves_nobody_waiting(start, monkeypatch)
     assert [type(fault).__name__ for fault in faults] == ["InvalidStateError"]
 
 
-def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start, monkeypatch, caplog, tmp_path):
+def test_waiting_is_logged_with_reason_and_duration_until_the_answers_arrive(start, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.3)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
@@ -310,7 +310,7 @@ def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start,
     assert not caplog.records
 
 
-def test_an_engine_that_dies_while_it_is_waited_for_is_an_error(start, monkeypatch):
+def test_engine_that_dies_during_a_wait_raises(start, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.1)
     engine = start(slow=0.5, exit=3)
     with pytest.raises(EngineDied, match="exit code 3"):
@@ -318,7 +318,7 @@ def test_an_engine_that_dies_while_it_is_waited_for_is_an_error(start, monkeypat
 
 
 @pytest.mark.slow
-def test_the_engine_does_not_outlive_its_trainer(tmp_path):
+def test_engine_does_not_outlive_its_trainer(tmp_path):
     code = f"""
         import time
         from pathlib import Path
@@ -339,7 +339,7 @@ def test_the_engine_does_not_outlive_its_trainer(tmp_path):
         assert wait_for_end(pid, 5)
 
 
-def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monkeypatch):
+def test_variables_of_launcher_and_seed_do_not_reach_the_engine(start, monkeypatch):
     launchers = {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
     for name in {*launchers, "PL_GLOBAL_SEED"}:
         monkeypatch.setenv(name, "1")
@@ -353,7 +353,7 @@ def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monke
     assert dict(os.environ) == before
 
 
-def test_what_the_worker_refuses_is_an_error_of_this_package(start):
+def test_error_of_the_worker_is_an_expected_error(start):
     engine = start()
     with pytest.raises(RuntimeError, match="TypeError: no weights") as end:
         engine.results([engine.command("load", weights=None, version=1)], "new weights")

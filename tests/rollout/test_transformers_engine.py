@@ -1,4 +1,4 @@
-"""transformers' generation draws from the model's distribution, the same sample for the same seed, and says its
+"""Generation with transformers: samples follow the model's distribution, depend only on the seed, and have correct
 log-probabilities."""
 
 import random
@@ -30,7 +30,7 @@ def draws(logits, sampling, count):
 
 
 def distance(chosen, probabilities):
-    """Return pearson's chi-square statistic."""
+    """Return Pearson's chi-square statistic."""
     expected = probabilities * len(chosen)
     result = torch.bincount(chosen, minlength=len(probabilities))
     assert not result[probabilities == 0].any()
@@ -56,7 +56,7 @@ def test_samples_follow_the_distribution(temperature):
         ({"top_k": 3, "top_p": 0.5}, [0]),
     ],
 )
-def test_top_k_and_top_p_cut_the_distribution(options, saved):
+def test_top_k_and_top_p_truncate_the_distribution(options, saved):
     logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -torch.inf, 0.5])  # 0.53 0.03 0.07 0.20 0 0.12... of the whole
     wanted = torch.full_like(logits, -torch.inf)
     wanted[saved] = logits[saved]
@@ -66,8 +66,8 @@ def test_top_k_and_top_p_cut_the_distribution(options, saved):
     torch.testing.assert_close(logprobs, probabilities.log()[chosen])
 
 
-def test_draws_of_one_row_do_not_depend_on_each_other():
-    """Tokens drawn one after the other from one generator are independent: every pair is as likely as its product."""
+def test_draws_of_one_row_are_independent():
+    """Consecutive tokens of one generator are independent: the probability of every pair is the product."""
     logits = torch.tensor([[0.0, 1.0]])
     sampler = SeededSampler(SamplingParams(1), [7])
     tokens = torch.stack([sampler(torch.zeros(1, 1, dtype=torch.long), logits).argmax(dim=1) for _ in range(10_000)])
@@ -76,7 +76,7 @@ def test_draws_of_one_row_do_not_depend_on_each_other():
     assert distance(pairs, torch.outer(single, single).flatten()) < 16.27  # 3 degrees of freedom
 
 
-def test_temperature_0_takes_the_likeliest_and_tells_the_models_log_probability():
+def test_temperature_0_takes_the_most_likely_token_and_returns_the_log_probability_of_the_model():
     logits = torch.tensor([0.0, 3.0, 1.0])
     chosen, logprobs = draws(logits, SamplingParams(1, temperature=0, top_k=2), 3)
     assert chosen.tolist() == [1, 1, 1]
@@ -84,7 +84,7 @@ def test_temperature_0_takes_the_likeliest_and_tells_the_models_log_probability(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_differing_length(engine, temperature):
+def test_log_probabilities_equal_the_trainer_after_every_push_for_prompts_of_different_length(engine, temperature):
     prompts = prompts_of(24)
     for version in range(3):
         actor = pushed(engine, source_of(seed=version), version)
@@ -94,7 +94,7 @@ def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_diff
         assert engine.first_difference(parameters_of(actor)) is None
 
 
-def test_with_echo_completions_begin_with_the_prompt_and_its_log_probabilities(engine):
+def test_echo_returns_the_prompt_with_its_log_probabilities_first(engine):
     actor, prompts = pushed(engine, source_of(seed=1), 4), prompts_of(8)
     sampling = SamplingParams(3)
     without = generate(engine, prompts, sampling, range(8))
@@ -106,7 +106,7 @@ def test_with_echo_completions_begin_with_the_prompt_and_its_log_probabilities(e
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "qwen2", "tie_word_embeddings": False}, {"model_type": "gpt2"}])
-def test_greedy_tokens_are_the_argmax_whatever_padding_stands_before_the_prompt(changes, tmp_path):
+def test_greedy_tokens_are_the_argmax_for_any_padding_before_the_prompt(changes, tmp_path):
     engine = TransformersEngine()
     engine.start(setup_of(source_of(**changes), tmp_path))
     actor, prompts = pushed(engine, source_of(seed=3, **changes)), prompts_of(6)
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_the_argmax_whatever_padding_stands_before_the_prompt(
     assert [completion.token_ids for completion in completions] == [greedy(actor, prompt, 10) for prompt in prompts]
 
 
-def test_a_sample_depends_on_its_seed_and_prompt_and_not_on_its_batch(engine):
+def test_sample_depends_on_its_seed_and_prompt_and_not_on_its_batch(engine):
     pushed(engine, source_of())
     prompts, seeds = prompts_of(20), list(range(20))
     whole = generate(engine, prompts, SamplingParams(16, stop_token_ids=(END,)), seeds)
@@ -133,7 +133,7 @@ def test_a_sample_depends_on_its_seed_and_prompt_and_not_on_its_batch(engine):
     assert all(a.token_ids != b.token_ids for a, b in zip(moved, whole, strict=True))
 
 
-def test_a_response_ends_after_a_stop_token_and_nothing_else(engine):
+def test_response_ends_only_after_a_stop_token(engine):
     pushed(engine, source_of())
     stops = (END, 17, 23)
     completions = generate(engine, prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
@@ -148,7 +148,7 @@ def test_a_response_ends_after_a_stop_token_and_nothing_else(engine):
     assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
 
 
-def test_a_response_that_ends_at_the_limit_has_ended(engine):
+def test_response_whose_last_allowed_token_is_a_stop_token_is_complete(engine):
     pushed(engine, source_of())
     (long,) = generate(engine, [[5, 6]], SamplingParams(12), [0])
     fourth = long.token_ids.index(long.token_ids[3])
@@ -156,7 +156,7 @@ def test_a_response_that_ends_at_the_limit_has_ended(engine):
     assert (stopped.token_ids, stopped.finish_reason) == (long.token_ids[: fourth + 1], "stop")
 
 
-def test_the_trainers_random_state_is_left_alone(tmp_path):
+def test_random_state_of_the_trainer_is_not_changed(tmp_path):
     def state():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
@@ -169,14 +169,14 @@ def test_the_trainers_random_state_is_left_alone(tmp_path):
     assert "transformers" in engine.wait()
 
 
-def test_the_engine_keeps_weights_of_its_own(engine):
+def test_engine_keeps_a_separate_copy_of_the_weights(engine):
     actor = pushed(engine, source_of())
     with torch.no_grad():
         actor.lm.model.layers[1].mlp.up_proj.weight[3, 4] += 1
     assert engine.first_difference(parameters_of(actor)) == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_push_that_leaves_parameters_out_is_refused(engine):
+def test_incomplete_push_is_rejected(engine):
     parameters = list(parameters_of(source_of().causal()))
     with pytest.raises(RuntimeError, match=r"the push contained no weights for \['model.norm.weight'\]"):
         engine.update_weights(parameters[:-1], 0)
@@ -192,7 +192,7 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path):
     assert largest_gap(actor, [[5, 6]] * 4, completions) < 0.1
 
 
-def test_it_may_be_started_again_and_closed_twice(engine, tmp_path):
+def test_engine_can_be_restarted_and_closed_twice(engine, tmp_path):
     engine.close()
     engine.close()
     with pytest.raises(RuntimeError, match="not running"):
@@ -202,6 +202,6 @@ def test_it_may_be_started_again_and_closed_twice(engine, tmp_path):
     assert generate(engine, [[5]], SamplingParams(3), [0])
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         TransformersEngine(batch_size=0)

@@ -1,4 +1,4 @@
-"""vLLM under an actor with adapters: merged or swapped in, it says what the merged transformers model says."""
+"""vLLM for an actor with adapters, merged or swapped: it computes the same as the merged model in transformers."""
 
 import copy
 from dataclasses import replace
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(12, temperature=0)
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A function that starts an engine for a model with adapters, or returns the one that it has started before."""
+    """A function that starts an engine for a model with adapters, or returns the one that was started before."""
     pytest.importorskip("vllm")
     started = {}
 
@@ -51,7 +51,7 @@ def start(tmp_path_factory):
 
 
 def adapted(source, seed):
-    """Return an actor whose adapters do something."""
+    """Return an actor whose adapters change the outputs."""
     actor = replace(source, lora=LORA).causal().eval()
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in actor.lm.named_parameters():
@@ -60,16 +60,16 @@ def adapted(source, seed):
     return actor
 
 
-def instance(actor, wanted):
+def named_tensors(actor, wanted):
     return [(name, p.detach()) for name, p in actor.lm.named_parameters() if wanted(name)]
 
 
 def base_of(actor):
-    return [(base_name(name), tensor) for name, tensor in instance(actor, lambda name: not is_adapter(name))]
+    return [(base_name(name), tensor) for name, tensor in named_tensors(actor, lambda name: not is_adapter(name))]
 
 
 def exported(actor, directory):
-    """Return the same with merged weights, as transformers loads it."""
+    """Return the model as transformers loads it from an export with merged weights."""
     actor.save_pretrained(directory)
     return CausalLM(AutoModelForCausalLM.from_pretrained(directory)).eval()
 
@@ -83,7 +83,7 @@ def rounding(model, exact, prompts, completions):
     return (ours - theirs).abs().max().item()
 
 
-def assert_says_what(model, engine, version, nats=1e-5):
+def assert_agrees(model, engine, version, nats=1e-5):
     for _ in range(2):  # the second time from the prefix cache
         completions = generate(engine, [*LONG, [5, 6]], GREEDY, [0] * 4)
         assert [c.token_ids for c in completions] == [greedy(model, prompt, 12) for prompt in [*LONG, [5, 6]]]
@@ -97,42 +97,42 @@ def assert_says_what(model, engine, version, nats=1e-5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [TIED, pytest.param(UNTIED, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_after_every_swap_the_engine_says_what_the_merged_model_says(start, source, tmp_path):
+def test_engine_agrees_with_the_merged_model_after_every_swap(start, source, tmp_path):
     engine = start(VLLMAdapterEngine, source)
     engine.update_weights(base_of(adapted(source, 0)), 0)
     for version in (1, 2, 3):
         actor = adapted(source, version)
-        engine.update_adapters(instance(actor, is_adapter), version)
+        engine.update_adapters(named_tensors(actor, is_adapter), version)
         model = exported(actor, tmp_path / str(version))
-        assert_says_what(model, engine, version, nats=1e-4)  # W x + B A x, not (W + B A) x: rounded in another order
+        assert_agrees(model, engine, version, nats=1e-4)  # W x + B A x, not (W + B A) x: rounded in another order
 
 
 @pytest.mark.slow
-def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_model_says(start, tmp_path):
+def test_engine_agrees_with_the_merged_model_after_every_push_of_merged_weights(start, tmp_path):
     engine = start(VLLMEngine, TIED)
     for version in (1, 2):
         actor = adapted(TIED, version)
-        engine.update_weights(merged(actor.lm, instance(actor, lambda name: True)), version)
-        assert_says_what(exported(actor, tmp_path / str(version)), engine, version)
+        engine.update_weights(merged(actor.lm, named_tensors(actor, lambda name: True)), version)
+        assert_agrees(exported(actor, tmp_path / str(version)), engine, version)
 
 
 @pytest.mark.slow
-def test_with_echo_the_log_probabilities_of_prompts_are_those_of_the_new_adapters(start):
+def test_echo_returns_log_probabilities_of_prompts_with_the_new_adapters(start):
     engine, prompts = start(VLLMAdapterEngine, TIED), prompts_of(6)
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
     for version in (1, 2):
         actor = adapted(TIED, version)
-        engine.update_adapters(instance(actor, is_adapter), version)
+        engine.update_adapters(named_tensors(actor, is_adapter), version)
         completions = generate(engine, prompts, SamplingParams(2, echo=True), range(6))
         assert [completion.token_ids[:-2] for completion in completions] == [prompt[1:] for prompt in prompts]
         assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-4
 
 
 @pytest.mark.slow
-def test_a_swap_sends_adapters_alone(start):
+def test_swap_sends_only_adapters(start):
     engine = start(VLLMAdapterEngine, TIED)
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
-    engine.update_adapters(instance(adapted(TIED, 1), is_adapter), 1)
+    engine.update_adapters(named_tensors(adapted(TIED, 1), is_adapter), 1)
     with safe_open(engine._directory / "adapter_model.safetensors", "pt") as file:
         names = set(file.keys())
     assert len(names) == 2 * 7 * 2  # layers, matrices, A and B
@@ -140,30 +140,30 @@ def test_a_swap_sends_adapters_alone(start):
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_not_what_was_sent_is_named(start):
+def test_wrong_adapter_is_reported(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 4)
     engine.update_weights(base_of(actor), 0)
-    engine.update_adapters(instance(actor, is_adapter), 1)
-    assert engine.first_difference(instance(actor, is_adapter)) is None
+    engine.update_adapters(named_tensors(actor, is_adapter), 1)
+    assert engine.first_difference(named_tensors(actor, is_adapter)) is None
     name = "model.layers.1.mlp.up_proj.lora_B.default.weight"
     actor.lm.get_parameter(name).data[3, 1] += 1e-6
-    assert engine.first_difference(instance(actor, is_adapter)) == name
+    assert engine.first_difference(named_tensors(actor, is_adapter)) == name
     assert engine.first_difference([]) is not None
 
 
 @pytest.mark.slow
-def test_new_weights_are_used_without_the_adapter_that_was_for_others(start):
+def test_new_weights_are_used_without_the_adapter_of_the_old_ones(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 5)
     engine.update_weights(base_of(actor), 0)
-    engine.update_adapters(instance(actor, is_adapter), 1)
+    engine.update_adapters(named_tensors(actor, is_adapter), 1)
     engine.update_weights(base_of(actor), 2)
-    assert_says_what(TIED.causal().eval(), engine, 2)
+    assert_agrees(TIED.causal().eval(), engine, 2)
 
 
 @pytest.mark.slow
-def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path):
+def test_engine_and_actor_agree_at_every_step_of_a_run_that_swaps_adapters(tmp_path):
     def shares(completions):
         return [text.count("a") / max(len(text), 1) for text in completions]
 
@@ -179,7 +179,7 @@ def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path)
     trainer.fit(module, datamodule=data)
     assert trainer.global_step == 4
     assert trainer.callback_metrics["rollout/logprob_diff_max"] < 1e-5
-    assert trainer.callback_metrics["kl/ref"].abs() > 1e-3  # the adapters moved what the engine samples from
+    assert trainer.callback_metrics["kl/ref"].abs() > 1e-3  # the adapters changed the policy of the engine
 
 
 # -- without an engine ------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path)
         (LoRA(513, 1), "^vLLM supports adapters up to rank 512, but the actor's have rank 513: use VLLMEngine"),
     ],
 )
-def test_what_vllm_could_not_swap_is_refused_before_it_starts(lora, message, tmp_path):
+def test_adapters_that_vllm_cannot_swap_are_rejected_before_it_starts(lora, message, tmp_path):
     pytest.importorskip("vllm")
     engine = VLLMAdapterEngine()
     with pytest.raises(ValueError, match=message):
@@ -201,7 +201,7 @@ def test_what_vllm_could_not_swap_is_refused_before_it_starts(lora, message, tmp
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (512, 512)])
-def test_vllm_makes_room_for_the_rank(rank, room, tmp_path):
+def test_vllm_allocates_the_supported_rank_above_that_of_the_adapters(rank, room, tmp_path):
     pytest.importorskip("vllm")
     setup = replace(setup_of(TIED, tmp_path), lora=LoRA(rank, 1))
     arguments = VLLMAdapterEngine(arguments={"max_cpu_loras": 3}).llm_arguments(setup)
@@ -221,8 +221,8 @@ def test_vllm_wraps_only_layers_that_the_actor_adapts(lora, layers, tmp_path):
     assert VLLMAdapterEngine().llm_arguments(setup)["lora_target_modules"] == layers
 
 
-def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
-    """Found in vLLM 0.32; if this fails, change what is known."""
+def test_supported_adapter_ranks_equal_those_of_vllm():
+    """Found in vLLM 0.32; if this fails, update RANKS."""
     pytest.importorskip("vllm")
     from typing import get_args
 
@@ -233,7 +233,7 @@ def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
     assert get_args(MaxLoRARanks) == RANKS
 
 
-def test_other_engines_are_sent_merged_weights():
+def test_other_engines_receive_merged_weights():
     pytest.importorskip("vllm")
     assert not VLLMEngine().traits.swaps_adapters
     with pytest.raises(NotImplementedError, match="VLLMEngine takes merged weights"):

@@ -1,4 +1,4 @@
-"""Conversations with vLLM: the same to the bit in any order, and a busy engine."""
+"""Conversations with vLLM: bitwise equal in any order, with a busy engine."""
 
 import time
 from dataclasses import replace
@@ -55,7 +55,7 @@ class Lockstep:
         self.request = engine.request
 
 
-def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engines):
+def test_conversations_are_bitwise_equal_in_lockstep_continuous_reversed_and_limited(engines):
     engine = engines.tied
     actor = pushed(engine, source_of(seed=1))
     requested = requests(16)
@@ -89,7 +89,7 @@ def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engine
 
 
 def largest_gap_of_sampled(actor, requested, completions):
-    """Return the gap between engine and trainer on sampled tokens, each turn as a response to all tokens before it."""
+    """Return the difference of log-probabilities on sampled tokens; each turn is a response to all tokens before it."""
     prompts, parts = [], []
     for request, completion in zip(requested, completions, strict=True):
         first = 0
@@ -123,8 +123,8 @@ class Waits(Environment):
 
 
 @pytest.mark.slow
-def test_the_engine_is_busy_while_environments_wait(engines):
-    """64 conversations of 8 turns, with 50 ms in each call: at most 15 % of turns leave it without a request."""
+def test_engine_is_busy_while_environments_wait(engines):
+    """64 conversations of 8 turns with 50 ms per call: at most 15 % of the turns leave the engine without a request."""
     engine = engines.tied
     pushed(engine, source_of(seed=1))
     busy = _Busy(engine)
@@ -139,7 +139,7 @@ def test_the_engine_is_busy_while_environments_wait(engines):
 
 
 class _Busy:
-    """Counts the turns of an engine, and the moments at which it has no request left."""
+    """Counts the turns of an engine and the times at which it has no request."""
 
     traits = EngineTraits(overlaps=True)
     group = None
@@ -161,7 +161,7 @@ class _Busy:
 
 
 @pytest.mark.slow
-def test_the_death_of_the_engine_ends_the_conversations(tmp_path):
+def test_death_of_the_engine_ends_the_conversations(tmp_path):
     engine = VLLMEngine()
     engine.start(setup_of(source_of(), tmp_path))
     try:

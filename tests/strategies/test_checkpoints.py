@@ -1,4 +1,4 @@
-"""Checkpoints under a role strategy: what is in them, and what they are refused for. One process stands for all."""
+"""Checkpoints under a role strategy in one process: their content, and errors for incompatible ones."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def saved(tmp_path_factory):
     return module, path
 
 
-def test_roles_are_beside_the_rest_and_frozen_ones_are_not_there(saved):
+def test_roles_are_separate_files_and_frozen_roles_are_not_saved(saved):
     _, path = saved
     version = manifest.verified(path)
     assert sorted(entry.name for entry in version.iterdir()) == ["actor", "critic", "state.pt"]
@@ -51,7 +51,7 @@ def test_roles_are_beside_the_rest_and_frozen_ones_are_not_there(saved):
     assert rest["global_step"] == 2
 
 
-def test_training_goes_on_to_the_bit(saved):
+def test_resumed_training_is_bitwise_equal(saved):
     _, path = saved
     options = {"kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3)}
     straight, resumed = ppo(**options), ppo(**options)
@@ -67,7 +67,7 @@ def validated(module, path):
     return module
 
 
-def test_validation_reads_weights_only_of_the_roles_that_it_has(saved):
+def test_validation_reads_only_the_weights_of_its_roles(saved):
     trained, path = saved
     both, only_actor = validated(ppo(), path), validated(ppo(GRPOModule), path)
     for module, roles in ((both, ("actor", "critic")), (only_actor, ("actor",))):
@@ -77,7 +77,7 @@ def test_validation_reads_weights_only_of_the_roles_that_it_has(saved):
     assert both.trainer.strategy.optimizers == []
 
 
-def test_a_run_that_trains_other_roles_is_told_which_there_are(saved, tmp_path):
+def test_run_that_trains_other_roles_gets_an_error_with_the_saved_ones(saved, tmp_path):
     _, path = saved
     with pytest.raises(ValueError, match=r"half\.ckpt contains actor, critic, but this run trains actor: use"):
         fit(ppo(GRPOModule), batches(1), ckpt=path, **MORE)
@@ -90,13 +90,13 @@ def test_a_run_that_trains_other_roles_is_told_which_there_are(saved, tmp_path):
         validated(ppo(), tmp_path / "actor.ckpt")
 
 
-def test_another_optimizer_is_refused(saved):
+def test_another_optimizer_is_rejected(saved):
     _, path = saved
     with pytest.raises(ValueError, match="the critic was optimized by AdamW when the checkpoint was written, and now"):
         fit(ppo(critic_optimizer=partial(torch.optim.SGD, lr=0.1)), batches(1), ckpt=path, **MORE)
 
 
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_any_model_is_built():
+def test_optimizer_with_unsupported_state_is_rejected_before_any_model_is_built():
     module = ppo(critic_optimizer=torch.optim.Adafactor)
     with pytest.raises(ValueError, match="Adafactor keeps a tensor of shape"):
         fit(module, batches(1), **MORE)
@@ -104,7 +104,7 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_any_model_is
 
 
 class WithMore(PPOModule):
-    """Has weights and a count of its own beside its roles."""
+    """A module with weights and a counter that belong to no role."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -116,7 +116,7 @@ class WithMore(PPOModule):
         self.count += 1
 
 
-def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
+def test_other_weights_and_buffers_of_a_module_are_saved(tmp_path, saved):
     module = ppo(WithMore)
     trainer = fit(module, batches(2), max_steps=2, **MORE)
     trainer.save_checkpoint(tmp_path / "more.ckpt")
@@ -132,14 +132,14 @@ def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
         fit(ppo(WithMore, kl_reward=KLTerm(0.1)), batches(1), ckpt=saved[1], **MORE)
 
 
-def test_a_file_of_another_strategy_is_told_apart(tmp_path):
+def test_file_of_another_strategy_is_rejected(tmp_path):
     fit(ppo(), batches(1), max_steps=1, max_epochs=-1).save_checkpoint(tmp_path / "plain.ckpt")
     assert (tmp_path / "plain.ckpt").is_file()
     with pytest.raises(ValueError, match=r"plain\.ckpt is a file, but a checkpoint is a folder"):
         fit(ppo(), batches(1), ckpt=tmp_path / "plain.ckpt", **MORE)
 
 
-def test_a_removed_checkpoint_is_gone(tmp_path):
+def test_removed_checkpoint_is_deleted(tmp_path):
     strategy = type("Alone", (ReshardableCheckpoints,), {"lightning_module": LightningModule()})()
     manifest.publish(manifest.begin(tmp_path / "old.ckpt"))
     strategy.remove_checkpoint(tmp_path / "old.ckpt")
@@ -148,7 +148,7 @@ def test_a_removed_checkpoint_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_weight_that_is_not_finite_is_named_and_the_checkpoint_before_stays(tmp_path, background):
+def test_non_finite_weight_is_reported_and_the_previous_checkpoint_is_kept(tmp_path, background):
     module, path = ppo(), tmp_path / "last.ckpt"
     trainer = fit(module, batches(2), max_steps=2, **MORE)
     trainer.save_checkpoint(path)
@@ -164,7 +164,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_checkpoint_before_stays(tm
         trainer.save_checkpoint(path)
 
 
-def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+def test_non_finite_model_is_not_exported(tmp_path):
     module = ppo()
     fit(module, batches(1), max_steps=1, **MORE)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
-def test_a_save_in_the_background_holds_the_state_of_its_start_and_its_failure_is_raised_later(tmp_path, monkeypatch):
+def test_background_save_holds_the_state_of_its_start_and_raises_its_error_later(tmp_path, monkeypatch):
     module, path = ppo(), tmp_path / "last.ckpt"
     trainer = fit(module, batches(2), max_steps=2, **MORE)
     trainer.save_checkpoint(tmp_path / "now.ckpt")
@@ -196,7 +196,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_start_and_its_failure_i
     assert manifest.verified(path) == later
 
 
-def test_a_wait_for_a_save_that_a_signal_ends_leaves_the_save_to_the_next_wait(tmp_path, monkeypatch):
+def test_interrupted_wait_leaves_the_background_save_to_the_next_wait(tmp_path, monkeypatch):
     trainer = fit(ppo(), batches(1), max_steps=1, **MORE)
     trainer.save_checkpoint(tmp_path / "last.ckpt", storage_options=SaveOptions(background=True))
     wait = background.futures.wait

@@ -1,4 +1,4 @@
-"""What the DeepSpeed strategies refuse, what they tell DeepSpeed, and that nobody imports it in vain."""
+"""Arguments of the DeepSpeed strategies: invalid ones raise, and valid ones give the expected configuration."""
 
 import importlib.util
 import subprocess
@@ -27,7 +27,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_stands_for_a_stage_and_what_is_offloaded(name):
+def test_name_selects_a_stage_and_offloading(name):
     registered = StrategyRegistry[name]
     stage, optimizer, params = NAMES[name]
     inputs = {"stage": 2, "offload_optimizer": False, "offload_params": False} | registered["init_params"]
@@ -36,20 +36,20 @@ def test_a_name_stands_for_a_stage_and_what_is_offloaded(name):
 
 
 @pytest.mark.slow
-def test_knowing_the_names_imports_no_deepspeed():
+def test_registered_names_do_not_import_deepspeed():
     code = "import lightning_rlhf.strategies.registry, sys; print('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_without_deepspeed_a_sentence_says_how_to_install_it(monkeypatch):
+def test_missing_deepspeed_raises_with_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"needs DeepSpeed, .*: pip install 'lightning-rlhf\[deepspeed\]'$"):
         RLHFDeepSpeedStrategy()
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"stage": 0}, "stage must be 1, 2 or 3, got 0; use rlhf_ddp"),
         ({"stage": 2, "offload_params": True}, "offloads weights in stage 3 only, got stage 2"),
@@ -63,13 +63,13 @@ def test_without_deepspeed_a_sentence_says_how_to_install_it(monkeypatch):
         ({"over": {"zero_optimization": {"stage": 1}}}, "zero_optimization.stage: set the argument stage"),
     ],
 )
-def test_what_contradicts_is_refused(options, sentence):
+def test_contradicting_options_are_rejected(options, message):
     inputs = {"stage": 3, "offload_optimizer": False, "offload_params": False, "offload_frozen": False, "over": {}}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         configuration(**(inputs | options))
 
 
-def test_a_users_configuration_lies_over_ours_key_by_key():
+def test_user_configuration_overrides_the_default_key_by_key():
     over = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}, "reduce_bucket_size": 7}, "steps_per_print": 3}
     made = configuration(3, True, False, False, over)
     assert made["zero_optimization"] == {
@@ -83,7 +83,7 @@ def test_a_users_configuration_lies_over_ours_key_by_key():
     assert with_bucket(made, [nn.Parameter(torch.zeros(5))])["zero_optimization"]["reduce_bucket_size"] == 7
 
 
-def test_a_frozen_role_has_no_optimizer_and_is_offloaded_by_itself():
+def test_frozen_role_has_no_optimizer_and_a_separate_offload_option():
     shared = configuration(3, True, True, True, {})
     assert of_role(shared, frozen=False, offload_frozen=False, bfloat16=False) == shared
     saved = of_role(shared, frozen=True, offload_frozen=False, bfloat16=False)["zero_optimization"]
@@ -92,7 +92,7 @@ def test_a_frozen_role_has_no_optimizer_and_is_offloaded_by_itself():
     assert moved["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
-def test_in_bfloat16_gradients_are_added_up_in_float32_unless_a_user_says_otherwise():
+def test_bfloat16_gradients_are_accumulated_in_float32_by_default():
     plain = of_role(configuration(2, False, False, False, {}), frozen=False, offload_frozen=False, bfloat16=True)
     assert (plain["bf16"], plain["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"})
     over = {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -100,7 +100,7 @@ def test_in_bfloat16_gradients_are_added_up_in_float32_unless_a_user_says_otherw
     assert other["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
-def test_the_gradient_buffer_is_no_larger_than_the_gradients_nor_than_deepspeeds_own():
+def test_gradient_buffer_is_limited_to_the_gradients_and_the_default_of_deepspeed():
     made = with_bucket(configuration(2, False, False, False, {}), [nn.Parameter(torch.zeros(5, 3))])
     assert made["zero_optimization"]["reduce_bucket_size"] == 15
     huge = nn.Parameter(torch.zeros(800_000_000, device="meta"))
@@ -108,7 +108,7 @@ def test_the_gradient_buffer_is_no_larger_than_the_gradients_nor_than_deepspeeds
     assert made["zero_optimization"]["reduce_bucket_size"] == 500_000_000
 
 
-def test_a_block_is_a_layer_and_so_is_anything_beside_the_blocks():
+def test_layers_are_the_blocks_and_all_parameters_outside_of_blocks():
     model = TinyModel().causal().lm
     result = list(layers(model))
     assert [item for layer in result for item in layer] == list(model.named_parameters())

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps to itself and its strategy uses all the same: if one is gone, this says what it was for."""
+"""Private attributes of DeepSpeed that the strategy uses: they exist, and each check documents its purpose."""
 
 import importlib
 import inspect
@@ -29,21 +29,21 @@ def result(module, name):
 
 
 @pytest.mark.parametrize(("module", "name", "parameters", "used_for"), PRIVATE)
-def test_a_private_name_is_where_it_was(module, name, parameters, used_for):
+def test_private_name_exists(module, name, parameters, used_for):
     function = result(module, name)
     assert function is not None, f"deepspeed.{module}.{name} is gone: deepspeed_private.py needs it for {used_for}"
     assert set(parameters) <= set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
 @pytest.mark.parametrize("module", CLIPPING)
-def test_a_step_still_clips_to_the_attribute_that_is_set(module):
+def test_step_clips_to_the_attribute(module):
     # That the clipped step is the right one is for tests/distributed/test_deepspeed.py.
     source = inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
     assert "self.clip_grad > 0." in source, f"deepspeed.{module} clips by another attribute: see set_clipping"
 
 
 @pytest.mark.parametrize("module", LINKED)
-def test_a_first_step_that_makes_no_state_can_still_be_forgotten(module):
+def test_state_of_an_empty_first_step_can_be_discarded(module):
     # That the next one registers the state is for tests/distributed/test_rejected_ranks.py.
     source = inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
     name = "self._hp_optimizer_states_linked"

@@ -1,4 +1,4 @@
-"""A build of a DeepSpeed extension is announced, and a lock that an interrupted build left is not waited for."""
+"""Builds of DeepSpeed extensions are announced, and stale locks of interrupted builds raise an error."""
 
 import os
 import time
@@ -25,13 +25,13 @@ def lock(tmp_path, monkeypatch):
     return folder / "lock"
 
 
-def test_an_old_lock_that_no_process_holds_is_an_error_with_the_remedy(lock):
+def test_old_lock_without_a_process_raises_with_the_command_to_remove_it(lock):
     os.utime(lock, (time.time() - 3600,) * 2)
     with pytest.raises(RuntimeError, match=f"60 minutes old and .* Remove it: rm {lock}$"):
         await_builds(["some_extension"], is_first=True)
 
 
-def test_a_young_lock_is_waited_for_and_logged(lock, caplog, monkeypatch):
+def test_recent_lock_is_waited_for_and_logged(lock, caplog, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.unlink())
     with caplog.at_level("INFO"):
         await_builds(["some_extension"], is_first=True)
@@ -39,7 +39,7 @@ def test_a_young_lock_is_waited_for_and_logged(lock, caplog, monkeypatch):
     assert "DeepSpeed compiles its extension some_extension" in caplog.text
 
 
-def test_a_lock_that_a_process_holds_is_left_to_torch(lock, monkeypatch):
+def test_lock_held_by_a_process_is_left_to_torch(lock, monkeypatch):
     os.utime(lock, (time.time() - 3600,) * 2)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     with lock.open():
@@ -48,7 +48,7 @@ def test_a_lock_that_a_process_holds_is_left_to_torch(lock, monkeypatch):
     assert not is_open(lock)
 
 
-def test_a_lock_that_is_removed_while_it_is_examined_ends_the_wait(lock, monkeypatch):
+def test_lock_removed_during_the_check_ends_the_wait(lock, monkeypatch):
     def removed(file):
         file.unlink()
         return False
@@ -58,7 +58,7 @@ def test_a_lock_that_is_removed_while_it_is_examined_ends_the_wait(lock, monkeyp
     assert not lock.exists()
 
 
-def test_what_is_built_is_not_announced(lock, caplog):
+def test_existing_extension_is_not_announced(lock, caplog):
     lock.rename(lock.with_name("some_extension.so"))
     with caplog.at_level("INFO"):
         await_builds(["some_extension"], is_first=True)
@@ -66,18 +66,18 @@ def test_what_is_built_is_not_announced(lock, caplog):
 
 
 class DeepSpeedCPUAdam(torch.optim.AdamW):
-    """Has the name of DeepSpeed's class, which compiles ``cpu_adam`` when it is made."""
+    """Has the name of DeepSpeed's class, which compiles ``cpu_adam`` when it is created."""
 
 
 @pytest.mark.parametrize(
     "make", [DeepSpeedCPUAdam, partial(DeepSpeedCPUAdam, lr=1.0), partial(print, DeepSpeedCPUAdam)]
 )
-def test_the_extension_of_an_optimizer_is_known_by_its_class(make):
+def test_extension_of_an_optimizer_is_found_by_its_class(make):
     assert optimizer_extensions(make) == ["cpu_adam"]
     assert optimizer_extensions(torch.optim.AdamW) == []
 
 
-def test_an_interrupted_build_of_cpu_adam_ends_a_run_before_the_optimizer_is_made(tmp_path, monkeypatch):
+def test_interrupted_build_of_cpu_adam_ends_a_run_before_the_optimizer_is_created(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (lock,) = [folder / "lock" for folder in build_folders("cpu_adam")]
     lock.parent.mkdir()

@@ -1,4 +1,4 @@
-"""The hub between the ranks, and what is said of failures; whole runs that fail are in tests/distributed."""
+"""The failure hub between ranks and its messages; complete runs that fail are in tests/distributed."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ def next_message(wire):
 
 @pytest.fixture
 def ranks():
-    """Four ranks on two nodes, as the hub sees them."""
+    """Four ranks on two nodes, connected to a hub."""
     hub = Hub(4, "secret", several_nodes=True)
     wires = [joined(hub, rank, node=rank // 2) for rank in range(4)]
     while len(hub._members) < 4:
@@ -53,7 +53,7 @@ def ranks():
         wire.connection.close()
 
 
-def test_what_failed_is_told_to_all_others_who_may_end_when_it_has(ranks):
+def test_failure_is_sent_to_all_ranks_which_end_after_the_failed_one(ranks):
     ranks[2].send(kind="failed", text="rank 2 failed: why")
     for other in (0, 1, 3):
         assert next_message(ranks[other]) == {"kind": "failed", "text": "rank 2 failed: why", "code": 1}
@@ -62,24 +62,24 @@ def test_what_failed_is_told_to_all_others_who_may_end_when_it_has(ranks):
         assert next_message(ranks[other]) == {"kind": "end"}
 
 
-def test_every_rank_learns_the_exit_code_of_the_one_that_failed(ranks):
+def test_every_rank_receives_the_exit_code_of_the_failed_one(ranks):
     ranks[1].send(kind="failed", text="rank 1 failed: a mistake", code=2)
     assert [next_message(ranks[other])["code"] for other in (0, 2, 3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("instance", "code", "printed"),
+    ("reporting", "code", "printed"),
     [(False, 2, True), (True, 2, False), (False, 1, True), (True, 1, True)],
     ids=["a mistake of another", "the same mistake", "a failure of another", "two failures"],
 )
-def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, instance, code, printed):
+def test_rank_exits_with_the_received_code_and_prints_each_mistake_once(monkeypatch, reporting, code, printed):
     output, left = [], []
     monkeypatch.setattr(failure, "_write_line", output.append)
     monkeypatch.setattr(FailureWatch, "_exit_after_timeout", lambda watch: None)
     monkeypatch.setattr(FailureWatch, "_end_others", lambda watch: None)
     monkeypatch.setattr(os, "_exit", left.append)
     watch = FailureWatch(1, 2, 0)
-    watch._reporting = instance
+    watch._reporting = reporting
     watch._handle_failure("rank 0 failed: why", code)
     watch._exit()
     assert left == [code]
@@ -94,18 +94,18 @@ def test_only_the_first_failure_counts(ranks):
     assert next_message(ranks[0]) == {"kind": "end"}
 
 
-def test_ranks_that_vanish_are_named_with_their_node_if_it_is_gone(ranks):
+def test_vanished_ranks_of_a_lost_node_are_reported_with_the_node(ranks):
     ranks[3].hang_up()
     ranks[2].hang_up()
     assert next_message(ranks[0])["text"] == f"node 1: rank 2, rank 3 {LOST_CONNECTION}"
 
 
-def test_a_rank_that_vanishes_alone_is_named_alone(ranks):
+def test_single_vanished_rank_is_reported_without_a_node(ranks):
     ranks[3].hang_up()
     assert next_message(ranks[0])["text"] == f"rank 3 {LOST_CONNECTION}"
 
 
-def test_a_rank_that_is_done_may_go(ranks):
+def test_finished_rank_may_disconnect(ranks):
     for rank in (3, 2, 1):
         ranks[rank].send(kind="done")
         ranks[rank].hang_up()
@@ -113,15 +113,15 @@ def test_a_rank_that_is_done_may_go(ranks):
     assert next_message(ranks[0]) == {"kind": "done"}
 
 
-def test_strangers_are_sent_away_and_hold_nobody_up(monkeypatch):
+def test_unauthorized_connections_are_closed_without_blocking_ranks(monkeypatch):
     monkeypatch.setattr(failure_hub, "_HELLO_SECONDS", 0.2)
     hub = Hub(2, "secret", several_nodes=False)
     silent = socket.create_connection(("127.0.0.1", hub.port))
     for hello in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "wrong", "rank": 0}\n', b"[]\n", b'{"rank": 0}\n', b"\xff\n"):
-        with socket.create_connection(("127.0.0.1", hub.port), timeout=20) as stranger:
-            stranger.sendall(hello)
-            with contextlib.suppress(ConnectionResetError):  # it need not have read all that was said
-                assert stranger.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=20) as intruder:
+            intruder.sendall(hello)
+            with contextlib.suppress(ConnectionResetError):  # the hub may close before reading everything
+                assert intruder.recv(1) == b""
     wires = [joined(hub, rank) for rank in range(2)]
     wires[1].send(kind="failed", text="why")
     assert next_message(wires[0])["text"] == "why"
@@ -131,7 +131,7 @@ def test_strangers_are_sent_away_and_hold_nobody_up(monkeypatch):
         wire.connection.close()
 
 
-def test_on_one_node_nothing_is_reachable_from_outside():
+def test_hub_on_one_node_is_not_reachable_from_outside():
     hub = Hub(1, "secret", several_nodes=False)
     assert hub._socket.getsockname()[0] == "127.0.0.1"
     wire = joined(hub, 0)
@@ -140,7 +140,7 @@ def test_on_one_node_nothing_is_reachable_from_outside():
     wire.connection.close()
 
 
-def test_a_forked_process_does_not_hold_the_connection(ranks):
+def test_forked_process_does_not_hold_the_connection(ranks):
     child = os.fork()
     if not child:
         os._exit(0 if ranks[0].connection.fileno() == -1 else 1)
@@ -148,7 +148,7 @@ def test_a_forked_process_does_not_hold_the_connection(ranks):
     assert ranks[0].connection.fileno() != -1
 
 
-def test_the_kernel_notices_a_machine_that_is_gone_within_half_a_minute(ranks):
+def test_lost_machine_is_detected_by_the_kernel_within_half_a_minute(ranks):
     connection = ranks[0].connection
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     idle, every, count = (
@@ -159,14 +159,14 @@ def test_the_kernel_notices_a_machine_that_is_gone_within_half_a_minute(ranks):
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
 
 
-def test_one_process_watches_nobody():
+def test_single_process_needs_no_hub():
     watch = FailureWatch(0, 1, 0)
-    watch.start("127.0.0.1", False, lambda value: pytest.fail("nobody to tell"))
+    watch.start("127.0.0.1", False, lambda value: pytest.fail("the port was broadcast"))
     watch.report(ValueError("alone"))
     watch.close()
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_that_says_where():
+def test_unreachable_hub_raises_with_its_address():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -198,11 +198,11 @@ def raised_from(error, cause):
         (KeyboardInterrupt(), False),
     ],
 )
-def test_an_error_that_follows_from_anothers_end_is_known(error, lost):
+def test_error_caused_by_the_end_of_a_peer_is_recognized(error, lost):
     assert failure._lost_a_peer(error) is lost
 
 
-def test_a_place_is_not_in_frozen_code_nor_in_deepspeed():
+def test_location_skips_frozen_code_and_deepspeed():
     positions = []
     libraries = ("<frozen _collections_abc>", f"{Path(torch.__file__).parent.parent}/deepspeed/runtime/engine.py")
     for library in (*libraries, typing_extensions.__file__):
@@ -213,7 +213,7 @@ def test_a_place_is_not_in_frozen_code_nor_in_deepspeed():
     assert all(position.startswith(f"{__file__}:") for position in positions), positions
 
 
-def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
+def test_location_is_the_innermost_line_outside_of_libraries():
     positions = []
 
     class Spy(torch.nn.Module):
@@ -222,7 +222,7 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
 
     Spy()()
     line = Spy.forward.__code__.co_firstlineno + 1
-    test = "test_a_place_is_the_innermost_line_that_is_not_of_a_library"
+    test = "test_location_is_the_innermost_line_outside_of_libraries"
     assert positions == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]
 
 
@@ -230,8 +230,8 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
 @pytest.mark.parametrize(
     "strategy", ["ddp.RLHFDDPStrategy", "fsdp.RLHFFSDPStrategy", "deepspeed.strategy.RLHFDeepSpeedStrategy"]
 )
-def test_how_long_a_collective_may_wait_is_an_argument_of_every_strategy(strategy, tmp_path, monkeypatch, capsys):
-    """As examples/cluster/README.md says."""
+def test_timeout_of_collectives_is_an_argument_of_every_strategy(strategy, tmp_path, monkeypatch, capsys):
+    """The arguments are those in examples/cluster/README.md."""
     (inputs,) = re.findall(r"`init_args: (\{timeout: [^}]+\})`", (ROOT / "examples/cluster/README.md").read_text())
     config = copy.deepcopy(PPO)
     config["trainer"]["strategy"] = {

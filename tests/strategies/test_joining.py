@@ -1,4 +1,4 @@
-"""A run whose other processes do not come reports where it waits and for whom, and ends."""
+"""A run whose other processes do not join logs the address and the missing processes, and ends."""
 
 from datetime import timedelta
 
@@ -11,12 +11,12 @@ from tests.distributed.launch import free_port
 
 
 @pytest.fixture(autouse=True)
-def _launched_by_nobody(monkeypatch):
+def _no_launcher_variables(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_several_nodes_without_an_address_are_refused_before_anything_starts(monkeypatch):
+def test_several_nodes_without_an_address_are_rejected_before_the_start(monkeypatch):
     with pytest.raises(ValueError, match="num_nodes is 2, but MASTER_ADDR and MASTER_PORT are not set, and neither"):
         joining.check_launch(LightningEnvironment(), 2)
     monkeypatch.setenv("MASTER_ADDR", "node0")
@@ -26,13 +26,13 @@ def test_several_nodes_without_an_address_are_refused_before_anything_starts(mon
     joining.check_launch(LightningEnvironment(), 2)
 
 
-def test_one_node_or_a_launcher_needs_no_address_of_ours():
+def test_single_node_or_launcher_needs_no_address():
     joining.check_launch(LightningEnvironment(), 1)
     joining.check_launch(TorchElasticEnvironment(), 2)
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_come_end_the_wait_with_the_address_and_the_remedy(monkeypatch, caplog):
+def test_missing_processes_end_the_wait_with_the_address_and_the_variables_to_set(monkeypatch, caplog):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -54,7 +54,7 @@ def test_processes_that_do_not_come_end_the_wait_with_the_address_and_the_remedy
     assert "; not all joined within 2 s: " in str(end.value)
 
 
-def test_processes_that_come_leave_nothing_on_the_screen(caplog, monkeypatch):
+def test_joined_processes_print_nothing(caplog, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     with joining.joining(LightningEnvironment(), 2, 1, None):
         pass

@@ -1,4 +1,4 @@
-"""Versions of a checkpoint: one is whole or counts for nothing, whatever happens while it is written."""
+"""Versions of a checkpoint: only complete versions are used, regardless of interruptions during a write."""
 
 import os
 import random
@@ -41,7 +41,7 @@ def load():
     return found.pop()
 """
 
-# Forks a child that saves one checkpoint after the other, kills it at a random time, and looks at what it left.
+# Forks a child that saves checkpoints repeatedly, kills it at a random time, and checks the files that remain.
 _TIMES = """
 draw, kept = random.Random(0), 0
 save(0)
@@ -124,7 +124,7 @@ def path(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_path):
+def test_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_path):
     process = python(_STEPS, tmp_path / "last.ckpt")
     assert process.returncode == 0
     assert int(process.stdout) > 50
@@ -132,18 +132,18 @@ def test_a_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_vers
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [15, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_writer_killed_at_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path, times):
+def test_writer_killed_at_random_times_never_leaves_a_corrupt_or_rejected_checkpoint(tmp_path, times):
     assert python(_TIMES.replace("TIMES", str(times)), tmp_path / "last.ckpt").returncode == 0
 
 
-def test_the_version_that_counts_is_the_last_finished_one_and_the_only_one(path):
+def test_last_finished_version_is_used_and_others_are_removed(path):
     assert manifest.verified(path).name == "v000001"
     written(path, number=2)
     assert manifest.verified(path).name == "v000002"
     assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002"]
 
 
-def test_an_unfinished_version_counts_for_nothing_and_goes_with_the_next_save(path):
+def test_unfinished_version_is_ignored_and_removed_by_the_next_save(path):
     half = manifest.begin(path)
     (half / "state.pt").write_bytes(b"half")
     assert manifest.verified(path).name == "v000001"
@@ -152,7 +152,7 @@ def test_an_unfinished_version_counts_for_nothing_and_goes_with_the_next_save(pa
     assert manifest.verified(path) == again
 
 
-def test_leftovers_are_what_no_manifest_names(path, tmp_path):
+def test_leftovers_are_files_without_a_manifest_entry(path, tmp_path):
     manifest.begin(path)
     (path / "manifest.json.new").touch()
     (path / "mine").mkdir()
@@ -161,7 +161,7 @@ def test_leftovers_are_what_no_manifest_names(path, tmp_path):
     manifest.remove_leftovers(tmp_path / "none.ckpt")
 
 
-def test_a_first_save_that_was_interrupted_is_replaced_by_the_next(tmp_path):
+def test_interrupted_first_save_is_replaced_by_the_next(tmp_path):
     half = manifest.begin(tmp_path / "first.ckpt")
     (half / "state.pt").write_bytes(b"half")
     assert manifest.never_finished(tmp_path / "first.ckpt")
@@ -172,7 +172,7 @@ def test_a_first_save_that_was_interrupted_is_replaced_by_the_next(tmp_path):
     assert sorted(entry.name for entry in half.parent.iterdir()) == ["manifest.json", "v000001"]
 
 
-def test_a_first_save_that_was_interrupted_before_its_folder_existed_leaves_no_empty_one(tmp_path, monkeypatch):
+def test_first_save_interrupted_before_its_folder_existed_leaves_no_empty_folder(tmp_path, monkeypatch):
     path = tmp_path / "first.ckpt"
     with monkeypatch.context() as patched:
         patched.setattr(manifest.os, "rename", lambda *_: 1 / 0)
@@ -184,7 +184,7 @@ def test_a_first_save_that_was_interrupted_before_its_folder_existed_leaves_no_e
     assert [entry.name for entry in tmp_path.iterdir()] == ["first.ckpt"]
 
 
-def test_no_version_is_removed_where_the_manifest_is_lost_until_a_newer_one_is_whole(path):
+def test_versions_are_kept_without_a_manifest_until_a_newer_one_is_complete(path):
     (path / "manifest.json").unlink()
     assert not manifest.never_finished(path)
     with pytest.raises(ValueError, match=r"has no manifest\.json: its manifest is lost; resume from another"):
@@ -196,7 +196,7 @@ def test_no_version_is_removed_where_the_manifest_is_lost_until_a_newer_one_is_w
     assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002"]
 
 
-def test_several_versions_are_kept_and_each_can_be_read_by_its_path(path):
+def test_several_versions_are_kept_and_can_be_read_by_path(path):
     for number in (2, 3, 4):
         written(path, number=number, keep=3)
     assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002", "v000003", "v000004"]
@@ -230,7 +230,7 @@ def rewritten(**changes):
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("damage", "message"),
     [
         (dangling, "state.pt is a symbolic link, but was written as a file"),
         (brackets, "manifest.json was changed after it was written"),
@@ -243,19 +243,19 @@ def rewritten(**changes):
         (rewritten(version="../other"), "has invalid names of versions or files"),
     ],
 )
-def test_a_damaged_or_rewritten_manifest_is_one_sentence(path, damage, sentence):
+def test_damaged_or_rewritten_manifest_raises_a_one_line_error(path, damage, message):
     damage(path)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         manifest.verified(path)
 
 
-def test_a_checkpoint_that_is_a_dangling_link_is_missing(tmp_path):
+def test_dangling_link_counts_as_a_missing_checkpoint(tmp_path):
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         manifest.verified(tmp_path / "last.ckpt")
 
 
-def test_nothing_is_removed_where_the_manifest_cannot_be_read(path):
+def test_nothing_is_removed_if_the_manifest_cannot_be_read(path):
     half = manifest.begin(path)
     (path / "manifest.json").write_text("{}")
     manifest.remove_leftovers(path)
@@ -289,14 +289,14 @@ def test_every_flipped_bit_is_detected(path):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", ["manifest.json", "v000001/state.pt", "v000001/actor/shard-00001-x.safetensors"])
-def test_a_truncated_file_is_named(path, name, share):
+def test_truncated_file_is_reported(path, name, share):
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ValueError, match=f"the checkpoint {path} is damaged: {name} (does not have|was changed)"):
         manifest.verified(path)
 
 
-def test_a_lost_and_an_added_file_are_named(path):
+def test_missing_and_additional_files_are_reported(path):
     (path / "v000001/actor/more.safetensors").touch()
     with pytest.raises(ValueError, match=r"is damaged: v000001/actor/more\.safetensors was added"):
         manifest.verified(path)
@@ -306,7 +306,7 @@ def test_a_lost_and_an_added_file_are_named(path):
         manifest.verified(path)
 
 
-def test_what_is_no_checkpoint_is_told_apart(tmp_path):
+def test_path_that_is_not_a_checkpoint_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt"):
         manifest.verified(tmp_path / "none.ckpt")
     manifest.begin(tmp_path / "half.ckpt")
@@ -319,13 +319,13 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path):
         manifest.begin(tmp_path / "file.ckpt")
 
 
-def test_another_format_says_which(path):
+def test_unsupported_format_is_reported_with_its_number(path):
     manifest.write(path, {"format": 2, "version": "v000001", "files": {}})
     with pytest.raises(ValueError, match="has format 2, but this release reads format 1"):
         manifest.verified(path)
 
 
-def test_a_full_disk_leaves_the_previous_version(path, monkeypatch):
+def test_full_disk_leaves_the_previous_version(path, monkeypatch):
     def full(_):
         raise OSError("No space left on device")
 

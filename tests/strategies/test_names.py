@@ -1,4 +1,4 @@
-"""A plain name of Lightning's stands for one of ours, and every one of ours is known to the Trainer."""
+"""A plain strategy name of Lightning selects the corresponding one of this library, and all names are registered."""
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ from tests.stand_ins import TinyModel, fit, quiet_trainer, responses, rollout_of
         ("no_such_thing", 2, "no_such_thing"),
     ],
 )
-def test_what_a_plain_name_becomes(theirs, processes, ours):
+def test_plain_name_selects_the_strategy_of_this_library(theirs, processes, ours):
     assert our_name(theirs, processes) == ours
 
 
-def test_every_name_that_is_given_out_is_registered():
+def test_every_published_name_is_registered():
     inputs = {our_name(name, 2) for name in StrategyRegistry if our_name(name, 2) != name} | set(OURS.values())
     assert inputs <= set(StrategyRegistry)
     assert {name for name in inputs if not name.startswith("rlhf_")} == set()
@@ -53,15 +53,15 @@ def test_every_name_that_is_given_out_is_registered():
         ("cpu", "many", 1, 1),  # which the Trainer then refuses
     ],
 )
-def test_how_many_processes_the_trainers_arguments_make(monkeypatch, accelerator, devices, nodes, count):
+def test_number_of_processes_follows_from_the_trainer_arguments(monkeypatch, accelerator, devices, nodes, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert process_count(accelerator, devices, nodes) == count
 
 
-def test_one_process_refuses_several_devices():
+def test_single_process_strategy_rejects_several_devices():
     with pytest.raises(ValueError, match="one process, but the Trainer has 2 devices: use rlhf_ddp"):
         fit(PPOModule(TinyModel()), [rollout_of(responses(2, seed=0))], strategy="rlhf_single", devices=2)
 
 
-def test_one_process_takes_the_device_of_the_trainer():
+def test_single_process_strategy_uses_the_device_of_the_trainer():
     assert quiet_trainer(strategy="rlhf_single", devices=1).strategy.root_device == torch.device("cpu")

@@ -8,7 +8,7 @@ from tests.helpers import assert_close
 
 
 def exchange(rank, rendezvous):
-    """One of three processes, which have two rows, none and one."""
+    """Run one of three processes, which have two rows, none and one."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
     ranks = ProcessRanks(rank, 3, torch.device("cpu"))
     mine = torch.tensor([[1.0, 2.0], [3.0, torch.nan], [5.0, 6.0]], dtype=torch.float64)

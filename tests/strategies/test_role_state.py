@@ -1,4 +1,4 @@
-"""A role's weights and optimizer are the same to the bit behind files, whoever wrote them."""
+"""Weights and optimizer of a role are bitwise equal after saving and loading, under every strategy."""
 
 from pathlib import Path
 
@@ -39,18 +39,18 @@ def stepped(optimizer_of, steps=2, seed=0):
     return role, optimizer
 
 
-def test_tied_weights_are_there_once_buffers_too_and_what_is_frozen_is_not():
+def test_tied_weights_are_saved_once_with_buffers_and_without_frozen_parameters():
     names = {"embed.weight", "up.weight", "up.bias", "down.weight", "down.bias", "gain", "offset"}
     assert set(owned_tensors(OddRole())) == names
 
 
-def test_names_of_wrappers_are_left_out():
+def test_wrapper_names_are_omitted():
     role = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
     assert set(owned_tensors(role)) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_every_elementwise_optimizer_goes_on_to_the_bit(name, tmp_path):
+def test_every_elementwise_optimizer_resumes_bitwise(name, tmp_path):
     def make(role):
         return getattr(torch.optim, name)([p for p in role.parameters() if p.requires_grad], lr=1e-2)
 
@@ -66,13 +66,13 @@ def test_every_elementwise_optimizer_goes_on_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer_of", [adamw, sgd, momentum])
-def test_what_is_read_and_written_again_is_the_same(optimizer_of, tmp_path):
+def test_read_and_rewritten_state_is_equal(optimizer_of, tmp_path):
     role, optimizer = stepped(optimizer_of)
     save(native_state(role, optimizer), tmp_path / "last.ckpt")
     assert back_alone(optimizer_of.__name__, tmp_path / "last.ckpt") is None
 
 
-def test_an_optimizer_that_never_stepped_has_no_state_and_gets_none(tmp_path):
+def test_optimizer_without_steps_has_no_state_and_gets_none(tmp_path):
     role = OddRole()
     state = native_state(role, adamw(role))
     assert not [key for key in state.tensors if key.startswith("optim.")]
@@ -84,7 +84,7 @@ def test_an_optimizer_that_never_stepped_has_no_state_and_gets_none(tmp_path):
     assert torch.equal(other.gain, role.gain)
 
 
-def test_settings_are_those_of_the_checkpoint_but_for_how_steps_are_computed(tmp_path):
+def test_settings_are_those_of_the_checkpoint_except_for_implementation_options(tmp_path):
     role, optimizer = stepped(adamw)
     optimizer.param_groups[1]["lr"] = 0.25
     optimizer.param_groups[1]["betas"] = (0.5, 0.75)
@@ -99,7 +99,7 @@ def test_settings_are_those_of_the_checkpoint_but_for_how_steps_are_computed(tmp
     assert [group["foreach"] for group in fresh.param_groups] == [True, True]
 
 
-def test_bfloat16_weights_and_moments_come_back_and_read_what_float32_wrote_rounded(tmp_path):
+def test_bfloat16_state_is_restored_and_float32_state_is_rounded_to_it(tmp_path):
     role, optimizer = stepped(adamw)
     version = save(native_state(role, optimizer), tmp_path / "float32.ckpt")
     half = OddRole(seed=1).bfloat16()
@@ -117,7 +117,7 @@ def test_bfloat16_weights_and_moments_come_back_and_read_what_float32_wrote_roun
     assert difference(stored(tmp_path / "half.ckpt"), stored(tmp_path / "again.ckpt")) is None
 
 
-def test_a_rank_writes_several_files_so_that_none_is_put_together_whole(tmp_path, monkeypatch):
+def test_rank_writes_several_files_so_that_no_tensor_is_gathered(tmp_path, monkeypatch):
     monkeypatch.setattr(role_files, "_FILE_BYTES", 200)
     role, optimizer = stepped(adamw)
     version = save(native_state(role, optimizer), tmp_path / "last.ckpt")
@@ -127,7 +127,7 @@ def test_a_rank_writes_several_files_so_that_none_is_put_together_whole(tmp_path
     assert back_alone("adamw", tmp_path / "last.ckpt") is None
 
 
-def test_files_are_safetensors_and_json_and_nothing_else(tmp_path):
+def test_files_are_safetensors_and_json_only(tmp_path):
     version = save(native_state(*stepped(adamw)), tmp_path / "last.ckpt")
     assert {path.suffix for path in (version / "actor").iterdir()} == {".safetensors", ".json"}
 
@@ -148,7 +148,7 @@ def refused(module, optimizer, folder):
     return str(raised.value)
 
 
-def test_weights_of_another_model_are_refused_and_named(checkpoint):
+def test_weights_of_another_model_are_rejected_by_name(checkpoint):
     untied = OddRole()
     untied.head.weight = nn.Parameter(torch.zeros(19, 5))
     assert "lacks 1 weights, the first is head.weight; resume with the model that wrote it" in refused(
@@ -164,7 +164,7 @@ def test_weights_of_another_model_are_refused_and_named(checkpoint):
     )
 
 
-def test_another_optimizer_is_refused_and_one_that_keeps_the_same_state_is_not(checkpoint):
+def test_another_optimizer_is_rejected_unless_it_keeps_the_same_state(checkpoint):
     role = OddRole()
     message = refused(role, sgd(role), checkpoint)
     assert message == (
@@ -175,7 +175,7 @@ def test_another_optimizer_is_refused_and_one_that_keeps_the_same_state_is_not(c
     native_load(role, torch.optim.Adam([{"params": first}, {"params": second}]), checkpoint)
 
 
-def test_other_groups_are_refused_and_finer_ones_are_not(checkpoint):
+def test_different_groups_are_rejected_and_finer_ones_are_accepted(checkpoint):
     role = OddRole()
     everything = [parameter for group in groups(role) for parameter in group]
     assert "the optimizer groups of the actor differ" in refused(role, torch.optim.AdamW(everything), checkpoint)
@@ -185,7 +185,7 @@ def test_other_groups_are_refused_and_finer_ones_are_not(checkpoint):
     assert [group["lr"] for group in finer.param_groups] == [1e-2, 3e-2, 3e-2]
 
 
-def test_weights_without_an_optimizer_are_read_but_not_trained_on(tmp_path):
+def test_weights_without_an_optimizer_can_be_read_but_not_resumed(tmp_path):
     role = OddRole()
     folder = save(native_state(role, None), tmp_path / "last.ckpt") / "actor"
     other = OddRole(seed=1)
@@ -199,12 +199,12 @@ def test_elementwise_optimizers_are_accepted_before_training(name):
     check_optimizer(lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1), torch.device("cpu"))
 
 
-def test_an_optimizer_whose_state_has_another_shape_is_refused_by_name_before_training():
+def test_optimizer_with_state_of_another_shape_is_rejected_by_name_before_training():
     with pytest.raises(ValueError, match=r"Adafactor keeps a tensor of shape \(64, 1\) as 'row_var' of a parameter"):
         check_optimizer(torch.optim.Adafactor, torch.device("cpu"))
 
 
-def test_it_is_refused_when_it_is_saved_all_the_same():
+def test_unsupported_state_is_also_rejected_when_it_is_saved():
     role = OddRole()
     optimizer = torch.optim.Adafactor([parameter for parameter in role.parameters() if parameter.requires_grad])
     loss_of(role, batches(1)[0]).backward()
@@ -213,7 +213,7 @@ def test_it_is_refused_when_it_is_saved_all_the_same():
         native_state(role, optimizer)
 
 
-def test_a_full_disk_is_said_as_such(tmp_path, monkeypatch):
+def test_full_disk_is_reported(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("No space left on device")
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_said_as_such(tmp_path, monkeypatch):
         write_role(tmp_path / "actor", RoleState({"model.a": torch.ones(2)}, None))
 
 
-def test_the_list_of_tensors_is_read_once(checkpoint, monkeypatch):
+def test_list_of_tensors_is_read_once(checkpoint, monkeypatch):
     role, calls = StoredRole(checkpoint), []
     real = role_files.HuggingFaceStorageReader.read_metadata
     monkeypatch.setattr(
@@ -238,7 +238,7 @@ def test_the_list_of_tensors_is_read_once(checkpoint, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ddp_and_fsdp2_read_write_and_go_on_with_sizes_that_do_not_divide(world, tmp_path):
+def test_ddp_and_fsdp2_read_write_and_resume_with_sizes_that_do_not_divide(world, tmp_path):
     trained_alone("adamw", tmp_path)
     answers = run_ranks("tests.strategies.role_ranks:native_ranks", world, str(tmp_path))
     assert set(answers[0]) == {"ddp", "fsdp", *(["tp and fsdp"] if world == 4 else [])}
@@ -249,7 +249,7 @@ def test_ddp_and_fsdp2_read_write_and_go_on_with_sizes_that_do_not_divide(world,
 
 
 @pytest.mark.slow
-def test_all_ranks_raise_what_one_rank_found(tmp_path):
+def test_all_ranks_raise_the_error_of_one_rank(tmp_path):
     answers = run_ranks("tests.strategies.role_ranks:disagreeing_ranks", 2, str(tmp_path))
     (damaged, elsewhere, failed), other = answers
     assert [damaged, elsewhere, failed] == other
@@ -263,7 +263,7 @@ def test_all_ranks_raise_what_one_rank_found(tmp_path):
     assert Path(tmp_path, "last.ckpt", "v000001").is_dir()
 
 
-def test_a_rank_that_is_killed_while_all_save_leaves_the_previous_version(tmp_path):
+def test_rank_killed_during_a_save_leaves_the_previous_version(tmp_path):
     with pytest.raises(RuntimeError, match=r"rank [01] of 2 ended"):
         run_ranks("tests.strategies.role_ranks:dying_ranks", 2, str(tmp_path))
     path = tmp_path / "last.ckpt"

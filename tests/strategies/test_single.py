@@ -1,4 +1,4 @@
-"""The role contract in one process, and who may take part in it."""
+"""The role interface in one process, and the strategies that support it."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ def module():
     return module
 
 
-def test_a_role_is_the_plain_model(module):
+def test_role_is_the_plain_model(module):
     assert SingleDeviceRoles(module).role("actor") is module.actor
     assert SingleDeviceRoles(module).role("critic") is module.critic
 
 
-def test_one_rank_exchanges_nothing_and_gradients_are_not_scaled(module):
+def test_single_rank_exchanges_nothing_and_gradients_are_not_scaled(module):
     value, ranks = torch.tensor([1.0, 2.0]), SingleDeviceRoles(module).data_ranks
     assert (ranks.rank, ranks.size) == (0, 1)
     assert ranks.sum(value) is ranks.max(value) is ranks.gather(value) is value
@@ -33,7 +33,7 @@ def test_one_rank_exchanges_nothing_and_gradients_are_not_scaled(module):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
+def test_clipping_changes_one_role_and_returns_the_norm_before_it(module, max_norm):
     for role in (module.actor, module.critic):
         for parameter in role.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
@@ -45,13 +45,13 @@ def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
     assert all((parameter.grad == 0.5).all() for parameter in module.critic.parameters())
 
 
-def test_parameters_without_a_gradient_are_left_out_of_the_norm(module):
+def test_parameters_without_a_gradient_are_not_in_the_norm(module):
     parameters = list(module.actor.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
     assert float(SingleDeviceRoles(module).clip_role("actor", None)) == pytest.approx(parameters[0].numel() ** 0.5)
 
 
-def test_full_parameters_have_the_names_of_save_pretrained_and_carry_no_graph(module, tmp_path):
+def test_full_parameters_have_the_names_of_save_pretrained_and_no_graph(module, tmp_path):
     full = dict(SingleDeviceRoles(module).iter_full_params("actor"))
     assert full.keys() == dict(module.actor.lm.named_parameters()).keys()
     assert not any(tensor.requires_grad for tensor in full.values())
@@ -59,7 +59,7 @@ def test_full_parameters_have_the_names_of_save_pretrained_and_carry_no_graph(mo
 
 
 @pytest.mark.parametrize(("tied", "names"), [(True, {"model.embed_tokens.weight"}), (False, None)])
-def test_tied_weights_come_once(tied, names):
+def test_tied_weights_are_yielded_once(tied, names):
     source = TinyModel()
     source.architecture["tie_word_embeddings"] = tied
     model = PPOModule(source)
@@ -70,7 +70,7 @@ def test_tied_weights_come_once(tied, names):
     assert heads == (names or {"model.embed_tokens.weight", "lm_head.weight"})
 
 
-def test_a_step_moves_one_role_by_its_own_optimizer():
+def test_step_updates_one_role_with_its_optimizer():
     steps = []
 
     class Watch(PPOModule):
@@ -95,13 +95,13 @@ def test_a_step_moves_one_role_by_its_own_optimizer():
     ]
 
 
-def test_a_strategy_that_knows_roles_is_asked_itself(module):
+def test_strategy_that_supports_roles_is_used_directly(module):
     strategy = OneOfTwoRanks(SimpleNamespace(maximum=torch.clone))
     module.trainer = quiet_trainer(strategy=strategy)
     assert role_strategy_of(module) is strategy
 
 
-def test_any_single_device_will_do(module):
+def test_any_single_device_strategy_is_supported(module):
     module.trainer = quiet_trainer(strategy=SingleDeviceStrategy("cpu"))
     assert isinstance(role_strategy_of(module), SingleDeviceRoles)
 
@@ -110,14 +110,14 @@ def test_any_single_device_will_do(module):
     ("theirs", "ours"),
     [("DDPStrategy", "rlhf_ddp"), ("FSDPStrategy", "rlhf_fsdp"), ("DeepSpeedStrategy", "rlhf_deepspeed_stage_3")],
 )
-def test_several_processes_without_roles_are_refused_and_told_what_to_do(theirs, ours):
+def test_several_processes_without_roles_are_rejected_with_a_suggestion(theirs, ours):
     strategy = type(theirs, (), {})()
     module = SimpleNamespace(_trainer=SimpleNamespace(strategy=strategy, world_size=2))
     with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* use strategy='{ours}'$"):
         role_strategy_of(module)
 
 
-def test_layers_that_are_computed_again_give_the_same_weights():
+def test_activation_checkpointing_gives_the_same_weights():
     weights = []
     for again in (False, True):
         module = PPOModule(TinyModel(), critic=TinyModel(seed=1), actor_optimizer=partial(torch.optim.SGD, lr=0.1))

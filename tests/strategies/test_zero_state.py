@@ -1,4 +1,4 @@
-"""DeepSpeed's state is read and written in the same form as any other; and its private names are where they were."""
+"""DeepSpeed's state is read and written in the common format; its private methods still exist."""
 
 import os
 
@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ways(request, tmp_path_factory):
-    """What ranks said of each way of ZeRO, and where they wrote."""
+    """Folder and results of the ranks for each variant of ZeRO."""
     folder = tmp_path_factory.mktemp(f"zero on {request.param}")
     for optimizer in ("adamw", "sgd", "momentum"):
         trained_alone(optimizer, folder / optimizer)
@@ -33,14 +33,14 @@ def alone_before(optimizer, folder):
 
 
 @pytest.mark.slow
-def test_every_way_of_zero_reads_writes_computes_and_goes_on(ways):
+def test_every_variant_of_zero_reads_writes_computes_and_resumes(ways):
     folder, answers = ways
     for name, (optimizer, _, bf16) in ZERO.items():
         again, loss = answers[name]
         # DeepSpeed's own Adam has other settings, and otherwise all that AdamW has
         same, optimizer = ("settings" if optimizer == "cpu_adam" else None), alone(optimizer)
         assert again == same, f"{name}: {again} differs after reading and writing"
-        # what forward sees is what was read, rounded where the role computes in bfloat16
+        # forward uses the weights that were read, rounded if the role computes in bfloat16
         assert loss == pytest.approx(alone_before(optimizer, folder), abs=2e-2 if bf16 else 1e-6), name
         # and the next step is the one that a single process makes
         error = largest_error(folder / f"{name} on", folder / optimizer / "after")
@@ -68,7 +68,7 @@ PRIVATE = [
 
 
 @pytest.mark.parametrize(("module", "name", "used_for"), PRIVATE)
-def test_a_private_method_is_where_it_was(module, name, used_for):
+def test_private_method_exists(module, name, used_for):
     import importlib
 
     owner, _, method = name.partition(".")

@@ -1,4 +1,4 @@
-"""Stand-ins for many processes, and small models of each supported kind."""
+"""Fakes for many processes, and small models of each supported kind."""
 
 import contextlib
 
@@ -42,13 +42,13 @@ ARCHITECTURES = {
 
 
 def source(kind, dtype="float32", **fields):
-    """Return where a small model of that kind comes from."""
+    """Return the source of a small model of that kind."""
     return FromConfig({"model_type": kind, **_SIZES, **ARCHITECTURES[kind], **fields}, seed=0, dtype=dtype)
 
 
 @contextlib.contextmanager
 def processes(count):
-    """This process as rank 0 of so many; collectives return at once and move nothing."""
+    """Simulate rank 0 of the given number of processes; collectives return immediately without communication."""
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
         yield
@@ -57,7 +57,7 @@ def processes(count):
 
 
 class Sent(TorchDispatchMode):
-    """Adds up the bytes of collectives, by kind: the whole tensor of all ranks."""
+    """Adds up the bytes of collectives by kind, as the unsharded tensor of all ranks."""
 
     def __init__(self):
         super().__init__()
@@ -75,14 +75,14 @@ class Sent(TorchDispatchMode):
 
 
 def texts(rows=2, length=32):
-    """Return input of a language model that scores every token but the first."""
+    """Return inputs of a language model that scores every token except the first."""
     ids = torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
     index = torch.arange(length - 1).expand(rows, -1)
     return ids, index, ids[:, 1:], torch.ones(rows, length - 1, dtype=torch.bool)
 
 
 def sharded(role, count, split=1, mixed=False, **options):
-    """Return the role as ``rlhf_fsdp`` shards it over so many ranks."""
+    """Return the role as ``rlhf_fsdp`` shards it over the given number of ranks."""
     strategy = RLHFFSDPStrategy(tensor_parallel_size=split, **options)
     names = ("data_parallel", "tensor_parallel")
     strategy._device_mesh = init_device_mesh("cpu", (count // split, split), mesh_dim_names=names)
@@ -94,7 +94,7 @@ def sharded(role, count, split=1, mixed=False, **options):
 
 
 def saved_by(model, compute):
-    """Return bytes that autograd keeps of a computation, beside the model's own tensors."""
+    """Return the bytes that autograd saves in a computation, without the model's own tensors."""
     instance = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     tensors = []
     sizes = {}

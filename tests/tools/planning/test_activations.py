@@ -1,4 +1,4 @@
-"""Activation formulas against tensors that autograd saves, and against the peak of torch's memory tracker."""
+"""Activation formulas compared with tensors that autograd saves, and with the peak of torch's memory tracker."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def numbers(mode):
 
 
 def saved(kind, mode, layers, checkpointing=False):
-    """Return bytes that autograd keeps of a backbone's forward pass, beside its parameters."""
+    """Return the bytes that autograd saves in a backbone's forward pass, without its parameters."""
     model = source(kind, MODES[mode][0], num_hidden_layers=layers).causal().train()
     if checkpointing:
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -40,12 +40,12 @@ def saved(kind, mode, layers, checkpointing=False):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_layer_keeps_the_bytes_of_the_formula(kind, mode):
-    """To the byte where it is dense; within 1 % in a mixture, whose routers differ in small things, and in Gemma 2."""
+def test_layer_saves_the_bytes_of_the_formula(kind, mode):
+    """Exact for dense layers; within 1 % for mixtures, whose routers differ in small tensors, and for Gemma 2."""
     model = architecture(source(kind).hf_config())
     layer = model.layers[0]
     measured = saved(kind, mode, layers=2) - saved(kind, mode, layers=1)
-    if mode == "autocast":  # every matrix is cast for its product, and kept: a term of its own in the plan
+    if mode == "autocast":  # every matrix is cast for its product, and kept: a separate term in the plan
         measured -= 2 * sum(parameter.elements for parameter in model.units[0] if len(parameter.shape) == 2)
     planned = TOKENS * Pass(model, numbers(mode), TOKENS, length=LENGTH).layer_bytes(layer)
     if layer.experts or layer.eager:
@@ -55,7 +55,7 @@ def test_a_layer_keeps_the_bytes_of_the_formula(kind, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_checkpointing_a_layer_keeps_its_input(mode):
+def test_layer_saves_its_input_with_checkpointing(mode):
     measured = saved("qwen2", mode, 3, checkpointing=True) - saved("qwen2", mode, 2, checkpointing=True)
     assert measured == TOKENS * 64 * (2 if mode == "bfloat16" else 4)
 
@@ -63,11 +63,11 @@ def test_with_checkpointing_a_layer_keeps_its_input(mode):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_of_two_micro_batches_agrees_with_the_plan(mode, checkpointing):
+def test_peak_of_two_micro_batches_agrees_with_the_plan(mode, checkpointing):
     """Measured by torch's tracker: 2 to 5 % below the plan, so 5 % above and 15 % below are allowed.
 
-    The plan is above because it adds all gradients to all activations, and the last of the former only come when the
-    last of the latter are gone. Widths are such that all terms weigh.
+    The plan is higher because it adds all gradients to all activations, but the last gradients exist only when the
+    last activations are freed. Widths are chosen such that all terms matter.
     """
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 1000}
     made_of = source("qwen2", MODES[mode][0], **sizes)

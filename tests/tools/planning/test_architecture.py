@@ -1,4 +1,4 @@
-"""Shapes come from the model itself."""
+"""Shapes are read from the model itself."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.tools.planning.fakes import ARCHITECTURES, source
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_parameters_are_those_of_the_real_model(kind):
+def test_parameters_equal_those_of_the_real_model(kind):
     language_model, scalar = source(kind).causal(), source(kind).scalar()
     for made, config_of in ((language_model, False), (scalar, True)):
         shapes = architecture(source(kind).hf_config(), scalar=config_of)
@@ -21,7 +21,7 @@ def test_parameters_are_those_of_the_real_model(kind):
         assert shapes.vocabulary == (0 if config_of else 97)
 
 
-def test_a_tied_head_is_counted_once():
+def test_tied_head_is_counted_once():
     tied = architecture(source("qwen2", tie_word_embeddings=True).hf_config())
     assert architecture(source("qwen2").hf_config()).elements - tied.elements == 97 * 64
 
@@ -54,7 +54,7 @@ def test_widths_of_dense_layers_and_of_mixtures():
 
 
 def test_widths_of_latent_attention():
-    """Queries and keys 4 x (12 + 8), values 4 x (12 + 20) beside what became keys, outputs 4 x 20."""
+    """Queries and keys 4 x (12 + 8), values 4 x (12 + 20) in addition to the keys, outputs 4 x 20."""
     layer, _ = architecture(source("deepseek_v3").hf_config()).layers
     assert (layer.query, layer.key, layer.value, layer.output) == (80, 80, 128, 80)
     assert (layer.latents, layer.rotary, layer.norms) == ((24,), 8, 2)
@@ -63,7 +63,7 @@ def test_widths_of_latent_attention():
     assert [(one.latents, one.dense, one.experts) for one in both] == [((10, 24), 192, 0), ((10, 24), 96, 8)]
 
 
-def test_a_cache_holds_keys_and_values_at_least_a_head_of_each_or_the_latent():
+def test_cache_holds_keys_and_values_or_the_latent_vector():
     grouped, latent = (architecture(source(kind).hf_config()).layers[0] for kind in ("qwen2", "deepseek_v3"))
     assert [grouped.cache_elements(split) for split in (1, 2, 4)] == [2 * 2 * 16, 2 * 16, 2 * 16]
     assert [latent.cache_elements(split) for split in (1, 2, 4)] == [24 + 8] * 3
@@ -92,14 +92,14 @@ def test_tensor_parallelism_splits_by_the_plan_of_the_model():
         ({"model_type": "mamba"}, "similar attention layers; .* has a different structure"),
     ],
 )
-def test_an_architecture_that_the_formulas_do_not_describe_raises(fields, message):
+def test_unsupported_architecture_raises(fields, message):
     with pytest.raises(ValueError, match=f"^plan supports .*{message}"):
         architecture(FromConfig(fields).hf_config())
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"]])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_adapters_are_those_of_peft(kind, targets):
+def test_adapters_equal_those_of_peft(kind, targets):
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     adapted = replace(source(kind), lora=LoRA(4, 8, targets))
     for made, scalar in ((adapted.causal(), False), (adapted.scalar(), True)):

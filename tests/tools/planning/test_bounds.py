@@ -1,4 +1,4 @@
-"""Host memory of a node and least seconds, in cases worked by hand."""
+"""Host memory of a node and minimum seconds, in cases worked by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ def run(name="rlhf_fsdp", engine=ENGINE, roles=(ACTOR, REF), **options):
     return Run(roles, strategy(name, checkpointing=True), WORK, engine, 80 * GIB, **options)
 
 
-def test_the_host_of_a_node_has_the_terms_of_all_its_gpus_and_what_rank_0_loads():
+def test_host_memory_has_the_terms_of_all_gpus_of_a_node_and_the_weights_that_rank_0_loads():
     host = Counter({memory.PUSHED: 10, memory.SAVED: 3})
     node = bounds.node_memory(run(), host, 8)
     assert node == bounds.NodeMemory(training=8 * 13, loading=4 * P, exporting=4 * P)
@@ -41,7 +41,7 @@ def test_the_host_of_a_node_has_the_terms_of_all_its_gpus_and_what_rank_0_loads(
     assert bounds.node_memory(half, host, 8).loading == 2 * P
 
 
-def test_a_push_gathers_and_passes_the_bus_twice():
+def test_push_gathers_and_transfers_twice():
     sent = Counter({traffic.PUSH: 7 * 10**10})
     seconds = bounds.push_seconds(run(), sent, 8, 8, SPEEDS)
     assert seconds == pytest.approx(7e10 / 1e11 + 2 * (2 * P) / 1e10)
@@ -50,7 +50,7 @@ def test_a_push_gathers_and_passes_the_bus_twice():
     assert bounds.push_seconds(run(), sent, 16, 8, SPEEDS) == pytest.approx(7e10 / 1e10 + 4 * P / 1e10)
 
 
-def test_learning_has_six_operations_for_each_parameter_and_token_and_eight_with_checkpointing():
+def test_training_has_six_operations_per_parameter_and_token_and_eight_with_checkpointing():
     dense = P - 2 * 152064 * 3584 + 152064 * 3584  # without the embedding
     attention = 28 * 2 * 3584 * 1536
     tokens = 1024 * 1536 / 8  # of a rank; each row of 10 texts is 15,360 tokens, 13 rows for 128 texts
@@ -68,14 +68,14 @@ def test_generation_reads_all_weights_for_each_token_of_each_round():
     assert bounds.generation_seconds(split, 8, 512, SPEEDS) == pytest.approx(1024 * 2 * P / 4 / 1e12)
 
 
-def test_a_mixture_of_experts_computes_with_its_active_experts():
+def test_mixture_of_experts_computes_with_its_active_experts():
     model = architecture(MODELS["MoE, 30B with 3B active"].hf_config())
     operations = bounds._forward_operations(Role("actor", model, trained=True), 0)
     assert 2 * 2.9e9 < operations < 2 * 3.4e9
 
 
-def test_seven_billion_on_eight_gpus_is_bounded_as_on_paper():
-    """Arithmetic of the update on paper: 8 x 7.07e9 parameters x 197k tokens of a GPU at the peak of an H100."""
+def test_bounds_for_seven_billion_parameters_on_eight_gpus_by_hand():
+    """For the update: 8 x 7.07e9 parameters x 197k tokens per GPU at the peak of an H100."""
     planned = plan(run(), 8)
     arithmetic, _ = bounds.learning_seconds(planned.run, planned.traffic, 8, 8, bounds.Speeds())
     assert 10 < arithmetic < 20
@@ -83,6 +83,6 @@ def test_seven_billion_on_eight_gpus_is_bounded_as_on_paper():
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "deepseek_v3"])
-def test_small_models_have_bounds_too(kind):
+def test_small_models_have_bounds(kind):
     small = Role("actor", architecture(source(kind).hf_config()), trained=True)
     assert bounds._forward_operations(small, 32) > 0

@@ -20,19 +20,19 @@ def run(name="rlhf_fsdp", work=WORK, capacity=80, engine=None, **options):
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
 @pytest.mark.parametrize("capacity", [24, 40, 80])
-def test_the_smallest_number_fits_and_every_smaller_one_does_not(capacity, options):
+def test_smallest_number_fits_and_every_smaller_one_does_not(capacity, options):
     planned = run(checkpointing=True, reduce_every=True, capacity=capacity, **options)
     step = options.get("tensor_parallel_size", 1)
     fitting = [gpus for gpus in range(step, 33, step) if plan(planned, gpus).fits]
     assert smallest_gpu_count(planned) == fitting[0]
 
 
-def test_the_smallest_number_need_not_be_a_power_of_two():
+def test_smallest_number_need_not_be_a_power_of_two():
     runs = [run(checkpointing=True, reduce_every=True, capacity=capacity) for capacity in range(20, 80, 5)]
     assert {3, 5, 6, 7} & {smallest_gpu_count(planned) for planned in runs}
 
 
-def test_the_message_names_the_largest_term_and_the_smallest_number():
+def test_message_gives_the_largest_term_and_the_smallest_number():
     planned = run(checkpointing=True, reduce_every=True, capacity=40)
     message = misfit_message(plan(planned, 2))
     assert message.startswith("does not fit on 2 GPUs of 40 GiB: each would need ")
@@ -41,12 +41,12 @@ def test_the_message_names_the_largest_term_and_the_smallest_number():
     assert message.endswith(f"; with rlhf_fsdp, the smallest number of GPUs that it fits on is {number}")
 
 
-def test_a_run_that_shards_everything_is_not_advised_to_shard():
+def test_message_for_a_fully_sharded_run_does_not_suggest_sharding():
     assert "shard" not in misfit_message(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
     assert "shard" in misfit_message(plan(run("rlhf_ddp"), 2))
 
 
-def test_the_message_without_a_sufficient_number():
+def test_message_without_a_sufficient_number():
     whole = run("rlhf_ddp")
     assert smallest_gpu_count(whole) is None
     assert misfit_message(plan(whole, 64)).endswith("; with rlhf_ddp, it fits on no number of such GPUs")
@@ -84,17 +84,17 @@ def test_numbers_that_cannot_run_raise(planned, gpus, message):
 
 
 @pytest.mark.parametrize("name", ["rlhf_fsdp2", "rlhf_ddp_offload", "deepspeed_stage_2", "rlhf_deepspeed_stage_4"])
-def test_an_unknown_strategy_raises(name):
+def test_unknown_strategy_raises(name):
     with pytest.raises(ValueError, match=f"got strategy '{name}'$"):
         strategy(name)
 
 
-def test_only_fsdp_splits_tensors():
+def test_only_fsdp_supports_tensor_parallelism():
     with pytest.raises(ValueError, match=r"^rlhf_ddp has no tensor parallelism: use rlhf_fsdp"):
         strategy("rlhf_ddp", tensor_parallel_size=2)
 
 
-def test_every_term_has_a_remedy():
+def test_every_term_has_a_suggestion():
     assert _REMEDIES.keys() == set(TERMS)
 
 
@@ -102,4 +102,4 @@ def test_micro_batches_are_counted_for_the_longest_texts():
     work = Work(responses=100, minibatch_size=50, update_epochs=1, longest=100, micro_batch_tokens=450)
     assert (work.micro_batch_rows(50, 8), work.micro_batches(50, 8)) == (4, 2)  # 7 texts a rank, 4 to a micro-batch
     assert (work.micro_batch_rows(50, 16), work.micro_batches(50, 16)) == (4, 1)
-    assert Work(10, 10, 1, 1000, 450).micro_batch_rows(10, 2) == 1  # a longer text still gets one of its own
+    assert Work(10, 10, 1, 1000, 450).micro_batch_rows(10, 2) == 1  # a longer text still gets a separate one

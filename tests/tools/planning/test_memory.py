@@ -1,4 +1,4 @@
-"""Terms of memory against torch, and against cases worked by hand."""
+"""Terms of memory compared with torch, and with cases worked by hand."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ NAMES = (
 
 
 def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
-    """Return bytes of parameters, optimizer state, and gradients that are always and sometimes there."""
+    """Return bytes of parameters, optimizer state, and permanent and temporary gradients."""
     shard = Shard(role, strategy(name, **options), ranks, mixed)
     resting = shard.resting()
     return resting[terms.PARAMETERS], resting[terms.OPTIMIZER], *shard.gradients(micro_batches)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_real_step_of_adamw_has_the_planned_state_and_no_copy(dtype):
+def test_real_step_of_adamw_has_the_planned_state_and_no_copy(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # which modules set on a GPU
     for parameter in model.parameters():
@@ -55,7 +55,7 @@ def test_a_real_step_of_adamw_has_the_planned_state_and_no_copy(dtype):
 
 
 def test_bytes_by_hand():
-    """Parameters, optimizer state, gradients always, gradients while updated; the models have P numbers."""
+    """Parameters, optimizer state, permanent gradients, gradients during the update; the models have P numbers."""
     flat = -(-P // 16) * 2
     fsdp = partition.fsdp_elements(MODEL.parameters, 8)
     zero = partition.zero3_elements(MODEL.parameters, 8)
@@ -80,7 +80,7 @@ def test_frozen_roles_have_neither_gradients_nor_optimizer(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_alone_have_gradients_and_optimizer(name):
+def test_only_adapters_have_gradients_and_optimizer(name):
     """Rank 4: 4 x (inputs + outputs) of the seven matrices of each of two layers."""
     lora = replace(ACTOR, lora_rank=4)
     adapters = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
@@ -93,7 +93,7 @@ def test_adapters_alone_have_gradients_and_optimizer(name):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_peak_of_fsdp_agrees_with_the_plan(mixed):
+def test_peak_of_fsdp_agrees_with_the_plan(mixed):
     """Measured by torch's tracker for 8 ranks, two micro-batches that both reduce: 5 to 7 % below the plan."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 2000}
     made_of = source("qwen2", **sizes)
@@ -120,7 +120,7 @@ def test_the_peak_of_fsdp_agrees_with_the_plan(mixed):
 
 
 def test_gathered_weights_by_hand():
-    """At the loss, in a layer, at the end; the formulas are in the docstring of what is tested."""
+    """In the loss, in a layer, at the end; the formulas are in the docstring of the tested function."""
     units = {unit: sum(p.elements for p in parameters) for unit, parameters in MODEL.units.items()}
     rest, layer, head = units[None], units[0], 97 * 64
 
@@ -130,7 +130,11 @@ def test_gathered_weights_by_hand():
     assert passing(REF, "rlhf_fsdp") == (2 * rest, 2 * (rest + 2 * layer), 0)
     in_a_layer = 2 * (rest + 2 * layer) + 2 * (head + layer) + 4 * layer
     assert passing(ACTOR, "rlhf_fsdp") == (2 * (rest + head), in_a_layer, 8 * rest)
-    assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (2 * P, 2 * P, 0)  # a bucket is no larger than the gradients
+    assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (
+        2 * P,
+        2 * P,
+        0,
+    )  # a bucket is at most as large as the gradients
     assert passing(ACTOR, "rlhf_deepspeed_stage_2", zero=Zero(bucket=7)) == (14, 14, 0)
     assert Zero().bucket_of(10**9) == 5 * 10**8
     assert passing(ACTOR, "rlhf_deepspeed_stage_3") == (4 * P, 4 * P, 0)
@@ -142,7 +146,7 @@ def test_gathered_weights_by_hand():
     assert passing(ACTOR, "rlhf_ddp", mixed=False) == (0, 0, 0)
 
 
-def test_roles_take_turns_but_their_optimizers_do_not():
+def test_roles_take_turns_in_memory_but_their_optimizers_do_not():
     critic = Role("critic", architecture(source("qwen2").hf_config(), scalar=True), trained=True)
     one, _, _ = memory(Run([ACTOR], strategy("rlhf_fsdp", reduce_every=True), WORK), 8)
     two, _, when = memory(Run([ACTOR, critic], strategy("rlhf_fsdp", reduce_every=True), WORK), 8)
@@ -170,14 +174,14 @@ def test_offloading_moves_terms_to_the_host(name, on_the_host):
     assert all(used[term] == 0 and host[term] == whole[term] for term in on_the_host)
 
 
-def test_frozen_roles_alone_can_be_offloaded():
+def test_only_frozen_roles_can_be_offloaded():
     _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK), 8)
     assert host.pop(terms.SAVED) == 12 * partition.zero3_elements(MODEL.parameters, 8)
     assert host == {terms.PARAMETERS: held(REF, "rlhf_deepspeed_stage_3")[0]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_background_save_copies_the_planned_bytes(dtype):
+def test_background_save_copies_the_planned_bytes(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -191,7 +195,7 @@ def test_a_background_save_copies_the_planned_bytes(dtype):
     assert not memory(Run([role, REF], strategy("rlhf_single"), WORK), 1)[1]
 
 
-def test_the_planned_copy_of_a_checkpoint_by_hand():
+def test_planned_copy_of_a_checkpoint_by_hand():
     def saved(name, role=ACTOR):
         return memory(Run([role], strategy(name), WORK, background_save=True), 8)[1][terms.SAVED]
 
@@ -201,7 +205,7 @@ def test_the_planned_copy_of_a_checkpoint_by_hand():
     assert saved("rlhf_ddp", REF) == 0
 
 
-def test_the_engine_fills_its_share_with_cache():
+def test_engine_fills_its_share_with_cache():
     engine = Engine(0.5, tensor_parallel_size=2, dtype="bfloat16")
     used = engine_bytes(engine, ACTOR, WORK, capacity=10**9)
     hidden, inner, tokens = MODEL.hidden, MODEL.layers[0].dense, 8192
@@ -216,7 +220,7 @@ def test_the_engine_fills_its_share_with_cache():
     assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)
 
 
-def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns(monkeypatch):
+def test_sleeping_engine_needs_no_memory_during_training(monkeypatch):
     monkeypatch.setattr(terms, "_ENGINE_PASSES", ((0, 1, 1),))
 
     def planned(share, sleeps, *roles):
@@ -238,7 +242,7 @@ def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns(monkeypat
     assert host[terms.PUSHED] == 2 * ACTOR.model.elements
 
 
-def test_offloaded_idle_roles_are_counted_only_while_they_are_used():
+def test_idle_offloaded_roles_are_counted_only_while_they_are_used():
     def planned(offload, engine=None):
         chosen = strategy("rlhf_ddp", offload_idle=offload)
         work = replace(WORK, micro_batch_tokens=32)  # small activations, so that weights decide
@@ -257,7 +261,7 @@ def test_offloaded_idle_roles_are_counted_only_while_they_are_used():
 
 
 @pytest.mark.parametrize(("size", "dtype", "each"), [(1, "float32", 4), (1, "bfloat16", 2), (2, "bfloat16", 1)])
-def test_each_engine_has_a_copy_of_the_weights_in_the_hosts_memory(size, dtype, each):
+def test_each_engine_has_a_copy_of_the_weights_in_host_memory(size, dtype, each):
     engine = Engine(0.4, tensor_parallel_size=size, dtype=dtype)
     _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, engine), 8)
     assert host == {terms.PUSHED: each * ACTOR.model.elements}

@@ -1,4 +1,4 @@
-"""Parts of a model against tensors that the libraries store, for more ranks than there are processes."""
+"""Shards of a model compared with tensors that the libraries store, for more ranks than processes."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ DENSE = ("qwen2", "llama", "qwen3")
     [(kind, count, 1) for kind in ARCHITECTURES for count in (8, 64)]
     + [(kind, count, split) for kind in DENSE for count, split in ((8, 2), (64, 4))],
 )
-def test_fsdp_stores_the_elements_of_the_rule(kind, count, split):
+def test_fsdp_stores_the_planned_elements(kind, count, split):
     fields = {"num_key_value_heads": 4}  # so that four ranks can split them
     model = architecture(source(kind, **fields).hf_config(), tensor_parallel_size=split)
     with processes(count), torch.device("meta"):
@@ -30,7 +30,7 @@ def test_fsdp_stores_the_elements_of_the_rule(kind, count, split):
     assert stored == partition.fsdp_elements(model.parameters, count // split, split)
 
 
-def test_experts_in_one_tensor_are_cut_along_another_dimension_where_there_are_more_ranks():
+def test_fused_experts_are_sharded_along_another_dimension_for_more_ranks():
     experts = Parameter((8, 384, 64), layer=0, split=None)
     assert partition.fsdp_elements([experts], 8) == 384 * 64
     assert partition.fsdp_elements([experts], 64) == 8 * 6 * 64
@@ -72,7 +72,7 @@ with processes(8):
 
 
 @pytest.mark.slow
-def test_deepspeed_stores_the_elements_of_the_rules():
+def test_deepspeed_stores_the_planned_elements():
     pytest.importorskip("deepspeed", reason="needs DeepSpeed", exc_type=ModuleNotFoundError)
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root)}

@@ -1,4 +1,4 @@
-"""Rows and passes of preference modules against those that the plan counts."""
+"""Rows and passes of preference modules compared with those that the plan counts."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def work_of(kind, budget):
 
 
 def module_of(kind, budget, layers=2):
-    """Return a module with its models, and rows of which one text of each pair is shorter."""
+    """Return a module with its models, and rows in which one text of each pair is shorter."""
     module = MODULES[kind](source("llama", num_hidden_layers=layers), micro_batch_tokens=budget)
     for role in ("reward_model",) if kind == "reward" else ("actor", "ref"):
         setattr(module, role, module.build_role(role).train().requires_grad_(role != "ref"))
@@ -43,8 +43,8 @@ def module_of(kind, budget, layers=2):
 
 @pytest.mark.parametrize("budget", [LENGTH, 4 * LENGTH, 5 * LENGTH])
 @pytest.mark.parametrize("kind", MODULES)
-def test_a_layer_keeps_the_planned_bytes_of_a_micro_batch(kind, budget):
-    """To the byte: both texts of each pair without padding, of the reference nothing."""
+def test_layer_saves_the_planned_bytes_of_a_micro_batch(kind, budget):
+    """Exact: both texts of each pair without padding, and nothing for the reference."""
     saved = {}
     for layers in (1, 2):
         module, batch = module_of(kind, budget, layers)
@@ -62,7 +62,7 @@ def test_a_layer_keeps_the_planned_bytes_of_a_micro_batch(kind, budget):
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_models_have_the_planned_number_of_passes(kind):
-    """Forward passes of each model in a step, which is what sharded ones are gathered for."""
+    """Forward passes of each model in a step, for which sharded models are gathered."""
     module, batch = module_of(kind, budget := 4 * LENGTH)
     passes = dict.fromkeys(("actor", "ref", "reward_model"), 0)
     for role in passes.keys() & dict(module.named_children()).keys():
@@ -76,7 +76,7 @@ def test_models_have_the_planned_number_of_passes(kind):
     for rows, _ in module.micro_batches.split(batch):
         module.row_scores(batch[rows])
     model, eight = architecture(source("llama").hf_config()), replace(work_of(kind, budget), responses=8 * ROWS)
-    eight = replace(eight, minibatch_size=8 * ROWS)  # so that each of eight ranks has what the one above has
+    eight = replace(eight, minibatch_size=8 * ROWS)  # so that each of eight ranks has the rows of the single one above
     once = traffic(Run([Role("ref", model, False)], strategy("rlhf_fsdp"), Work(8, 8, 1, 1, 1)), 8)
     for role, number in passes.items():
         if number:

@@ -21,19 +21,19 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_page_has_the_tables_that_the_module_writes():
+def test_page_has_the_generated_tables():
     text = PAGE.read_text()
     assert scaling_tables.with_tables(text) == text
     prose = [line for line in text.splitlines() if not line.startswith("|")]
     assert max(map(len, prose)) <= 120
 
 
-def test_a_page_without_a_marker_raises():
+def test_page_without_a_marker_raises():
     with pytest.raises(ValueError, match="must contain <!-- table: memory --> and <!-- end --> once, got 0"):
         scaling_tables.with_tables("# Scaling")
 
 
-def test_the_prose_has_the_settings_of_the_tables():
+def test_prose_has_the_settings_of_the_tables():
     run = scaling_tables.run_of("7B", "PPO", scaling_tables.STRATEGIES["`rlhf_fsdp`"])
     text = " ".join(PAGE.read_text().split())
     work = run.work
@@ -48,14 +48,14 @@ def test_the_prose_has_the_settings_of_the_tables():
         assert part in text
 
 
-def test_the_models_have_the_sizes_in_their_names():
+def test_models_have_the_sizes_in_their_names():
     assert scaling_tables.MODELS.keys() == SIZES.keys()
     for name, size in SIZES.items():
         assert abs(scaling_tables.model_shapes(name).elements / size - 1) < 0.01
 
 
-def test_a_cell_is_a_plan():
-    """GRPO of the 7B model with ZeRO-3 on 64 GPUs, looked up in the file."""
+def test_table_cell_equals_a_plan():
+    """GRPO of the 7B model with ZeRO-3 on 64 GPUs."""
     text = PAGE.read_text()
     section = text.partition("### 7B")[2].partition("### 32B")[0].partition("| GRPO")[2]
     (row,) = re.findall(r"^\| `rlhf_deepspeed_stage_3` \| (.*) \|$", section, re.MULTILINE)

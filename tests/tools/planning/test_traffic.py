@@ -1,4 +1,4 @@
-"""Bytes that are sent against the arguments of the libraries' collectives."""
+"""Communicated bytes compared with the arguments of the libraries' collectives."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_tensor_parallel_layers_sum_the_planned_bytes(checkpointing):
     assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 4)
 
 
-def test_ddp_sums_every_gradient_once_an_update():
+def test_ddp_sums_every_gradient_once_per_update():
     exchanged = []
 
     def exchange(state, bucket):
@@ -93,7 +93,7 @@ def test_zero_stages_by_hand():
 
 
 @pytest.mark.parametrize(("minibatch", "evaluated"), [(128, 0), (64, 4), (32, 6)])
-def test_the_first_mini_batch_has_no_pass_for_old_log_probs(minibatch, evaluated):
+def test_first_mini_batch_has_no_pass_for_old_log_probs(minibatch, evaluated):
     """8 ranks, 128 responses in 8 micro-batches, one epoch."""
     work = Work(128, minibatch, 1, 32, 64, reuses_first=True)
     own_pass = replace(work, reuses_first=False)
@@ -101,19 +101,19 @@ def test_the_first_mini_batch_has_no_pass_for_old_log_probs(minibatch, evaluated
     assert passes / with_own == pytest.approx((8 + evaluated) / (8 + 8), rel=1e-6)
 
 
-def test_frozen_roles_only_have_forward_passes_and_whole_ones_send_nothing():
+def test_frozen_roles_only_have_forward_passes_and_unsharded_ones_send_nothing():
     assert planned("qwen2", "rlhf_ddp", trained=False) == {}
     work = Work(16, 16, 1, 32, 64)
     assert set(planned("qwen2", "rlhf_fsdp", work, trained=False)) == {terms.FORWARD}
 
 
-def test_gradients_are_summed_once_an_update_unless_reduce_every_is_set():
+def test_gradients_are_summed_once_per_update_by_default():
     four = Work(64, 64, 1, 32, 64, evaluates_old=False)
     once, always = (planned("qwen2", "rlhf_fsdp", four, reduce_every=every)[terms.SUMS] for every in (False, True))
     assert always == pytest.approx(4 * once, rel=1e-9)
 
 
-def test_the_engine_gets_the_weights_once_a_step():
+def test_engine_gets_the_weights_once_per_step():
     size = 2 * architecture(source("qwen2").hf_config()).elements
     engine = Engine(0.4, tensor_parallel_size=2, dtype="bfloat16")
     assert planned("qwen2", "rlhf_ddp", engine=engine)[terms.ENGINE] == size // 2
@@ -121,7 +121,7 @@ def test_the_engine_gets_the_weights_once_a_step():
     assert planned("qwen2", "rlhf_fsdp", engine=engine)[terms.PUSH] > 0
 
 
-def test_an_actor_that_is_its_own_reference_is_evaluated_twice():
+def test_actor_that_is_its_own_reference_is_evaluated_twice():
     work = Work(16, 16, 1, 32, 64)
     model = architecture(source("qwen2").hf_config())
     roles = [Role("actor", model, True, lora_rank=4, is_reference_too=both) for both in (False, True)]

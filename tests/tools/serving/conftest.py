@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory):
-    """A directory with a language model of printable characters, which chats; vLLM's CPU attention takes it."""
+    """A directory with a small chat model for printable characters, which vLLM's attention on CPUs supports."""
     directory = tmp_path_factory.mktemp("served") / "tiny"
     FromConfig({**ARCHITECTURE, "vocab_size": 100}, seed=0).causal().save_pretrained(directory)
     tokenizer = CharacterTokenizer(string.printable[:95] + "\n").load()

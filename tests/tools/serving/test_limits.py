@@ -1,4 +1,4 @@
-"""Whatever comes is refused with a sentence, or is within all limits."""
+"""Any request is rejected with a message, or is within all limits."""
 
 import json
 
@@ -34,7 +34,7 @@ FIELDS = {route: set(model.model_fields) for route, model in BODIES.items()}
 @pytest.mark.parametrize("route", FIELDS)
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
-def test_what_is_not_refused_is_within_every_limit(route, data):
+def test_accepted_request_is_within_every_limit(route, data):
     requested = {"prompt": PROMPTS} if route == "/v1/completions" else {"messages": MESSAGES}
     optional = {name: values for name, values in OPTIONAL.items() if name in FIELDS[route]}
     body = data.draw(st.fixed_dictionaries(requested, optional=optional))
@@ -60,7 +60,7 @@ def test_what_is_not_refused_is_within_every_limit(route, data):
 
 
 def output(body):
-    """Return texts of messages."""
+    """Return the texts of messages."""
     contents = [message["content"] for message in body.get("messages", [])]
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
     return [part["text"] for some in parts for part in some]

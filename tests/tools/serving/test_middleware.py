@@ -32,7 +32,7 @@ LIMITS = Limits(
 )
 COMPLETION = {"model": "m", "prompt": "a b c", "max_tokens": 4}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a b"}]}
-# Ways into vLLM and out of it that nobody may take.
+# Routes and parameters of vLLM that must not be reachable.
 HIDDEN = [
     "/", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/v1/embeddings", "/v1/responses", "/invocations",
     "/pooling",
@@ -104,7 +104,7 @@ def post(url, body=COMPLETION, route="/v1/completions", headers=BEARER, **option
 
 
 def raw(url, request, seconds=5.0):
-    """Return the status that some bytes get, 0 if the connection is closed without one."""
+    """Return the status of the response to some bytes, or 0 if the connection is closed without one."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
         connection.sendall(request)
@@ -126,7 +126,7 @@ def line(path, method="GET", headers=BEARER):
     ],
     ids=["long header", "many headers", "long address"],
 )
-def test_headers_over_the_limit_are_refused_in_one_piece_too(guarded, path, headers):
+def test_too_large_headers_in_one_piece_are_rejected(guarded, path, headers):
     answer = httpx.get(guarded() + path, headers=headers, timeout=20, trust_env=False)
     assert answer.status_code == 431
     assert "may have at most 16384 bytes" in answer.text
@@ -169,7 +169,7 @@ LONG = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r
     ],
     ids=["two", "three", "a megabyte"],
 )
-def test_headers_over_the_limit_are_rejected_with_431_in_several_pieces(guarded, pieces):
+def test_too_large_headers_in_several_pieces_are_rejected_with_431(guarded, pieces):
     status, error = conversation(guarded(), *pieces, pause=0.05)
     assert status == error["code"] == 431
     assert "headers" in error["message"]
@@ -180,13 +180,13 @@ def test_headers_over_the_limit_are_rejected_with_431_in_several_pieces(guarded,
     [b"NOT HTTP\r\n\r\n", b"GET /health HTTP/1.1\r\nbad header\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"],
     ids=["request line", "header line", "no host"],
 )
-def test_a_malformed_request_is_rejected_with_400(guarded, request_):
+def test_malformed_request_is_rejected_with_400(guarded, request_):
     status, error = conversation(guarded(), request_)
     assert status == error["code"] == 400
     assert "nvalid" in error["message"]
 
 
-def test_a_malformed_request_behind_a_good_one_is_rejected_with_400(guarded):
+def test_malformed_request_after_a_valid_one_is_rejected_with_400(guarded):
     url = guarded()
     host, port = url.removeprefix("http://").split(":")
     good = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -197,7 +197,7 @@ def test_a_malformed_request_behind_a_good_one_is_rejected_with_400(guarded):
     assert b"HTTP/1.1 400 Bad Request" in response
 
 
-def test_a_malformed_body_is_rejected_with_400_and_does_not_reach_the_model(guarded, stub):
+def test_malformed_body_is_rejected_with_400_and_does_not_reach_the_model(guarded, stub):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode()
     chunked = head + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
     url = guarded()
@@ -207,7 +207,7 @@ def test_a_malformed_body_is_rejected_with_400_and_does_not_reach_the_model(guar
     assert post(url).status_code == 200
 
 
-def test_a_client_that_does_not_stop_sending_after_its_rejection_is_closed(guarded):
+def test_client_that_continues_sending_after_its_rejection_is_disconnected(guarded):
     url = guarded()
     host, port = url.removeprefix("http://").split(":")
     began = time.monotonic()
@@ -218,7 +218,7 @@ def test_a_client_that_does_not_stop_sending_after_its_rejection_is_closed(guard
     assert time.monotonic() - began >= LIMITS.read_seconds
 
 
-def test_without_the_right_key_every_route_but_health_is_401(guarded, stub):
+def test_every_route_except_health_without_the_right_key_is_401(guarded, stub):
     url = guarded()
     wrong = [
         {}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"},
@@ -239,7 +239,7 @@ def test_without_the_right_key_every_route_but_health_is_401(guarded, stub):
     assert KEY not in refused.text
 
 
-def test_with_the_key_nothing_else_than_the_allowed_routes_is_there(guarded, stub):
+def test_only_the_allowed_routes_exist_with_the_key(guarded, stub):
     url = guarded()
     for path in [*HIDDEN, *TRAVERSALS]:
         for method in ("GET", "POST"):
@@ -260,7 +260,7 @@ def test_health_needs_no_key_and_reports_whether_the_model_is_ready(guarded, stu
     assert httpx.get(f"{url}/v1/models", headers=BEARER).status_code == 503
 
 
-def test_only_the_validated_body_is_passed_on(guarded, stub):
+def test_only_the_validated_body_is_forwarded(guarded, stub):
     url = guarded()
     stub.answer = lambda scope: JSONResponse({"error": "vLLM's own"}, 400, {"x-secret": "1"})
     answer = post(
@@ -323,7 +323,9 @@ def test_only_the_validated_body_is_passed_on(guarded, stub):
         ({"model": ["m"]}, 422, "model: Input should be a valid string"),
     ],
 )
-def test_too_much_and_unknown_is_refused_before_the_model_hears_of_it(guarded, stub, change, status, message):
+def test_large_and_unknown_parameters_are_rejected_before_the_model_receives_them(
+    guarded, stub, change, status, message
+):
     answer = post(guarded(), {**COMPLETION, **change})
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
@@ -341,7 +343,7 @@ def test_too_much_and_unknown_is_refused_before_the_model_hears_of_it(guarded, s
         [{"role": "user", "content": "a"}] * 21,
     ],
 )  # fmt: skip
-def test_messages_are_text_and_not_too_much_of_it(guarded, stub, messages):
+def test_messages_must_be_text_of_limited_size(guarded, stub, messages):
     assert post(guarded(), {**CHAT, "messages": messages}, "/v1/chat/completions").status_code == 422
     assert stub.requests == []
 
@@ -364,12 +366,12 @@ def test_messages_are_text_and_not_too_much_of_it(guarded, stub, messages):
         b'{"prompt": "a", "\\ud800": 1}',
     ],
 )
-def test_a_body_that_is_no_json_object_is_400(guarded, stub, body):
+def test_body_that_is_not_a_json_object_is_400(guarded, stub, body):
     assert post(guarded(), body).status_code == 400
     assert stub.requests == []
 
 
-def test_good_requests_of_both_kinds_pass(guarded, stub):
+def test_valid_requests_of_both_kinds_pass(guarded, stub):
     url = guarded()
     full = {
         **COMPLETION, "n": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0, "seed": 7, "stop": ["x"],
@@ -383,7 +385,7 @@ def test_good_requests_of_both_kinds_pass(guarded, stub):
     assert [json.loads(request[2]) for request in stub.requests] == [full, chat]
 
 
-def test_a_body_of_ten_megabytes_is_413_with_and_without_its_length(guarded, stub):
+def test_body_of_ten_megabytes_is_413_with_and_without_its_length(guarded, stub):
     url = guarded()
 
     def pieces():
@@ -401,7 +403,7 @@ def test_a_body_of_ten_megabytes_is_413_with_and_without_its_length(guarded, stu
     assert stub.requests == []
 
 
-def test_a_prompt_of_a_million_tokens_is_refused_whole(guarded, stub):
+def test_prompt_of_a_million_tokens_is_rejected(guarded, stub):
     url = guarded(Limits(max_body_bytes=1 << 24, max_prompt_tokens=20, read_seconds=10, seconds=20))
     for prompt in ("a " * 10**6, [1] * 10**6):
         answer = post(url, {**COMPLETION, "prompt": prompt})
@@ -409,7 +411,7 @@ def test_a_prompt_of_a_million_tokens_is_refused_whole(guarded, stub):
     assert stub.requests == []
 
 
-def test_what_costs_little_to_send_costs_little_to_refuse(guarded, stub):
+def test_cheap_requests_are_rejected_cheaply(guarded, stub):
     url = guarded(Limits())
     counted, texts = [], [""] * 250_000
 
@@ -427,13 +429,13 @@ def test_what_costs_little_to_send_costs_little_to_refuse(guarded, stub):
     assert stub.requests == []
 
 
-def test_every_limit_names_an_option_of_the_command():
+def test_every_limit_has_an_option_of_the_command():
     options = {action.dest for action in serve.make_parser()._actions}
     assert {limit.name for limit in fields(Limits)} <= options
     assert option_hint("max_prompt_tokens") == "; serve --max-prompt-tokens sets the limit"
 
 
-def test_what_takes_too_long_is_504_and_the_model_is_stopped(guarded, stub):
+def test_too_slow_request_is_504_and_the_model_is_stopped(guarded, stub):
     url = guarded()
     stub.answer = lambda scope: asyncio.sleep(30)
     began = time.monotonic()
@@ -442,7 +444,7 @@ def test_what_takes_too_long_is_504_and_the_model_is_stopped(guarded, stub):
     assert (stub.at_work, stub.ended) == (0, 1)
 
 
-def test_a_client_that_hangs_up_stops_the_model(guarded, stub):
+def test_disconnected_client_stops_the_model(guarded, stub):
     url = guarded(Limits(seconds=30))
     stub.answer = lambda scope: asyncio.sleep(30)
     with pytest.raises(httpx.ReadTimeout):
@@ -457,7 +459,7 @@ def streamed(parts):
     return lambda scope: StreamingResponse(parts(), media_type="text/event-stream")
 
 
-def test_a_stream_comes_as_it_is_made_and_ends_in_time(guarded, stub):
+def test_stream_is_forwarded_immediately_and_limited_in_time(guarded, stub):
     async def parts():
         for number in range(1000):
             yield f"data: {number}\n\n".encode()
@@ -477,7 +479,7 @@ def test_a_stream_comes_as_it_is_made_and_ends_in_time(guarded, stub):
     assert seen[-1][0] < 3
 
 
-def test_an_application_that_raises_ends_the_request_and_no_other(guarded, stub):
+def test_application_error_ends_only_its_request(guarded, stub):
     async def parts():
         yield b"data: 0\n\n"
         raise FloatingPointError("no luck today")
@@ -499,7 +501,7 @@ def test_an_application_that_raises_ends_the_request_and_no_other(guarded, stub)
     assert stub.at_work == 0
 
 
-def test_a_client_that_does_not_read_its_stream_is_not_waited_for(guarded, stub, monkeypatch):
+def test_client_that_does_not_read_its_stream_is_disconnected(guarded, stub, monkeypatch):
     monkeypatch.setattr(module, "_END_SECONDS", 0.1)
     ended = threading.Event()
     answer = RequestGuard.__call__
@@ -522,7 +524,7 @@ def test_a_client_that_does_not_read_its_stream_is_not_waited_for(guarded, stub,
         assert ended.wait(10)
 
 
-def test_requests_sent_ahead_do_not_hide_that_their_client_hung_up(guarded, stub):
+def test_pipelined_requests_do_not_hide_a_disconnected_client(guarded, stub):
     url = guarded(Limits(seconds=30))
     stub.answer = lambda scope: asyncio.sleep(30)
     host, port = url.removeprefix("http://").split(":")
@@ -541,7 +543,7 @@ def test_requests_sent_ahead_do_not_hide_that_their_client_hung_up(guarded, stub
 
 @pytest.mark.slow
 @pytest.mark.parametrize("requests", [60, pytest.param(400, marks=pytest.mark.slow)])
-def test_many_requests_at_once_are_answered_or_refused_for_now(guarded, stub, requests):
+def test_simultaneous_requests_are_answered_or_temporarily_rejected(guarded, stub, requests):
     url = guarded(Limits(concurrency=3, seconds=60))
 
     async def slow(scope):
@@ -559,7 +561,7 @@ def test_many_requests_at_once_are_answered_or_refused_for_now(guarded, stub, re
     assert post(url).status_code == 200
 
 
-def test_slow_clients_are_hung_up_on_and_others_are_served_meanwhile(guarded, stub):
+def test_slow_clients_are_disconnected_while_others_are_served(guarded, stub):
     url = guarded()
     host, port = url.removeprefix("http://").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 4000\r\n\r\n"
@@ -598,7 +600,7 @@ def test_slow_clients_are_hung_up_on_and_others_are_served_meanwhile(guarded, st
     assert [request[:3] for request in stub.requests] == [("GET", "/health", b"")]
 
 
-def test_a_second_request_of_a_connection_must_come_in_time_too(guarded):
+def test_second_request_of_a_connection_has_a_timeout_too(guarded):
     url = guarded()
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:

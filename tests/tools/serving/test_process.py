@@ -1,4 +1,4 @@
-"""The server's process ends with its parent, however that ends; invalid options are found before it starts."""
+"""The server's process ends with its parent in every case; invalid options are reported before it starts."""
 
 import json
 import os
@@ -48,7 +48,7 @@ time.sleep(600)
 
 
 def started(who, seconds, secrets=()):
-    """Return a process with the stub above in place of vLLM; its log is beside the file ``who``."""
+    """Return a process with the stub above instead of vLLM; its log is next to the file ``who``."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return ServerProcess(
             MODEL, listening, key="the key", limits=Limits(), log=who.with_name("log"), secrets=secrets,
@@ -76,7 +76,7 @@ def runs(pid):
         return False
 
 
-def test_closing_ends_the_server_and_what_it_started(tmp_path):
+def test_close_ends_the_server_and_its_children(tmp_path):
     server = started(tmp_path / "who", "600")
     pids = wait_for(lambda: written(tmp_path / "who"))
     assert server.folder.stat().st_mode & 0o777 == 0o700
@@ -88,7 +88,7 @@ def test_closing_ends_the_server_and_what_it_started(tmp_path):
     server.close()
 
 
-def test_a_server_that_ends_leaves_nothing_behind_and_its_last_words(tmp_path):
+def test_server_that_ends_leaves_no_processes_and_its_last_output(tmp_path):
     server = started(tmp_path / "who", "0.1")
     pids = wait_for(lambda: written(tmp_path / "who"))
     wait_for(lambda: not server.alive)
@@ -98,7 +98,7 @@ def test_a_server_that_ends_leaves_nothing_behind_and_its_last_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_parent_that_is_killed_takes_its_server_with_it(tmp_path):
+def test_killed_parent_ends_its_server(tmp_path):
     who = tmp_path / "who"
     with subprocess.Popen([sys.executable, "-c", PARENT, str(who)], cwd=ROOT) as parent:
         try:
@@ -109,7 +109,7 @@ def test_a_parent_that_is_killed_takes_its_server_with_it(tmp_path):
     wait_for(lambda: not Path(Path(f"{who}.folder").read_text()).exists(), 20)
 
 
-def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkeypatch):
+def test_variables_that_open_vllm_or_hold_keys_are_not_passed_to_it(tmp_path, monkeypatch):
     for name in ("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE", "MINE"):
         monkeypatch.setenv(name, "1")
     server = started(tmp_path / "who", "600", ["MINE"])
@@ -150,7 +150,7 @@ def test_vllm_runs_no_code_of_the_model_and_has_no_documentation_routes(tmp_path
         (["--seconds", "-1"], "seconds must be positive, got -1.0"),
     ],
 )
-def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, message):
+def test_invalid_options_give_one_line_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, message):
     monkeypatch.setattr(ServerProcess, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     monkeypatch.setenv("SHORT", "abc")
@@ -164,7 +164,7 @@ def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, t
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monkeypatch, capsys):
+def test_occupied_port_is_reported_before_the_model_loads(served_model, monkeypatch, capsys):
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -174,7 +174,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monke
     assert message.endswith("; choose another --port or --host\n")
 
 
-def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_path, monkeypatch, capsys):
+def test_unusable_log_or_socket_gives_a_one_line_error(served_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     inputs = ["--model", str(served_model), "--port", "0", "--log"]
     assert command.run([*inputs, str(tmp_path)]) == 2
@@ -185,7 +185,7 @@ def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_pa
     assert not (tmp_path / "log").exists()
 
 
-def test_a_server_that_is_killed_leaves_nothing_behind_either(tmp_path):
+def test_killed_server_leaves_no_processes(tmp_path):
     server = started(tmp_path / "who", "600")
     pids = wait_for(lambda: written(tmp_path / "who"))
     os.kill(server.process.pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind_either(tmp_path):
     wait_for(lambda: not any(runs(pid) for pid in pids), 5)
 
 
-def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
+def test_model_name_is_that_of_its_directory(served_model, monkeypatch):
     monkeypatch.chdir(served_model)
     for inputs, name in ((".", served_model.name), (str(served_model), served_model.name), (".", "policy")):
         arguments = ["--model", inputs, *(["--name", name] if name == "policy" else [])]
@@ -209,13 +209,13 @@ def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
     ("path", "name"),
     [("runs/sums/ppo/export", "ppo"), ("export", "here"), ("/export", "export"), ("a/export-100", "export-100")],
 )
-def test_the_export_of_a_run_is_called_as_the_run_is(path, name, tmp_path, monkeypatch):
+def test_model_name_of_an_export_is_that_of_its_run(path, name, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert command._name_of(path) == name
 
 
-def test_the_example_asks_what_the_model_can_read_by_the_route_that_it_answers():
+def test_example_request_fits_the_model_and_the_route():
     digits = CharacterTokenizer("0123456789+=").load()
     assert example_request(digits, 100, 64) == ("/v1/completions", {"prompt": "12+30=", "max_tokens": 32})
     assert example_request(digits, 5, 64)[1]["max_tokens"] == 5
@@ -230,7 +230,7 @@ def test_the_example_asks_what_the_model_can_read_by_the_route_that_it_answers()
     assert example_request(chats, 100, 512)[0] == "/v1/completions"
 
 
-def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
+def test_example_is_quoted_for_a_shell_for_any_name(tmp_path):
     program = tmp_path / "curl"
     program.write_text('#!/bin/sh\nfor part; do echo "$part"; done\n')
     program.chmod(0o755)
@@ -245,7 +245,7 @@ def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
         assert json.loads(body) == {"model": "the 'model'", "prompt": "it's", "max_tokens": 1}
 
 
-def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
+def test_key_is_read_from_its_source_and_shown_only_if_generated(tmp_path, monkeypatch):
     def key(*arguments):
         inputs = command.make_parser().parse_args(["--model", "x", *arguments])
         return load_key(inputs.api_key_env, inputs.api_key_file)

@@ -1,4 +1,4 @@
-"""The command with a real vLLM: requests under load, and its end."""
+"""The command with vLLM: requests under load, and shutdown."""
 
 import json
 import os
@@ -35,7 +35,7 @@ pytestmark = [
 
 @contextmanager
 def started(directory, model, *arguments):
-    """The command in a process of its own, which is killed in the end."""
+    """Run the command in a separate process, which is killed at the end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SERVE_KEY": KEY}
     line = [sys.executable, "-m", "lightning_rlhf", "serve", "--model", str(model), "--port", "0", *arguments]
     with (directory / "out").open("wb") as output:
@@ -47,10 +47,10 @@ def started(directory, model, *arguments):
             process.kill()
 
 
-def printed(process, directory, what, seconds=600):
-    """Return what it printed, once it printed that."""
+def printed(process, directory, expected, seconds=600):
+    """Wait for a text in the output and return the output."""
     end = time.monotonic() + seconds
-    while what not in (text := (directory / "out").read_text()):
+    while expected not in (text := (directory / "out").read_text()):
         assert process.poll() is None, text
         assert time.monotonic() < end, text
         time.sleep(0.1)
@@ -58,7 +58,7 @@ def printed(process, directory, what, seconds=600):
 
 
 def family(pid):
-    """Everything that a process started, and that started."""
+    """Return the ids of all descendants of a process."""
     result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -88,7 +88,7 @@ def alive():
 
 
 def shell(text, environment=None):
-    """Return what commands print, as JSON."""
+    """Return the output of commands as JSON."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     command = ["sh", "-c", text]
@@ -121,10 +121,10 @@ def test_completions_and_chats_answer_and_seeds_repeat_them(server):
     text = ask(url, "/v1/completions", prompt="user: hi\nassistant: ", temperature=0, max_tokens=5).json()
     assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
     unsaid = ask(url, "/v1/completions", prompt="hello", temperature=0).json()
-    assert unsaid["usage"]["completion_tokens"] <= 24  # the limit holds where nobody asks for one
+    assert unsaid["usage"]["completion_tokens"] <= 24  # the limit applies to requests without one
 
 
-def test_the_command_that_it_shows_last_gets_an_answer(server):
+def test_printed_example_command_gets_an_answer(server):
     _, _, text = server
     command = text.rstrip().splitlines()[-1]
     assert "/v1/chat/completions" in command
@@ -132,7 +132,7 @@ def test_the_command_that_it_shows_last_gets_an_answer(server):
     assert answer["choices"][0]["message"]["content"]
 
 
-def test_a_stream_adds_up_to_the_whole_answer(server):
+def test_stream_adds_up_to_the_whole_answer(server):
     url, _, _ = server
     body = {"model": "policy", "prompt": "hello", "seed": 3, "max_tokens": 9, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=BEARER, timeout=120) as answer:
@@ -144,7 +144,7 @@ def test_a_stream_adds_up_to_the_whole_answer(server):
     assert "".join(pieces) == whole["choices"][0]["text"]
 
 
-def test_the_key_is_asked_for_the_limits_hold_and_the_key_is_not_shown(server):
+def test_key_is_required_limits_apply_and_the_key_is_not_shown(server):
     url, _, text = server
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -158,7 +158,7 @@ def test_the_key_is_asked_for_the_limits_hold_and_the_key_is_not_shown(server):
     assert '"Authorization: Bearer $SERVE_KEY"' in text
 
 
-def test_only_this_machine_reaches_it_and_vllms_sockets_are_in_a_folder_of_this_user(server):
+def test_server_is_local_and_sockets_of_vllm_are_in_a_private_folder(server):
     url, process, _ = server
     sockets = {os.readlink(link) for pid in family(process.pid) for link in Path(f"/proc/{pid}/fd").iterdir()}
     numbers = {name[8:-1] for name in sockets if name.startswith("socket:[")}
@@ -174,18 +174,18 @@ def test_only_this_machine_reaches_it_and_vllms_sockets_are_in_a_folder_of_this_
     assert {path.parent.stat().st_mode & 0o777 for path in paths} == {0o700}
 
 
-def test_the_key_is_neither_on_a_command_line_nor_in_the_environment(server):
+def test_key_is_neither_on_a_command_line_nor_in_the_environment(server):
     _, process, _ = server
     for pid in family(process.pid):
         for name in ("cmdline", "environ"):
             assert KEY.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-def test_generate_uses_it_with_fifty_requests_at_a_time(server, tmp_path, monkeypatch, capsys):
+def test_generate_sends_fifty_requests_at_a_time(server, tmp_path, monkeypatch, capsys):
     url, _, _ = server
     monkeypatch.setenv("SERVE_KEY", KEY)
-    rows = [{"prompt": f"what is {i}?"} for i in range(40)]
-    rows += [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(40)]
+    rows = [{"prompt": f"compute {i}"} for i in range(40)]
+    rows += [{"prompt": [{"role": "user", "content": f"write {i}"}]} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     inputs = ["--server", url, "--api-key-env", "SERVE_KEY", "--prompts", str(tmp_path / "prompts.jsonl")]
     for name, size in (("a", "80"), ("b", "33")):
@@ -199,7 +199,7 @@ def test_generate_uses_it_with_fifty_requests_at_a_time(server, tmp_path, monkey
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
-def test_hundreds_at_once_are_answered_or_told_to_come_again_and_it_lives_on(server):
+def test_hundreds_of_simultaneous_requests_are_answered_or_temporarily_rejected(server):
     url, _, _ = server
     with ThreadPoolExecutor(100) as threads:
         answers = list(threads.map(lambda i: ask(url, "/v1/completions", prompt=f"{i}", max_tokens=2), range(300)))
@@ -209,7 +209,7 @@ def test_hundreds_at_once_are_answered_or_told_to_come_again_and_it_lives_on(ser
     assert ask(url, "/v1/completions", prompt="x", max_tokens=2).status_code == 200
 
 
-def test_killed_it_leaves_no_process_behind(server):  # the last: the server is gone then
+def test_killed_server_leaves_no_process(server):  # the last: the server is gone then
     _, process, _ = server
     pids = family(process.pid)
     assert len(pids) >= 2  # the server, its engine
@@ -218,7 +218,7 @@ def test_killed_it_leaves_no_process_behind(server):  # the last: the server is 
     assert gone(pids) == []
 
 
-def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp_path):
+def test_digit_model_gets_a_digit_example_and_its_end_token_ends_answers(tmp_path):
     FromConfig({**ARCHITECTURE, "vocab_size": 18}, seed=0).causal().save_pretrained(tmp_path / "digits")
     CharacterTokenizer("0123456789+=").load().save_pretrained(tmp_path / "digits")
     with started(tmp_path, tmp_path / "digits", "--max-tokens", "6") as process:
@@ -234,7 +234,7 @@ def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_code_0_and_all_that_it_started(tmp_path, served_model, number):
+def test_signal_ends_the_server_with_code_0_and_its_children(tmp_path, served_model, number):
     with started(tmp_path, served_model) as process:
         printed(process, tmp_path, "loading")
         end = time.monotonic() + 60
@@ -245,7 +245,7 @@ def test_a_signal_ends_it_with_code_0_and_all_that_it_started(tmp_path, served_m
     assert gone(pids) == []
 
 
-def test_a_vllm_that_cannot_start_is_told_with_its_last_words(tmp_path, served_model):
+def test_vllm_start_failure_is_reported_with_its_last_output(tmp_path, served_model):
     with started(tmp_path, served_model, "--max-model-len", "100000") as process:
         assert process.wait(600) == 1
     text = (tmp_path / "out").read_text()

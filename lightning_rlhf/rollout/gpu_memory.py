@@ -8,7 +8,7 @@ import torch
 def reserved_gpu_bytes(total: int) -> int:
     """Return the bytes of a GPU that trainer and engine leave free, for CUDA contexts, NCCL and CUDA graphs.
 
-    Neither counts these in its share. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
+    Neither counts these in its fraction. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
 
     Args:
         total: bytes of the GPU.

@@ -100,7 +100,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`; without a share of the GPU if ``arguments`` set the cache in bytes."""
+        """See :attr:`RolloutEngine.traits`; without a fraction of the GPU if ``arguments`` set the cache in bytes."""
         has_gpu = torch.cuda.is_available()
         share = float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
         dtype = str(self._arguments.get("dtype", "auto")).removeprefix("torch.")

@@ -158,7 +158,7 @@ def steps(precision: str) -> str:
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Return the share of the letter a in each completion."""
+    """Return the fraction of the letter a in each completion."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 

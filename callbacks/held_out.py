@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
-_REPEATED = {"greedy": "fraction_correct_greedy", "sampled": "fraction_correct_sampled", "best@": "pass@", "maj@": "maj@"}
+_REPEATED = {
+    "greedy": "fraction_correct_greedy",
+    "sampled": "fraction_correct_sampled",
+    "best@": "pass@",
+    "maj@": "maj@",
+}
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")

@@ -110,7 +110,7 @@ class VLLMEngine(RolloutEngine):
             needs_idle_push=self._within_gpu,
             matrix_dtype=dtype if dtype in ("float32", "bfloat16", "float16") else None,
             shares_cores=self._cpu_threads is None and not has_gpu,
-            gpu_share=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
+            gpu_fraction=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
             sleeps=self._sleeps,
         )
 

@@ -64,7 +64,9 @@ def gradient_power(
 
 
 def ordered_fraction(better: Tensor, worse: Tensor) -> float:
-    """Fraction of (better, worse) pairs that a score orders correctly; ties count one half (the area under the ROC curve).
+    """Fraction of (better, worse) pairs that a score orders correctly; ties count one half.
+
+    It is the area under the ROC curve.
 
     Args:
         better: (N,) scores that should be higher.

@@ -186,7 +186,7 @@ def memory(device: str, folder: Path) -> Figures:
 
 
 def speed(device: str, folder: Path) -> Figures:
-    """Measure tokens per second, their share of the GPU's peak, the forward pass, AdamW, and waits of the host."""
+    """Measure tokens per second, their fraction of the GPU's peak, the forward pass, AdamW, and waits of the host."""
     worker = Worker(device)
     whole = worker.seconds(worker.forward_backward)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
@@ -383,8 +383,8 @@ def quickstart(device: str, folder: Path) -> Figures:
         figures[f"{name}_s"] = round(time.monotonic() - began, 1)
     rows = (folder / "runs/quickstart/ppo/metrics.csv").read_text().splitlines()
     names = rows[0].split(",")
-    if "val/share_correct_sampled" in names:
-        sampled = [row.split(",")[names.index("val/share_correct_sampled")] for row in rows[1:]]
+    if "val/fraction_correct_sampled" in names:
+        sampled = [row.split(",")[names.index("val/fraction_correct_sampled")] for row in rows[1:]]
         figures["val_sampled"] = [float(value) for value in sampled if value][:: max(1, len(sampled) - 1)]
     return {"ok": True, **figures}
 

@@ -259,7 +259,7 @@ def _receive_parts(pipe: Any, device: str) -> None:
 def layers(device: str, folder: Path) -> Figures:
     """Train eight layers of a 7B model under FSDP2 in one process, as a step does: packed rows, shared prompts, AdamW.
 
-    Reports the share of an H100's peak, seconds of AdamW on the GPU and on the host, memory, and waits of the host.
+    Reports the fraction of an H100's peak, seconds of AdamW on the GPU and on the host, memory, and waits of the host.
     """
     options = {"rank": 0, "world_size": 1, "init_method": f"tcp://127.0.0.1:{free_port()}"}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)

@@ -36,7 +36,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
-        best: metric by which the best validation is saved, such as ``val/share_correct_sampled``; None: the last state.
+        best: metric by which the best validation is saved, such as ``val/fraction_correct_greedy``; None: the last one.
         mode: whether the largest or the smallest value is best.
         every_n_minutes: longest time between two saves, minutes, positive; None has no limit.
         keep_last: number of versions of the last checkpoint, at least 1; resume from an earlier one with its path,

@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
-_REPEATED = {"greedy": "share_correct_greedy", "sampled": "share_correct_sampled", "best@": "pass@", "maj@": "maj@"}
+_REPEATED = {
+    "greedy": "fraction_correct_greedy",
+    "sampled": "fraction_correct_sampled",
+    "best@": "pass@",
+    "maj@": "maj@",
+}
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
@@ -76,11 +81,11 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 
     Args:
-        metrics: metrics of the validation; the share of correct responses is read, else the only reward in [0, 1].
+        metrics: metrics of the validation; the fraction of correct responses is read, else the only reward in [0, 1].
     """
     names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
-    if "val/share_correct" in names:
-        measure = "val/share_correct"
+    if "val/fraction_correct" in names:
+        measure = "val/fraction_correct"
     elif len(names) == 1:
         measure = names[0]
     else:
@@ -120,11 +125,11 @@ def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric has the same value as that of correct responses, and so have both means of its reward."""
     group, _, last = name.rpartition("/")
     if last == "pass@1":
-        return metrics.get(f"{group}/share_correct_sampled") == metrics[name]
+        return metrics.get(f"{group}/fraction_correct_sampled") == metrics[name]
     for end, other in _REPEATED.items():
         before, ending, k = last.rpartition(f"_{end}")
         same = f"{group}/{other}{k}"
         if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
-            means = [(f"{group}/{before}_{kind}", f"{group}/share_correct_{kind}") for kind in ("greedy", "sampled")]
+            means = [(f"{group}/{before}_{kind}", f"{group}/fraction_correct_{kind}") for kind in ("greedy", "sampled")]
             return all(metrics.get(mean) == metrics.get(correct) for mean, correct in means)
     return False

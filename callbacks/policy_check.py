@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
@@ -94,7 +94,7 @@ class PolicyCheck(Callback):
         if self.rule is not None:
             correct = rollout.rewards[self.rule.label] >= 1
             metrics["val/policy_accuracy"] = correct.float().mean()
-            metrics["val/policy_order"] = torch.tensor(ordered_share(scores[correct], scores[~correct]))
+            metrics["val/policy_order"] = torch.tensor(ordered_fraction(scores[correct], scores[~correct]))
         trainer.callback_metrics.update(metrics)
         self._report({**trainer.callback_metrics, **metrics})
 

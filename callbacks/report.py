@@ -21,11 +21,11 @@ from .rollout_loop import RolloutLoop
 from .rollout_rows import own_parts
 
 _LABELS = {
-    "val/share_correct_greedy": "right answers, greedy",
-    "val/share_correct_sampled": "right answers, sampled at temperature 1",
+    "val/fraction_correct_greedy": "correct answers, greedy",
+    "val/fraction_correct_sampled": "correct answers, sampled at temperature 1",
     "val/score_greedy": "reward model's score, greedy",
     "val/score_sampled": "reward model's score, sampled",
-    "val/score_orders_right_first": "reward model orders right before wrong",
+    "val/score_orders_correct_first": "reward model orders correct before wrong",
     "val/response_tokens_mean": "tokens per response",
     "val/truncated_fraction": "cut at the length limit",
 }
@@ -123,7 +123,7 @@ class Report(Callback):
             table.add_column(heading, overflow="fold")
         has_answers = "ground_truth" in after[0]  # the data's column may have another name
         if has_answers:
-            table.add_column("right answer", overflow="fold")
+            table.add_column("correct answer", overflow="fold")
         prompts = own_parts([last["prompt"] for _, last in pairs])
         for prompt, (first, last) in list(zip(prompts, pairs, strict=True))[: self.num_samples]:
             texts = [prompt, first["response"], last["response"]]
@@ -138,7 +138,7 @@ class Report(Callback):
         if not whole:
             return None
         table = Table(title="Time of the steps", title_justify="left")
-        for heading in ("", "seconds", "share"):
+        for heading in ("", "seconds", "fraction"):
             table.add_column(heading, justify="right" if heading else "left")
         for name, label in _TIMES.items():
             table.add_row(label, f"{totals[name]:.1f}", f"{totals[name] / whole:.0%}")

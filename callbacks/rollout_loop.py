@@ -50,7 +50,7 @@ class RolloutLoop(Callback):
         temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
             probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
         val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
-        val_metric: name of the reward that is at least 1 for correct responses, for ``val/share_correct_...``,
+        val_metric: name of the reward that is at least 1 for correct responses, for ``val/fraction_correct_...``,
             ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly; None without.
         val_answer: function that returns the answer of each completion, or None for a completion without an answer; a
             dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.

@@ -20,7 +20,7 @@ from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
 from .rollout_parts import RolloutParts
 from .validation import Answer, Validation, averages_weights, sources_in
 
-_BAR_METRICS = ("val/share_correct_greedy", "val/share_correct_sampled")
+_BAR_METRICS = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
 
 
 @dataclass(frozen=True)

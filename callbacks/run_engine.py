@@ -90,7 +90,7 @@ class RunEngine:
         if self.uses_gpu:
             self.wait()
             trainer.strategy.barrier("rollout engines")
-            limit_gpu_memory(self._device, self.engine.traits.gpu_share)
+            limit_gpu_memory(self._device, self.engine.traits.gpu_fraction)
 
     def wait(self) -> None:
         """Wait until the engine is ready."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.functional.samples import draw_sizes, extremes, majorities, mean_interval, passes
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
@@ -50,9 +50,9 @@ class _Quantity:
 
     @property
     def mean_name(self) -> str:
-        """Begin of the names of the two means after ``prefix``: the mean of correctness is a share."""
+        """Begin of the names of the two means after ``prefix``: the mean of correctness is a fraction."""
         if self.is_correctness:
-            return "share_correct_"
+            return "fraction_correct_"
         return ""
 
     @property
@@ -291,7 +291,7 @@ class Validation:
         for prefix, rows in self._groups(all_sources).items():
             right = all_scores[rows & (all_correct == 1)]
             wrong = all_scores[rows & (all_correct == 0)]
-            metrics[f"{prefix}score_orders_right_first"] = ordered_share(right, wrong)
+            metrics[f"{prefix}score_orders_correct_first"] = ordered_fraction(right, wrong)
         return metrics
 
     def _answers_of(self, completions: list[str]) -> Sequence[Hashable]:

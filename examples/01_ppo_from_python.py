@@ -21,7 +21,7 @@ from lightning_rlhf.rollout.transformers import TransformersEngine
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Return the share of letters that are `a`."""
+    """Return the fraction of letters that are `a`."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
@@ -72,4 +72,4 @@ def main(run_directory: str = "runs/examples/ppo_from_python") -> float:
 
 
 if __name__ == "__main__":
-    print(f"share of the letter a: {main(*sys.argv[1:]):.2f}")
+    print(f"fraction of the letter a: {main(*sys.argv[1:]):.2f}")

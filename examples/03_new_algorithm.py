@@ -47,7 +47,7 @@ class MeanBaseline(AdvantageEstimator):
 
 
 def distinct_letters(completions: list[str]) -> list[float]:
-    """Return the share of the four letters that were used."""
+    """Return the fraction of the four letters that were used."""
     return [len(set(text)) / 4 for text in completions]
 
 
@@ -86,4 +86,4 @@ def main(run_directory: str = "runs/examples/new_algorithm") -> float:
 
 
 if __name__ == "__main__":
-    print(f"distinct letters, as a share of four: {main(*sys.argv[1:]):.2f}")
+    print(f"distinct letters, as a fraction of four: {main(*sys.argv[1:]):.2f}")

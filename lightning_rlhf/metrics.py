@@ -155,7 +155,7 @@ class MajorityAtK(_PromptMean):
 
 
 class PairAccuracy(Metric):
-    """Share of preference pairs that a score orders correctly, with its 95 % interval (Wilson); ties are wrong.
+    """Fraction of preference pairs that a score orders correctly, with its 95 % interval (Wilson); ties are wrong.
 
     Args:
         options: arguments of :class:`torchmetrics.Metric`.
@@ -187,7 +187,7 @@ class PairAccuracy(Metric):
 
 
 class PairCalibrationError(Metric):
-    """Mean absolute gap between the confidence of a score in its order of pairs, and the share of correct orders.
+    """Mean absolute gap between the confidence of a score in its order of pairs, and the fraction of correct orders.
 
     See :func:`~lightning_rlhf.functional.diagnostics.calibration_error`.
 

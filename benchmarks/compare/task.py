@@ -104,7 +104,7 @@ def problems(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def pairs(count: int, seed: int) -> list[dict[str, str]]:
-    """Return rows with a right answer and one in which a digit is wrong."""
+    """Return rows with a correct answer and one in which a digit is wrong."""
     draw = random.Random(seed)
     rows = []
     for row in problems(count, seed):
@@ -117,7 +117,7 @@ def pairs(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def reward(completions: list[str], answer: list[str], **columns: object) -> list[float]:
-    """Return the share of the answer's characters that are at their place; missing and additional ones are wrong."""
+    """Return the fraction of the answer's characters that are at their place; missing and additional ones are wrong."""
     return [
         sum(a == b for a, b in zip(text, expected, strict=False)) / max(len(text), len(expected), 1)
         for text, expected in zip(completions, answer, strict=True)

@@ -11,7 +11,7 @@ from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-    """Share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
+    """Fraction of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
     1 is perfect, 0 is as good as a constant, negative is worse than a constant; NaN where the returns do not vary.
 
@@ -63,8 +63,10 @@ def gradient_power(
     return {f"variance/{name}": value for name, value in means.items()}
 
 
-def ordered_share(better: Tensor, worse: Tensor) -> float:
-    """Share of (better, worse) pairs that a score orders correctly; ties count one half (the area under the ROC curve).
+def ordered_fraction(better: Tensor, worse: Tensor) -> float:
+    """Fraction of (better, worse) pairs that a score orders correctly; ties count one half.
+
+    It is the area under the ROC curve.
 
     Args:
         better: (N,) scores that should be higher.

@@ -77,8 +77,8 @@ def spread_metrics(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks)
     return metrics | {name: -value if name.endswith("_min") else value for name, value in largest.items()}
 
 
-def effective_share(mean: float, deviation: float) -> float:
-    """Effective sample size as a share of the samples, mean(w)^2 / mean(w^2); 0 if all weights are 0.
+def effective_fraction(mean: float, deviation: float) -> float:
+    """Effective sample size as a fraction of the samples, mean(w)^2 / mean(w^2); 0 if all weights are 0.
 
     See "Monte Carlo theory, methods and examples", Owen 2013, eq. 9.13.
 
@@ -104,7 +104,7 @@ def mismatch_metrics(
     (its logarithm clamped in the same way), n samples:
         kl_k1 = mean(-l), kl_k3 = mean(r - 1 - l)       estimates of KL(rollout || train), nats per token
         chi2_token = mean(r^2) - 1, chi2_sequence = mean(R^2) - 1
-        ess_token = mean(r)^2 / mean(r^2), ess_sequence the same of R: as a share of the samples, in (0, 1]
+        ess_token = mean(r)^2 / mean(r^2), ess_sequence the same of R: as a fraction of the samples, in (0, 1]
         log_ppl_train, log_ppl_rollout                  mean over responses of the mean of -logprobs over tokens
         ppl_train, ppl_rollout, ppl_ratio               mean over responses of the exponentials; ratio train / rollout
         log_ppl_diff                                    mean of -l of each response; _abs_mean is of absolute values
@@ -145,7 +145,7 @@ def mismatch_metrics(
     }
     metrics = means_over_ranks(means, ranks) | spread_metrics(spreads, ranks)
     for name, ratio in (("ess_token", "ratio"), ("ess_sequence", "sequence_ratio")):
-        metrics[name] = effective_share(metrics[f"{ratio}_mean"], metrics[f"{ratio}_std"])
+        metrics[name] = effective_fraction(metrics[f"{ratio}_mean"], metrics[f"{ratio}_std"])
     metrics["prob_correlation"] = _correlation(train.exp(), rollout.exp(), mask, ranks)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 

@@ -146,7 +146,7 @@ def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int)
 
 
 def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[float, float]:
-    """95 % interval for a probability after ``successes`` of ``trials``; it contains their share.
+    """95 % interval for a probability after ``successes`` of ``trials``; it contains their fraction.
 
     The bounds stay in [0, 1]:
 
@@ -166,11 +166,11 @@ def wilson_interval(successes: float, trials: float, z: float = Z) -> tuple[floa
     """
     if not (0 <= successes <= trials and trials > 0):
         raise ValueError(f"an interval needs 0 <= successes <= trials and trials > 0, got {successes} of {trials}")
-    share = successes / trials
-    center = share + z**2 / (2 * trials)
-    reach = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    fraction = successes / trials
+    center = fraction + z**2 / (2 * trials)
+    reach = z * math.sqrt(fraction * (1 - fraction) / trials + z**2 / (4 * trials**2))
     scale = 1 + z**2 / trials
-    return min(share, max(0.0, (center - reach) / scale)), max(share, min(1.0, (center + reach) / scale))
+    return min(fraction, max(0.0, (center - reach) / scale)), max(fraction, min(1.0, (center + reach) / scale))
 
 
 def mean_interval(samples: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_rlhf.types import PreferenceBatch
 class PairModule(RoleModule):
     """Trains its first role on pairs of texts; every pair has the same weight.
 
-    Metrics of held-out pairs are the share that is ordered correctly with its confidence interval, and the expected
+    Metrics of held-out pairs are the fraction that is ordered correctly with its confidence interval, and the expected
     calibration error.
     """
 

@@ -27,7 +27,7 @@ class RunSchedule(LambdaLR):
     Args:
         optimizer: its learning rates are multiplied by the schedule's factor.
         kind: name of a schedule of transformers.
-        warmup_ratio: share of the run's steps in which the rate rises linearly from zero, in [0, 1).
+        warmup_ratio: fraction of the run's steps in which the rate rises linearly from zero, in [0, 1).
         arguments: further arguments of that schedule, for example ``{min_lr_rate: 0.1}`` of ``cosine_with_min_lr``.
     """
 

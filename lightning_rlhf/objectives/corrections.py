@@ -10,7 +10,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.mismatch import (
     LOG_BOUND,
-    effective_share,
+    effective_fraction,
     means_over_ranks,
     mismatch_metrics,
     response_mean,
@@ -191,7 +191,7 @@ class RolloutCorrection:
         if spreads:
             metrics |= spread_metrics(spreads, ranks)
         if self.level is not None:
-            metrics["weight_ess"] = effective_share(metrics["weight_mean"], metrics["weight_std"])
+            metrics["weight_ess"] = effective_fraction(metrics["weight_mean"], metrics["weight_std"])
         return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     # -- verl's presets -----------------------------------------------------------------------------------------

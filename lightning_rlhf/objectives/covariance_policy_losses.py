@@ -26,24 +26,24 @@ _KINK = 1e-3  # nats; within it |log r| is a parabola
 class ClipCovLoss(ClippedPolicyLoss):
     """:class:`ClippedPolicyLoss` without the gradient of a random few tokens of large covariance.
 
-    Of the tokens whose covariance lies between the bounds and that no clip binds already, ``share`` of all tokens of
+    Of the tokens whose covariance lies between the bounds and that no clip binds already, ``fraction`` of all tokens of
     the mini-batch, but at least one, is drawn at random; their loss is 0, and they still count in the denominator.
 
     Args:
-        share: share of all tokens, in (0, 1].
+        fraction: fraction of all tokens, in (0, 1].
         covariance_low: tokens have more, in units of advantage times nats.
         covariance_high: tokens have less.
     """
 
     selects_tokens: ClassVar[bool] = True
 
-    share: float = 2e-4
+    fraction: float = 2e-4
     covariance_low: float = 1.0
     covariance_high: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share(self.share)
+        _check_fraction(self.fraction)
         if not self.covariance_low < self.covariance_high:
             raise UsageError(
                 f"covariance_low must be less than covariance_high, got {self.covariance_low} and "
@@ -64,7 +64,7 @@ class ClipCovLoss(ClippedPolicyLoss):
         bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
         large = covariance(logprobs, advantages, mask, ranks)
         candidates = mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
-        return select_largest(torch.zeros_like(large), candidates, _count(self.share, mask, ranks), generator, ranks)
+        return select_largest(torch.zeros_like(large), candidates, _count(self.fraction, mask, ranks), generator, ranks)
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
@@ -77,23 +77,23 @@ class ClipCovLoss(ClippedPolicyLoss):
 class KLCovLoss(PolicyLoss):
     """The surrogate without a clip, and the tokens of largest covariance held to the old policy.
 
-    L = -A r, and -A r + kl_coef |logprob - old_logprob| for the ``share`` of all tokens of the mini-batch, but at
+    L = -A r, and -A r + kl_coef |logprob - old_logprob| for the ``fraction`` of all tokens of the mini-batch, but at
     least one, that has the largest covariance; of tokens that tie for the last places, random ones are taken.
     |log r| is the authors' estimate of the KL in their formula; within 1e-3 of 0 it is a parabola here, so
     that an actor that has not moved is not pushed by rounding errors.
 
     Args:
-        share: share of all tokens, in (0, 1].
+        fraction: fraction of all tokens, in (0, 1].
         kl_coef: weight of the penalty, positive.
     """
 
     selects_tokens: ClassVar[bool] = True
 
-    share: float = 2e-4
+    fraction: float = 2e-4
     kl_coef: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_share(self.share)
+        _check_fraction(self.fraction)
         if not self.kl_coef > 0:
             raise UsageError(f"kl_coef must be positive, got {self.kl_coef}")
 
@@ -108,7 +108,7 @@ class KLCovLoss(PolicyLoss):
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         large = covariance(logprobs, advantages, mask, ranks)
-        return select_largest(large, mask, _count(self.share, mask, ranks), generator, ranks)
+        return select_largest(large, mask, _count(self.fraction, mask, ranks), generator, ranks)
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were held."""
@@ -162,11 +162,11 @@ def _split_at_threshold(
     return candidates & (values > threshold), candidates & (values == threshold), missing
 
 
-def _count(share: float, mask: Tensor, ranks: DataRanks = ONE_RANK) -> int:
-    """The share of all tokens over all ranks, rounded down, and at least one."""
-    return max(1, math.floor(share * int(ranks.sum(mask.sum().double()))))
+def _count(fraction: float, mask: Tensor, ranks: DataRanks = ONE_RANK) -> int:
+    """The fraction of all tokens over all ranks, rounded down, and at least one."""
+    return max(1, math.floor(fraction * int(ranks.sum(mask.sum().double()))))
 
 
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise UsageError(f"share must lie in (0, 1], got {share}")
+def _check_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise UsageError(f"fraction must lie in (0, 1], got {fraction}")

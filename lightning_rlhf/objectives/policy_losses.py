@@ -150,7 +150,7 @@ class SAPOLoss(PolicyLoss):
                 raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: the share of the gradient let through (``gate``)."""
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: the fraction of the gradient let through (``gate``)."""
         advantages = tokens.advantages
         tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         opened = torch.sigmoid(tau * (torch.exp(tokens.log_ratio) - 1))

@@ -89,7 +89,7 @@ class DPOLoss(DirectLoss):
     With ``length_normalized``, the variant of "Tulu 3", Lambert et al. 2024.
 
     Args:
-        label_smoothing: assumed share of pairs with swapped labels, in [0, 0.5).
+        label_smoothing: assumed fraction of pairs with swapped labels, in [0, 0.5).
     """
 
     label_smoothing: float = 0.0

@@ -39,7 +39,7 @@ _NEEDS = {
     "clipping": _Need(3, ("policy/clip_fraction",)),
     "engine and actor": _Need(3, ("rollout/logprob_diff_mean",)),
     "critic": _Need(20, ("value/explained_variance",)),
-    "over-optimisation": _Need(3, ("val/share_correct_sampled|val/share_correct_greedy|val/score_sampled",)),
+    "over-optimisation": _Need(3, ("val/fraction_correct_sampled|val/fraction_correct_greedy|val/score_sampled",)),
     "reward model": _Need(1, ("val/policy_score_mean",)),
     "rising loss": _Need(10, ("train/loss",)),
     "gradient spike": _Need(20, ("grad_norm/actor|grad_norm/critic",)),

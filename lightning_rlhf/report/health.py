@@ -299,7 +299,7 @@ def _critic(history: RunHistory) -> _Failure | None:
 
 
 def _over_optimisation(history: RunHistory) -> _Failure | None:
-    names = ["val/share_correct_sampled", "val/share_correct_greedy", "val/score_sampled"]
+    names = ["val/fraction_correct_sampled", "val/fraction_correct_greedy", "val/score_sampled"]
     names += [f"val/{reward}_sampled" for reward in history.rewards] if len(history.rewards) == 1 else []
     name = next((name for name in names if _has(history, name)), None)
     if name is None:

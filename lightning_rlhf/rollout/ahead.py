@@ -196,7 +196,7 @@ class RestoringSampler:
 
 @dataclass
 class IdleTimes:
-    """Shares of the time in which trainer and engine do nothing, over the window since the last step's request."""
+    """Fractions of the time in which trainer and engine do nothing, over the window since the last step's request."""
 
     _generations: list[Generation] = field(default_factory=list)  # that may lie in the window
     _start: float | None = None
@@ -208,7 +208,7 @@ class IdleTimes:
         self._generations += [request.generation for request in requests if id(request.generation) not in known]
 
     def shares(self, clock: Clock) -> dict[str, float]:
-        """Return the shares of the window that ends now, and begin the next one; the first call returns nothing.
+        """Return the fractions of the window that ends now, and begin the next one; the first call returns nothing.
 
         Args:
             clock: clock that counts the time in which the trainer waits for responses.
@@ -221,8 +221,8 @@ class IdleTimes:
         if start is None:
             return {}
         return {
-            "perf/trainer_idle_share": waited / (now - start),
-            "perf/engine_idle_share": 1 - covered(busy, start, now) / (now - start),
+            "perf/trainer_idle_fraction": waited / (now - start),
+            "perf/engine_idle_fraction": 1 - covered(busy, start, now) / (now - start),
         }
 
 

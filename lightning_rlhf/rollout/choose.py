@@ -67,15 +67,15 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
     Raises:
         ValueError: the model is too large for the GPUs of the machine.
     """
-    share = VLLMEngine().traits.gpu_share * torch.cuda.get_device_properties(0).total_memory
+    memory = VLLMEngine().traits.gpu_fraction * torch.cuda.get_device_properties(0).total_memory
     available = min(torch.cuda.device_count(), world_size)
     size = ranks
-    while weights / size >= share / 2:
+    while weights / size >= memory / 2:
         size *= 2
         if size > available or world_size % size:
             raise UsageError(
                 f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of an engine's memory on "
-                f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more ranks cannot share one (this "
+                f"{size // 2} GPUs ({size // 2} x {memory / 2**30:.1f} GiB), and more ranks cannot share one (this "
                 f"machine has {torch.cuda.device_count()} GPUs, the run {world_size} processes): configure "
                 f"SharedEngine(VLLMEngine(...)) with a larger gpu_memory_utilization, or VLLMServerEngine"
             )

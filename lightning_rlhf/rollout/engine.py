@@ -33,7 +33,7 @@ class EngineTraits:
         swaps_adapters: whether the base weights are pushed once, and then only LoRA adapters.
         matrix_dtype: dtype that the engine casts pushed matrices to; None is that of its setup.
         shares_cores: whether the engine's process computes on the trainer's CPU cores, with the threads of the setup.
-        gpu_share: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has no fixed fraction.
+        gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has none.
         sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
     """
 
@@ -44,7 +44,7 @@ class EngineTraits:
     swaps_adapters: bool = False
     matrix_dtype: str | None = None
     shares_cores: bool = False
-    gpu_share: float = 0.0
+    gpu_fraction: float = 0.0
     sleeps: bool = False
 
 

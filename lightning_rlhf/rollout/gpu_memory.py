@@ -8,7 +8,7 @@ import torch
 def reserved_gpu_bytes(total: int) -> int:
     """Return the bytes of a GPU that trainer and engine leave free, for CUDA contexts, NCCL and CUDA graphs.
 
-    Neither counts these in its share. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
+    Neither counts these in its fraction. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
 
     Args:
         total: bytes of the GPU.
@@ -16,7 +16,7 @@ def reserved_gpu_bytes(total: int) -> int:
     return min(3 << 30, total // 16)
 
 
-def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
+def limit_gpu_memory(device: torch.device, engine_fraction: float) -> None:
     """Free cached GPU memory, and limit this process to the part that the engine on the same GPU does not use.
 
     Without the limit, the trainer could use memory that vLLM has not allocated yet, so that the engine runs out of
@@ -24,10 +24,10 @@ def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
 
     Args:
         device: device of the trainer; a CPU is ignored.
-        engine_share: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
+        engine_fraction: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        reserved = reserved_gpu_bytes(total) / total if engine_share else 0.0
-        torch.cuda.set_per_process_memory_fraction(max(0.0, 1.0 - engine_share - reserved), device)
+        reserved = reserved_gpu_bytes(total) / total if engine_fraction else 0.0
+        torch.cuda.set_per_process_memory_fraction(max(0.0, 1.0 - engine_fraction - reserved), device)

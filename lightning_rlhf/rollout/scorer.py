@@ -201,7 +201,7 @@ def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
         totals[name] = sum(record.metrics.get(name, 0.0) for record in records)
     sums = {f"env/{name}": (float(total), count) for name, total in totals.items()}
     seconds = sum(record.environment_s for record in records)
-    return {**sums, "env/written_share": (float(written), tokens), "time/environment_s": (seconds, count)}
+    return {**sums, "env/written_fraction": (float(written), tokens), "time/environment_s": (seconds, count)}
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:

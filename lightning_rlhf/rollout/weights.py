@@ -53,7 +53,7 @@ class EngineWeights:
             if self.pushed == step:
                 return
             engine = self.engine
-            limit_gpu_memory(self.device, engine.traits.gpu_share)
+            limit_gpu_memory(self.device, engine.traits.gpu_fraction)
             if not engine.traits.swaps_adapters:
                 engine.update_weights(self.roles.iter_full_params("actor", self.dtype), step)
             else:

@@ -63,7 +63,7 @@ class Demonstrations(Problems):
         num_rows: number of rows.
         digits: digits of each number.
         seed: seed of the problems.
-        calls: share of the solutions that use the calculator, in [0, 1].
+        calls: fraction of the solutions that use the calculator, in [0, 1].
     """
 
     calls: float = 0.15

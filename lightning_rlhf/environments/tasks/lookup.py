@@ -67,8 +67,8 @@ class Demonstrations:
     Args:
         num_rows: number of rows.
         seed: seed of the conversations.
-        two: share of the conversations with two lookups, whose answers are right, in [0, 1].
-        one: share of those with one lookup, whose answers are drawn, in [0, 1].
+        two: fraction of the conversations with two lookups, whose answers are right, in [0, 1].
+        one: fraction of those with one lookup, whose answers are drawn, in [0, 1].
     """
 
     num_rows: int

@@ -4,7 +4,7 @@
   const { runs, labelled, element, section, button, choices, own, isMissing, short, known, colour, key, page, meaningOf, kept } = window.report;
   const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
-  const FEATURED_VALIDATION = /^val\/(share_correct_greedy|share_correct_sampled|loss|pair_accuracy)$/;
+  const FEATURED_VALIDATION = /^val\/(fraction_correct_greedy|fraction_correct_sampled|loss|pair_accuracy)$/;
   const WHOLE = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));  // distances of the marks of steps
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
@@ -143,7 +143,7 @@
   function titleOf(metric) {
     const title = [element("h3", { text: metric })], definition = meaningOf(metric);
     if (definition) {
-      const isNamed = definition.meaning.startsWith(definition.unit);  // "share of tokens ..." has its unit
+      const isNamed = definition.meaning.startsWith(definition.unit);  // "fraction of tokens ..." has its unit
       const text = isNamed ? definition.meaning : [definition.unit, definition.meaning].filter(Boolean).join(": ");
       title.push(element("p", { class: "muted definition", text }));
     }

@@ -4,7 +4,7 @@
   const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, age, stateOf,
     compare, meaningOf, kept, ready } = window.report;
   let { runs } = data.project;
-  const FEATURED = ["val/share_correct_greedy", "val/share_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
+  const FEATURED = ["val/fraction_correct_greedy", "val/fraction_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
     "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
   const FEW_SETTINGS = 4;  // more than these are to the right of the metrics

@@ -27,8 +27,8 @@
 
   /** Names of the held-out metrics that are figures: correct responses, losses, and means of rewards with other values. */
   function validationsOf({ validation }) {
-    const main = ["val/share_correct_greedy", "val/share_correct_sampled", "val/loss", "val/pair_accuracy"];
-    const isRepeated = (name) => change(validation[name]) === change(own(validation, name.replace(/[^/]+_/, "share_correct_")));
+    const main = ["val/fraction_correct_greedy", "val/fraction_correct_sampled", "val/loss", "val/pair_accuracy"];
+    const isRepeated = (name) => change(validation[name]) === change(own(validation, name.replace(/[^/]+_/, "fraction_correct_")));
     const rewards = Object.keys(validation).filter((name) => /^val\/[^/]+_(greedy|sampled)$/.test(name) && !main.includes(name) && !isRepeated(name));
     return [...main, ...rewards.slice(0, MOST_REWARDS)];
   }

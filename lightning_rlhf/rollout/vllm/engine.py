@@ -100,7 +100,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`; without a share of the GPU if ``arguments`` set the cache in bytes."""
+        """See :attr:`RolloutEngine.traits`; without a fraction of the GPU if ``arguments`` set the cache in bytes."""
         has_gpu = torch.cuda.is_available()
         share = float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
         dtype = str(self._arguments.get("dtype", "auto")).removeprefix("torch.")
@@ -110,7 +110,7 @@ class VLLMEngine(RolloutEngine):
             needs_idle_push=self._within_gpu,
             matrix_dtype=dtype if dtype in ("float32", "bfloat16", "float16") else None,
             shares_cores=self._cpu_threads is None and not has_gpu,
-            gpu_share=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
+            gpu_fraction=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
             sleeps=self._sleeps,
         )
 

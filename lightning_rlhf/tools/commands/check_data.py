@@ -317,7 +317,7 @@ def render(result: dict[str, Any]) -> str:
         lines.append("  tokens: " + ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items()))
         if part["answer_tokens"]:
             answers = ", ".join(f"{key} {part['answer_tokens'][key]:g}" for key in ("median", "most"))
-            lines.append(f"  tokens of the right answers, without the end token: {answers}")
+            lines.append(f"  tokens of the correct answers, without the end token: {answers}")
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
         if "batches" in part:

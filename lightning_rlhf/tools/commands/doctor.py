@@ -37,7 +37,7 @@ from lightning_rlhf.rollout.vllm.availability import unusable_build, vllm_instal
 from lightning_rlhf.tools.commands.options import command_parser
 from lightning_rlhf.tools.commands.separate_process import error_line
 
-Finding = tuple[str, str, str]  # name, finding, and a fault or an empty string
+Fact = tuple[str, str, str]  # name, value, and a fault or an empty string
 
 _SETUP = Path(__file__).resolve().parents[3] / "setup.cfg"
 _MEMINFO = Path("/proc/meminfo")
@@ -67,7 +67,7 @@ _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "JOB_COMPLETION
 
 @dataclass
 class Report:
-    """Findings about the machine.
+    """Facts about the machine.
 
     Args:
         rows: section, name and finding of each row.
@@ -92,7 +92,7 @@ class Report:
                 section, "check failed", type(error).__name__, f"the check of {section} failed: {error_line(error)}"
             )
 
-    def extend(self, section: str, findings: Iterable[Finding]) -> None:
+    def extend(self, section: str, findings: Iterable[Fact]) -> None:
         """Add several rows."""
         for name, finding, fault in findings:
             self.add(section, name, finding, fault)
@@ -267,7 +267,7 @@ def check_devices(report: Report) -> None:
     report.add("cpu", platform.machine(), finding)
 
 
-def driver_findings(output: str, cuda: str | None) -> list[Finding]:
+def driver_findings(output: str, cuda: str | None) -> list[Fact]:
     """Check that driver and GPUs are new enough for torch's version of CUDA.
 
     Args:
@@ -361,7 +361,7 @@ def check_tools(report: Report) -> None:
         report.add("tools", program, path or "not found", fault if is_needed and not path else "")
 
 
-def compiler_findings(environ: Mapping[str, str]) -> list[Finding]:
+def compiler_findings(environ: Mapping[str, str]) -> list[Fact]:
     """Check for a C compiler and Python's headers, with which Triton compiles the launchers of kernels at run time."""
     compilers = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, compilers)), None)
@@ -419,7 +419,7 @@ def list_environment(report: Report) -> None:
             report.add("environment", name, f"= {os.environ[name]}, set by you. Not set by us: {reason}.")
 
 
-def launcher_findings(environ: Mapping[str, str]) -> list[Finding]:
+def launcher_findings(environ: Mapping[str, str]) -> list[Fact]:
     """Check the launcher of this process, as Lightning detects it."""
     kind = next(kind for kind in _LAUNCHERS if kind is LightningEnvironment or kind.detect())
     findings = [("launched by", _LAUNCHERS[kind], "")]

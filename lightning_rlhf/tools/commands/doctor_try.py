@@ -49,7 +49,7 @@ _STEPS = 2
 # Time limits in seconds; a first start of vLLM compiles kernels.
 _KERNELS_SECONDS = 120.0
 _STEPS_SECONDS = 300.0
-Finding = tuple[str, str, str]  # name, finding, and a fault or an empty string
+Fact = tuple[str, str, str]  # name, value, and a fault or an empty string
 
 
 def checks() -> dict[str, tuple[Callable[[], str], float]]:
@@ -66,14 +66,14 @@ def checks() -> dict[str, tuple[Callable[[], str], float]]:
     return limited
 
 
-def try_out() -> Iterator[Finding]:
+def try_out() -> Iterator[Fact]:
     """Run each check in a separate process and yield its finding; one that crashes or hangs does not end the others."""
     for name, (_, seconds) in checks().items():
         result, failure, _ = run_apart([sys.executable, "-m", __name__, name], seconds)
         yield (name, "failed", f"{name}: {failure}") if result is None else tuple(result)
 
 
-def run_check(name: str) -> Finding:
+def run_check(name: str) -> Fact:
     """Run a check in this process; any error of CUDA, vLLM, torch or this package becomes a fault."""
     began = time.monotonic()
     try:
@@ -158,7 +158,7 @@ def steps(precision: str) -> str:
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Return the share of the letter a in each completion."""
+    """Return the fraction of the letter a in each completion."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 

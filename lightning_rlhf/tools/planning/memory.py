@@ -288,7 +288,7 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
         cache          2 w layers key / t for each token; w layers (latent + rotary) of latent attention
 
     with w the bytes per element, t the engine's tensor-parallel size, h the width and f that of the MLP or of the
-    active experts. An engine with a share of the memory uses the rest of this share as cache.
+    active experts. An engine with a fraction of the memory uses the rest of this fraction as cache.
 
     Args:
         engine: engine on the GPUs of the trainer.

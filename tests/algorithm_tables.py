@@ -49,7 +49,7 @@ def row(path):
 
 
 def bounds(path):
-    """Return the lowest shares of right answers that the run must reach, sampled and greedy."""
+    """Return the lowest fractions of correct answers that the run must reach, sampled and greedy."""
     (pair,) = re.findall(r"^# Bounds: (\S+) sampled, (\S+) greedy$", path.read_text(), re.MULTILINE)
     return tuple(float(bound) for bound in pair)
 

@@ -34,10 +34,10 @@ def test_one_line_is_printed_per_step_and_per_validation(run, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2", "step 2"]
     assert lines[0].startswith("step 0: val/")
-    assert "val/share_correct_greedy 0.5" in lines[0]
+    assert "val/fraction_correct_greedy 0.5" in lines[0]
     assert "reward/mean " in lines[1]
     assert "reward/exact " in lines[1]
-    for name in ("val/share_correct_greedy", "reward/max", "advantage/mean"):
+    for name in ("val/fraction_correct_greedy", "reward/max", "advantage/mean"):
         assert name not in lines[1]
 
 
@@ -127,15 +127,15 @@ def test_waiting_before_the_first_step_is_explained(run, capsys, monkeypatch):
 
 
 METRICS = {
-    "val/share_correct_greedy": 0.875,
-    "val/share_correct_greedy_low": 0.807, "val/share_correct_greedy_high": 0.922, "val/pass@4": 1.0,
+    "val/fraction_correct_greedy": 0.875,
+    "val/fraction_correct_greedy_low": 0.807, "val/fraction_correct_greedy_high": 0.922, "val/pass@4": 1.0,
     "val/env/fault_died": 0.0, "val/exact_greedy": 0.875, "val/exact_best@4": 1.0, "val/fields_greedy": 0.9,
     "val/response_tokens_mean": 12.0,
 }  # fmt: skip
 
 
 def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
-    console, metrics = Console(), {"val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5}
+    console, metrics = Console(), {"val/fraction_correct_greedy": 0.5, "val/fraction_correct_sampled": 0.5}
     trainer = SimpleNamespace(
         sanity_checking=False, is_global_zero=True, global_step=8, callbacks=[], progress_bar_callback=None
     )
@@ -149,12 +149,12 @@ def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
 
 
 def test_validation_metrics_are_shown_once():
-    names = ["val/share_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
+    names = ["val/fraction_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
     assert shown_names(METRICS) == names
     assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
-    by_chance = {**METRICS, "val/share_correct_sampled": 0.5, "val/exact_sampled": 0.4}
+    by_chance = {**METRICS, "val/fraction_correct_sampled": 0.5, "val/exact_sampled": 0.4}
     assert "val/exact_greedy" in shown_names(by_chance)  # not the same reward
-    assert with_interval("val/share_correct_greedy", METRICS) == "0.875 (0.807 to 0.922)"
+    assert with_interval("val/fraction_correct_greedy", METRICS) == "0.875 (0.807 to 0.922)"
     assert with_interval("val/response_tokens_mean", METRICS) == "12"
 
 
@@ -170,19 +170,22 @@ def test_validation_metrics_are_shown_once():
     ],
 )
 def test_validation_before_training_estimates_the_room_for_improvement(greedy, sampled, expected):
-    for pair in (("val/share_correct_greedy", "val/share_correct_sampled"), ("val/right_greedy", "val/right_sampled")):
+    for pair in (
+        ("val/fraction_correct_greedy", "val/fraction_correct_sampled"),
+        ("val/right_greedy", "val/right_sampled"),
+    ):
         message = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
         assert expected in message
         assert bool(message) == bool(expected)
-    graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
-    assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
-        "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones, but val/graded "
-        "(0.030 for sampled responses) has values to learn from"
+    graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/fraction_correct_greedy": 0.0}
+    assert left_to_learn({**graded, "val/fraction_correct_sampled": 0.0}) == (
+        "before training, val/fraction_correct is 0.000 for greedy responses and 0.000 for sampled ones, but "
+        "val/graded (0.030 for sampled responses) has values to learn from"
     )
-    assert "but val/graded (0.030 for" in left_to_learn({**graded, "val/share_correct_sampled": 0.02})
+    assert "but val/graded (0.030 for" in left_to_learn({**graded, "val/fraction_correct_sampled": 0.02})
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
-    assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})
+    assert left_to_learn({**two, "val/fraction_correct_greedy": 0.5, "val/fraction_correct_sampled": 0.5})
 
 
 def test_first_and_last_validation_are_compared():
@@ -194,9 +197,9 @@ def test_first_and_last_validation_are_compared():
     later = row(
         "7",
         **{
-            "val/share_correct_greedy": 0.992,
-            "val/share_correct_greedy_low": 0.957,
-            "val/share_correct_greedy_high": 0.999,
+            "val/fraction_correct_greedy": 0.992,
+            "val/fraction_correct_greedy_low": 0.957,
+            "val/fraction_correct_greedy_high": 0.999,
             "val/fields_greedy": 1.0,
         },
     )
@@ -204,7 +207,7 @@ def test_first_and_last_validation_are_compared():
         "0",
         "7",
         [
-            ("val/share_correct_greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
+            ("val/fraction_correct_greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
             ("val/exact_greedy", "0.875", "0.875"),
             ("val/fields_greedy", "0.9", "1"),
         ],
@@ -216,7 +219,7 @@ def test_output_ends_with_the_comparison(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("validation at step 0 -> step 2, 95 % intervals in brackets:")
     assert all("->" in line for line in lines[first:])
-    assert any(line.startswith("  val/share_correct_greedy") and line.count("to") == 2 for line in lines[first:])
+    assert any(line.startswith("  val/fraction_correct_greedy") and line.count("to") == 2 for line in lines[first:])
 
 
 def test_learning_rates_are_printed(run, capsys):

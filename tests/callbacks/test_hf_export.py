@@ -28,9 +28,9 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
     assert tokenizer("abc", add_special_tokens=False)["input_ids"] == [4, 5, 6]
     result = json.loads((tmp_path / "export" / "metrics.json").read_text())
     assert result["step"] == 2
-    assert result["val/share_correct_greedy"] == made.metrics["val/share_correct_greedy"]
+    assert result["val/fraction_correct_greedy"] == made.metrics["val/fraction_correct_greedy"]
     card = (tmp_path / "export" / "README.md").read_text()
-    assert f"| `val/share_correct_greedy` | {result['val/share_correct_greedy']:.6g} |" in card
+    assert f"| `val/fraction_correct_greedy` | {result['val/fraction_correct_greedy']:.6g} |" in card
     assert "policy/clip_fraction" in result
     assert "clip_fraction" not in card
 

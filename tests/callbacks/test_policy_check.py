@@ -11,7 +11,7 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV, PolicyCheck
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.report.run_directory import RunDirectory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.helpers import assert_close
@@ -54,7 +54,7 @@ def test_share_of_correctly_ordered_samples_is_over_all_pairs(checked):
     right = torch.tensor(begins_late(texts_of(check.rollout), None)) >= 1
     assert 0 < right.sum() < len(right) == 16
     assert metrics["val/policy_accuracy"] == pytest.approx(right.float().mean().item())
-    assert metrics["val/policy_order"] == pytest.approx(ordered_share(check.raw[right], check.raw[~right]))
+    assert metrics["val/policy_order"] == pytest.approx(ordered_fraction(check.raw[right], check.raw[~right]))
 
 
 def test_report_has_the_metrics_and_limits_of_the_check(tmp_path, monkeypatch):

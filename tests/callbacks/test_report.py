@@ -38,24 +38,30 @@ def test_run_ends_with_three_tables_and_a_file(run, capsys, tmp_path):
     assert [sample["prompt"] for sample in written["before"]] == [row["prompt"] for row in ROWS]
 
 
-ROW = {"step": "0", "val/share_correct_greedy": "", "val/share_correct_sampled": "", "reward/mean": "", "kl/ref": ""}
+ROW = {
+    "step": "0",
+    "val/fraction_correct_greedy": "",
+    "val/fraction_correct_sampled": "",
+    "reward/mean": "",
+    "kl/ref": "",
+}
 
 
 def test_progress_compares_the_first_and_the_last_validation():
     rows = [
-        {**ROW, "val/share_correct_greedy": "0.25", "val/share_correct_sampled": "0.125"},
+        {**ROW, "val/fraction_correct_greedy": "0.25", "val/fraction_correct_sampled": "0.125"},
         {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.0"},
         {**ROW, "step": "2", "reward/mean": "3.0", "kl/ref": "0.5"},
-        {**ROW, "step": "2", "val/share_correct_greedy": "0.75", "val/share_correct_sampled": "0.5"},
+        {**ROW, "step": "2", "val/fraction_correct_greedy": "0.75", "val/fraction_correct_sampled": "0.5"},
     ]
     table = Report().progress(rows)
     assert [column.header for column in table.columns] == ["", "step 0", "step 2"]
-    assert words(table, "right answers, greedy") == ["right answers, greedy", "0.25", "0.75"]
+    assert words(table, "correct answers, greedy") == ["correct answers, greedy", "0.25", "0.75"]
     assert words(table, "training reward") == ["training reward", "1.000", "3.000"]
     assert words(table, "KL to the reference")[1:] == ["0.000", "0.500"]
 
 
-@pytest.mark.parametrize("rows", [[], [{**ROW, "val/share_correct_greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
+@pytest.mark.parametrize("rows", [[], [{**ROW, "val/fraction_correct_greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
 def test_progress_table_needs_validation_and_training(rows):
     assert Report().progress(rows) is None
 
@@ -90,13 +96,13 @@ def test_right_answer_is_shown_from_any_known_column(run, capsys):
     callbacks = [MetricsCSV(), Report(num_samples=4)]
     run(data=data, loop={"rewards": [judge]}, callbacks=callbacks, trainer={"limit_val_batches": None}).fit()
     shown = capsys.readouterr().out
-    assert "right answer" in shown
+    assert "correct answer" in shown
     assert all(f"{letter}!" in shown for letter in "abcd")
 
 
 def test_times_and_shares_add_up_with_a_row_for_the_rest():
     row = {"time/step_s": "10", "time/generate_s": "6", "time/update_s": "3"}
-    table = Report().times([row, row, {"val/share_correct_greedy": "1"}])
+    table = Report().times([row, row, {"val/fraction_correct_greedy": "1"}])
     assert words(table, "generate") == ["generate", "12.0", "60%"]
     assert words(table, "update") == ["update", "6.0", "30%"]
     assert words(table, "other") == ["other", "2.0", "10%"]

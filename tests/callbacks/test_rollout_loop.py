@@ -389,7 +389,7 @@ def test_same_loop_can_run_again_and_syncs_again(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2}, data={"val": InMemory(ROWS)}).fit()
     before = made.metrics
     (measured,) = made.trainer.validate(made.module, datamodule=made.data, verbose=False)  # another start of the engine
-    assert measured["val/share_correct_greedy"] == before["val/share_correct_greedy"]
+    assert measured["val/fraction_correct_greedy"] == before["val/fraction_correct_greedy"]
     again = run(data={"val": InMemory(ROWS)})
     again.trainer.callbacks[again.trainer.callbacks.index(again.loop)] = made.loop
     again.fit()  # the check would see weights that were not pushed

@@ -344,11 +344,11 @@ def test_greedy_responses_are_requested_in_advance_too(run, tmp_path):
     assert received == [(0, 0), (0, 0), (1, 1)]
 
 
-def test_staleness_and_idle_shares_are_logged(run):
+def test_staleness_and_idle_fractions_are_logged(run):
     metrics = recorded(run, 1).metrics
     assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 1
-    assert 0 <= metrics["perf/trainer_idle_share"] <= 1
-    assert 0 <= metrics["perf/engine_idle_share"] <= 1
+    assert 0 <= metrics["perf/trainer_idle_fraction"] <= 1
+    assert 0 <= metrics["perf/engine_idle_fraction"] <= 1
 
 
 def test_run_without_staleness_logs_no_staleness_metrics(run):

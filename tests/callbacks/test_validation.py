@@ -59,9 +59,9 @@ def measured(tokenizer):
 
 def test_means_of_greedy_and_sampled_responses(measured):
     result = measured.metrics(ONE_RANK)
-    assert result["val/share_correct_greedy"] == result["val/given_greedy"] == 0.5
+    assert result["val/fraction_correct_greedy"] == result["val/given_greedy"] == 0.5
     assert result["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
-    assert result["val/share_correct_sampled"] == result["val/given_sampled"] == 0.5
+    assert result["val/fraction_correct_sampled"] == result["val/given_sampled"] == 0.5
     assert result["val/response_tokens_mean"] == 2.0  # of the sampled ones
     assert result["val/truncated_fraction"] == 1 / 8
 
@@ -70,9 +70,10 @@ def test_shares_of_correct_responses_have_confidence_intervals(measured):
     result = measured.metrics(ONE_RANK)
     # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
     for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
-        assert (result[f"val/share_correct_{name}_low"], result[f"val/share_correct_{name}_high"]) == pytest.approx(
-            interval
-        )
+        assert (
+            result[f"val/fraction_correct_{name}_low"],
+            result[f"val/fraction_correct_{name}_high"],
+        ) == pytest.approx(interval)
 
 
 def test_graded_rewards_have_confidence_intervals(tokenizer):
@@ -98,15 +99,16 @@ def test_confidence_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
         return validation.metrics(ranks)
 
     for result in over_ranks(*(partial(rank, number) for number in (0, 1))):
-        assert (result["val/share_correct_sampled_low"], result["val/share_correct_sampled_high"]) == pytest.approx(
-            wilson_interval(4, 8)
-        )
+        assert (
+            result["val/fraction_correct_sampled_low"],
+            result["val/fraction_correct_sampled_high"],
+        ) == pytest.approx(wilson_interval(4, 8))
 
 
 def test_interval_needs_the_correctness_of_some_response(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([math.nan] * 10), tokenizer)
-    assert math.isnan(validation.metrics(ONE_RANK)["val/share_correct_greedy_low"])
+    assert math.isnan(validation.metrics(ONE_RANK)["val/fraction_correct_greedy_low"])
 
 
 def test_pass_at_k_is_unbiased(measured):
@@ -114,7 +116,7 @@ def test_pass_at_k_is_unbiased(measured):
     # n = 4. c = 1: pass@2 = 1 - C(3,2)/C(4,2) = 1/2. c = 3: C(1,2) = 0, so 1.
     assert result["val/pass@2"] == pytest.approx(0.75)
     assert result["val/pass@4"] == 1.0
-    assert result["val/pass@1"] == result["val/share_correct_sampled"] == 0.5
+    assert result["val/pass@1"] == result["val/fraction_correct_sampled"] == 0.5
     assert not {"val/pass@3", "val/pass@8", "val/given_best@1", "val/given_worst@1"} & set(result)
     for k in (2, 4):
         assert result[f"val/given_best@{k}"] == pytest.approx(result[f"val/pass@{k}"])
@@ -139,7 +141,7 @@ def test_score_order_is_the_share_of_pairs_whose_right_sample_scores_higher(toke
     measured.add_scores(torch.tensor([9, 0.1, 0.5, 0.9, 0.9, -9, 0.8, 0.9, 0.3, 0.2]))
     result = measured.metrics(ONE_RANK)
     # wins over (0.1, 0.9, 0.9, 0.3): 0.5 -> 2, 0.8 -> 2, 0.9 -> 2 and two ties, 0.2 -> 1
-    assert result["val/score_orders_right_first"] == pytest.approx((2 + 2 + 3 + 1) / 16)
+    assert result["val/score_orders_correct_first"] == pytest.approx((2 + 2 + 3 + 1) / 16)
     assert result["val/score_greedy"] == 0.0
     assert result["val/score_sampled"] == pytest.approx((0.1 + 0.5 + 0.9 + 0.9 + 0.8 + 0.9 + 0.3 + 0.2) / 8)
 
@@ -149,7 +151,7 @@ def test_score_order_without_right_or_wrong_samples_is_nan(tokenizer, reward):
     validation = Validation(4, ["given"], "given", scored=True)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
-    assert math.isnan(validation.metrics(ONE_RANK)["val/score_orders_right_first"])
+    assert math.isnan(validation.metrics(ONE_RANK)["val/score_orders_correct_first"])
 
 
 def test_reward_that_does_not_apply_is_not_counted(tokenizer):
@@ -157,7 +159,7 @@ def test_reward_that_does_not_apply_is_not_counted(tokenizer):
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     result = validation.metrics(ONE_RANK)
     assert result["val/given_sampled"] == 1.0  # of five
-    assert result["val/share_correct_sampled"] == 1.0
+    assert result["val/fraction_correct_sampled"] == 1.0
     assert result["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
 
 
@@ -289,8 +291,8 @@ def test_each_source_has_separate_metrics(tokenizer, column):
         for name, value in expected.items():
             assert result[name.replace("val/", f"val/{source}/")] == pytest.approx(value, nan_ok=True)
     assert (
-        result["val/share_correct_sampled"]
-        == (result["val/x/share_correct_sampled"] + result["val/y/share_correct_sampled"]) / 2
+        result["val/fraction_correct_sampled"]
+        == (result["val/x/fraction_correct_sampled"] + result["val/y/fraction_correct_sampled"]) / 2
     )
 
 
@@ -434,8 +436,8 @@ def test_metrics_under_a_trainer_equal_those_computed_by_hand(run, monkeypatch):
     monkeypatch.setattr(made.engine, "generate", generate)
     made.fit()
     result = diary.entries[0][1]
-    assert result["val/share_correct_greedy"] == 0.5
-    assert result["val/share_correct_sampled"] == (1 + 0 + 2 + 1) / 8
+    assert result["val/fraction_correct_greedy"] == 0.5
+    assert result["val/fraction_correct_sampled"] == (1 + 0 + 2 + 1) / 8
     assert result["val/pass@2"] == 3 / 4
     assert result["val/response_tokens_mean"] == 2.0
     shown = {"prompt": "ccc", "response": "d", "exact": 0.0, "answer": "c", "ground_truth": "c"}
@@ -453,14 +455,14 @@ def test_metrics_under_a_trainer_equal_those_computed_by_hand(run, monkeypatch):
     right = [marks[p, w] for p, w in pairs if RIGHT[p] == w]
     wrong = [marks[p, w] for p, w in pairs if RIGHT[p] != w]
     wins = [float(a > b) + float(a == b) / 2 for a in right for b in wrong]
-    assert result["val/score_orders_right_first"] == pytest.approx(sum(wins) / len(wins))
+    assert result["val/score_orders_correct_first"] == pytest.approx(sum(wins) / len(wins))
     assert result["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
 
 
 def test_run_without_a_metric_logs_rewards_and_no_accuracy(run):
     made = run(loop={"val_metric": None}, data={"val": InMemory(ROWS)}).fit()
     assert made.metrics["val/exact_greedy"] > 0
-    assert not {"val/share_correct_greedy", "val/share_correct_sampled"} & set(made.metrics)
+    assert not {"val/fraction_correct_greedy", "val/fraction_correct_sampled"} & set(made.metrics)
 
 
 def test_metric_can_be_selected(run):
@@ -469,7 +471,7 @@ def test_metric_can_be_selected(run):
 
     rewards = [RewardFunction(never), RewardFunction(exact, weight=0.0)]
     made = run(loop={"rewards": rewards, "val_metric": "exact"}, data={"val": InMemory(ROWS)}).fit()
-    assert made.metrics["val/share_correct_greedy"] == made.metrics["val/exact_greedy"] > 0
+    assert made.metrics["val/fraction_correct_greedy"] == made.metrics["val/exact_greedy"] > 0
     assert made.metrics["val/never_greedy"] == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_rlhf.cli.commands import COMMANDS
 from lightning_rlhf.tools.commands import check_data, completion, plan
 
-# Calls the function that the script registers, as bash does when the tab key is pressed behind the last word.
+# Calls the function that the script registers, as bash does when the tab key is pressed after the last word.
 CALL = """
 source "$1"
 shift

@@ -94,7 +94,7 @@ def test_all_statistics_equal_values_computed_by_hand(evaluate):
     # Prompts score 1/2 and 0: p = 1/4, s^2 / m = (2/64) / ... = 0.125 / 4, so n = 0.1875 / 0.03125 = 6 trials.
     assert right["mean"] == 0.25
     assert_close([right["low"], right["high"]], [0.05999, 0.63519], rtol=2e-4)
-    # C(2, 2) / C(4, 2) = 1/6 of the pairs of the first prompt hold no right response.
+    # C(2, 2) / C(4, 2) = 1/6 of the pairs of the first prompt hold no correct response.
     assert_close(right["pass@1"]["mean"], 1 / 4)
     assert_close(right["pass@2"]["mean"], (5 / 6 + 0) / 2)
     assert_close(right["pass@4"]["mean"], (1 + 0) / 2)

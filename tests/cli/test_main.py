@@ -504,7 +504,7 @@ def test_quickstart_runs_for_two_steps_each(cli):
         )
         assert (result.code, result.err, result.warned) == (0, "", [])
         assert Path(f"runs/quickstart/{stage}/export/model.safetensors").is_file()
-    assert "right answers, greedy" in result.out
+    assert "correct answers, greedy" in result.out
 
 
 @pytest.mark.parametrize(("row", "expected"), [({"a": "b"}, True), (None, False)])

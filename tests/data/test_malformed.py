@@ -96,7 +96,7 @@ BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BR
     "one cell": (b"Dear all", "1 cells, the header has 4"),
     "a quote never closed": (b'"who?,me,you,1', "not CSV: a quote is not closed"),
     "a quote never closed at the end": (b'who?,me,you,"1', "not CSV: a quote is not closed"),
-    "text behind a quote": (b'"who?" she asked,me,you,1', "not CSV: ',' expected after '\"'"),
+    "text after a quote": (b'"who?" she asked,me,you,1', "not CSV: ',' expected after '\"'"),
     "a word for a number": (b"who?,me,you,much", "margin holds 'much', expected a number"),
     "no number": (b"who?,me,you,", "margin holds '', expected a number"),
     "a decimal comma": (b'who?,me,you,"1,5"', "margin holds '1,5', expected a number"),

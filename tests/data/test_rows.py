@@ -48,7 +48,7 @@ def test_every_kind_of_bad_row_is_reported_with_file_line_and_reason(bad_file):
         f"  {bad_file}:5: column 'text' holds list, expected text",
         f"  {bad_file}:6: column 'text' is empty",
         f"  {bad_file}:7: not JSON: Expecting ':' delimiter at column 8",
-        # behind the first five, the first of each further kind
+        # after the first five, the first of each further kind
         f"  {bad_file}:8: a JSON list, expected an object",
         f"  {bad_file}:9: column 'text' is not valid UTF-8 text",
     ]

@@ -50,18 +50,18 @@ def rolled(engine, actor, rank, ranks=2):
 def own_and_shared(folder):
     """Return the results of an engine per rank and of a shared engine."""
     rank = joined()
-    own, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
-    own.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
+    single, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
+    single.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
     shared.start(setup_of(source_of(), Path(folder, f"shared{rank}")))
-    result = {"ready": [own.wait(), shared.wait()]}
-    child = psutil.Process(own._process.process.pid).environ()
+    result = {"ready": [single.wait(), shared.wait()]}
+    child = psutil.Process(single._process.process.pid).environ()
     result["inherited"] = sorted(
         set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     )
-    for name, engine in (("own", own), ("shared", shared)):
+    for name, engine in (("single", single), ("shared", shared)):
         result[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
         result[f"{name} same"] = [c.token_ids for c in generate(engine, PROMPTS[:4], SAMPLING, SEEDS[:4])]
-    own.close()
+    single.close()
     if rank == 0:
         os.kill(shared._engine._process.process.pid, signal.SIGKILL)
     began = time.monotonic()

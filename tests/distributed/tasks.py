@@ -91,7 +91,7 @@ class SeededEngine(RolloutEngine):
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """Return the share of the letter a in each text."""
+    """Return the fraction of the letter a in each text."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 

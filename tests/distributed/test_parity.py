@@ -144,7 +144,7 @@ def test_conversations_equal_those_of_one_process(tmp_path):
         files.append(tmp_path / f"{len(files)}.safetensors")
         run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"turns": 4}}
         answers.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
-    assert all(step["env/turns"] > 1.2 and 0 < step["env/written_share"] < 1 for step in answers[0]["steps"])
+    assert all(step["env/turns"] > 1.2 and 0 < step["env/written_fraction"] < 1 for step in answers[0]["steps"])
     for answer, file in zip(answers[1:], files[1:], strict=True):
         assert_equal_metrics(answer, answers[0])
         assert max(largest_differences(file, files[0]).values()) <= WEIGHTS

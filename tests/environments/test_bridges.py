@@ -74,22 +74,22 @@ def test_text_after_an_answer(tokenizer):
 def test_sampled_end_tokens_are_not_repeated(tokenizer, sampled, rest):
     bridge = TemplateBridge(with_template(tokenizer, TWO_ENDS))
     bridge.check()
-    behind = bridge.ids("</tool><|im_end|><|im_start|>user\nwhy<|im_end|><|im_start|>assistant\n")
-    assert bridge.between(bridge.ids(f"yes{sampled}"), [user("why")]) == behind[rest:]
+    after = bridge.ids("</tool><|im_end|><|im_start|>user\nwhy<|im_end|><|im_start|>assistant\n")
+    assert bridge.between(bridge.ids(f"yes{sampled}"), [user("why")]) == after[rest:]
 
 
 def test_newline_at_the_end_of_a_turn_is_not_an_end_token(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
-    behind = bridge.between(bridge.ids("yes\n"), [user("why")])
-    assert tokenizer.decode(behind).startswith("<|im_end|>\n<|im_start|>user")
+    after = bridge.between(bridge.ids("yes\n"), [user("why")])
+    assert tokenizer.decode(after).startswith("<|im_end|>\n<|im_start|>user")
 
 
 @pytest.mark.parametrize("name", ["SENTINEL0ANSWER", "REPLY0OF0ENVIRONMENT"])
 def test_environment_may_write_the_placeholder_texts_of_the_bridge(tokenizer, name):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     text = f"{name} {name}0"
-    behind = bridge.between([tokenizer.eos_token_id], [user(text)])
-    assert behind == bridge.ids(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+    after = bridge.between([tokenizer.eos_token_id], [user(text)])
+    assert after == bridge.ids(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_prefix_preserving_template_continues_as_it_renders(tokenizer):
@@ -113,14 +113,14 @@ def test_prefix_preserving_template_continues_as_it_renders(tokenizer):
 def test_template_that_changes_earlier_turns_can_be_continued(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, THINKING), tools=SCHEMA)
     bridge.check()
-    behind = bridge.between([tokenizer.eos_token_id], [user("3", "tool")])
-    assert tokenizer.decode(behind) == "\n<|im_start|>tool\n<tool>3</tool><|im_end|>\n<|im_start|>assistant\n"
+    after = bridge.between([tokenizer.eos_token_id], [user("3", "tool")])
+    assert tokenizer.decode(after) == "\n<|im_start|>tool\n<tool>3</tool><|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
     ("template", "tools", "message"),
     [
-        (COUNTING, [], "renders the text behind an answer differently when more messages precede it"),
+        (COUNTING, [], "renders the text after an answer differently when more messages precede it"),
         (FORGETFUL, [], "renders a message of role 'user' 0 times, expected once"),
         (STRICT, SCHEMA, "no tools, in a conversation of an answer and a message of role 'tool'"),
         (TWICE, [], "renders an answer 2 times, expected once"),

@@ -76,10 +76,10 @@ def test_policy_trains_only_on_its_own_tokens(tmp_path, module):
         ends = [float(metrics[f"{prefix}env/stop_{name}"]) for name in get_args(StopReason)]
         assert sum(ends) == pytest.approx(1.0)
         assert 1 <= float(metrics[f"{prefix}env/turns"]) <= 3
-        assert 0 <= float(metrics[f"{prefix}env/written_share"]) < 1
+        assert 0 <= float(metrics[f"{prefix}env/written_fraction"]) < 1
     assert 1 < metrics["env/turns"] <= 3
     assert metrics["env/stop_truncated"] + metrics["env/stop_max_turns"] + metrics["env/stop_done"] == 1
-    assert metrics["env/written_share"] == written.sum() / real.sum()
+    assert metrics["env/written_fraction"] == written.sum() / real.sum()
     assert metrics["rollout/response_tokens"] == rollout.response_mask.sum()
     assert {"val/environment_greedy", "val/environment_sampled", "reward/environment"} <= metrics.keys()
 

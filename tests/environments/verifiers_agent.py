@@ -17,7 +17,7 @@ class Letters(vf.Task):
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
-        """Return the share of letters in the prompt."""
+        """Return the fraction of letters in the prompt."""
         text = trace.last_reply or ""
         return text.count(self.data.prompt) / max(len(text), 1)
 

@@ -48,7 +48,7 @@ _DECAY = {
 
 
 def digits(completions):
-    """Return the share of digits plus a random number from every generator."""
+    """Return the fraction of digits plus a random number from every generator."""
 
     def luck():
         return (random.random() + numpy.random.rand() + torch.rand(()).item()) / 100

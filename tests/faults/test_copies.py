@@ -1,4 +1,4 @@
-"""Several versions, saves at time intervals, and copies behind a URL that resume a run whose local disk is lost."""
+"""Several versions, saves at time intervals, and copies at a URL that resume a run whose local disk is lost."""
 
 import shutil
 

@@ -27,7 +27,7 @@ DEATHS = {
     "in the validation that was due": (_VALIDATION + "on_validation_batch_end", 1, "after"),
     "while the best is written": (_SAVE + "on_validation_end", 2, "before"),
     "between generation and learning": (_WEIGHTS + "check", 2, "before"),
-    "behind an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
+    "after an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
     "between the weights of two models": ("safetensors.torch:save", 2, "before"),
     "while files are summed": (_MANIFEST + "digest", 2, "before"),
     "with a version that no manifest names": (_MANIFEST + "write", 1, "before"),
@@ -36,10 +36,10 @@ DEATHS = {
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
     "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
     "in the middle of generation": (_SOURCE + "start", 3, "after"),
-    "behind the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
+    "after the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
     "in the last validation": (_VALIDATION + "on_validation_batch_end", 1, "before"),
     "before the export": (_EXPORT + "_write", 1, "before"),
-    "behind the export": (_EXPORT + "_write", 1, "after"),
+    "after the export": (_EXPORT + "_write", 1, "after"),
 }
 _BY_EPOCHS = {"max_epochs": 2, "val_check_interval": 1.0}
 
@@ -96,7 +96,7 @@ def test_kills_at_random_points_of_an_asynchronous_run_change_no_result(forge, u
 
 def test_kills_at_four_points_of_one_run_change_no_result(forge, undisturbed, tmp_path):
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
-             "behind an epoch's last batch")  # fmt: skip
+             "after an epoch's last batch")  # fmt: skip
     assert forge.finish(tmp_path, ppo(), [{"position": DEATHS[name]} for name in names]) == 4
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
@@ -135,10 +135,10 @@ def test_run_that_ends_within_an_epoch_resumes_in_that_epoch(forge, undisturbed,
     def steps(count):
         return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
 
-    position = _VALIDATION + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
+    position = _VALIDATION + "on_validation_batch_end"  # of the validation after step 7, which no interval asked for
     assert forge.finish(tmp_path, steps(7), [{"position": (position, 8, "after")}]) == 1
     assert_same(tmp_path, undisturbed(steps(7)))
-    # and with more steps it becomes the longer run; only the best can be the one of the validation behind step 7
+    # and with more steps it becomes the longer run; only the best can be the one of the validation after step 7
     assert forge.attempt(tmp_path, steps(12), resume="last") == 0
     (tmp_path / "run/rollouts/validation-000007.jsonl").unlink()  # the longer run does not validate after step 7
     assert_same(tmp_path, undisturbed(steps(12)), names=("last",))
@@ -195,7 +195,7 @@ def test_processes_of_the_command_killed_at_random_times_change_no_result(undist
             assert process.wait() == 0
             break
         try:
-            process.wait(draw.uniform(6, 16))  # any moment will do, before the start and behind the end included
+            process.wait(draw.uniform(6, 16))  # any moment will do, before the start and after the end included
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -219,7 +219,7 @@ def test_kills_in_conversations_change_no_result(forge, undisturbed, tmp_path, m
     table = [dict(row) for row in rows(undisturbed(config, calls=0))]
     training = [row for row in table if row["kl/coef"]]
     assert len({row["env/turns"] for row in training}) > 1
-    assert all(0 < float(row["env/written_share"]) < 1 for row in training)
+    assert all(0 < float(row["env/written_fraction"]) < 1 for row in training)
     position = "lightning_rlhf.rollout.conversation_loop:ConversationLoop._on_reply"
     deaths = [{"position": (position, call, when)} for call, when in ((75, "before"), (120, "after"), (60, "before"))]
     assert forge.finish(tmp_path, config, deaths) == 3

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.diagnostics import explained_variance, gradient_power, ordered_share
+from lightning_rlhf.functional.diagnostics import explained_variance, gradient_power, ordered_fraction
 from lightning_rlhf.functional.samples import best_at_k, majority_at_k, pass_at_k, wilson_interval, worst_at_k
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import (
@@ -324,22 +324,22 @@ def test_ranks_together_have_the_gradient_power_of_one(mask, seed):
         assert_close([*result.values()], power_by_loop(*inputs), equal_nan=True, **EXACT)
 
 
-def test_ordered_share_of_a_case_worked_by_hand():
+def test_ordered_fraction_of_a_case_worked_by_hand():
     # of six pairs, 3>1, 3>2, 2>1 are right, 2=2 is a tie, 0<1 and 0<2 are wrong: 3.5 / 6
-    assert_close(ordered_share(torch.tensor([3.0, 2.0, 0.0]), torch.tensor([1.0, 2.0])), 3.5 / 6)
+    assert_close(ordered_fraction(torch.tensor([3.0, 2.0, 0.0]), torch.tensor([1.0, 2.0])), 3.5 / 6)
 
 
 @properties
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.lists(st.integers(-3, 3), min_size=1, max_size=8))
-def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
+def test_ordered_fraction_counts_pairs_and_half_the_ties(better, worse):
     points = [1.0 if high > low else 0.5 if high == low else 0.0 for high in better for low in worse]
-    share = ordered_share(torch.tensor(better), torch.tensor(worse))
+    share = ordered_fraction(torch.tensor(better), torch.tensor(worse))
     assert_close(share, statistics.fmean(points))
-    assert_close(ordered_share(torch.tensor(worse), torch.tensor(better)), 1 - share)
+    assert_close(ordered_fraction(torch.tensor(worse), torch.tensor(better)), 1 - share)
 
 
 @pytest.mark.parametrize(
-    ("better", "worse", "share"),
+    ("better", "worse", "fraction"),
     [
         ([math.inf], [math.inf], 0.5),
         ([math.inf], [0.0], 1.0),
@@ -348,35 +348,35 @@ def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
         ([0.0], [math.nan, 1.0], math.nan),
     ],
 )
-def test_ordered_share_of_infinite_and_nan_scores(better, worse, share):
-    assert_close(ordered_share(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
+def test_ordered_fraction_of_infinite_and_nan_scores(better, worse, share):
+    assert_close(ordered_fraction(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
 
 
-def test_ordered_share_is_the_area_under_the_roc_curve_of_scikit_learn():
+def test_ordered_fraction_is_the_area_under_the_roc_curve_of_scikit_learn():
     for case in PEERS["roc_auc"]["cases"]:
-        share = ordered_share(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))
-        assert_close(float64(share), float64(float(case["outputs"]["share"])), equal_nan=True, **EXACT)
+        share = ordered_fraction(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))
+        assert_close(float64(share), float64(float(case["outputs"]["fraction"])), equal_nan=True, **EXACT)
 
 
-def test_ordered_share_is_the_mann_whitney_u_of_scipy_over_the_number_of_pairs():
+def test_ordered_fraction_is_the_mann_whitney_u_of_scipy_over_the_number_of_pairs():
     for case in PEERS["mannwhitneyu"]["cases"]:
         better, worse = float64(case["inputs"]["better"]), float64(case["inputs"]["worse"])
         pairs = len(better) * len(worse)
         expected = float(case["outputs"]["u"]) / pairs if pairs else math.nan
-        assert_close(float64(ordered_share(better, worse)), float64(expected), equal_nan=True, **EXACT)
+        assert_close(float64(ordered_fraction(better, worse)), float64(expected), equal_nan=True, **EXACT)
 
 
-def test_ordered_share_distinguishes_close_scores():
+def test_ordered_fraction_distinguishes_close_scores():
     # neighbours in bfloat16, and integers beyond float32
-    assert ordered_share(torch.tensor([1.0078125]).bfloat16(), torch.tensor([1.0]).bfloat16()) == 1.0
-    assert ordered_share(torch.tensor([2**24 + 1]), torch.tensor([2**24])) == 1.0
+    assert ordered_fraction(torch.tensor([1.0078125]).bfloat16(), torch.tensor([1.0]).bfloat16()) == 1.0
+    assert ordered_fraction(torch.tensor([2**24 + 1]), torch.tensor([2**24])) == 1.0
 
 
-def test_ordered_share_of_an_empty_batch_is_nan():
+def test_ordered_fraction_of_an_empty_batch_is_nan():
     scores, nothing = torch.ones(2), torch.ones(0)
-    assert math.isnan(ordered_share(scores, nothing))
-    assert math.isnan(ordered_share(nothing, scores))
-    assert math.isnan(ordered_share(nothing, nothing))
+    assert math.isnan(ordered_fraction(scores, nothing))
+    assert math.isnan(ordered_fraction(nothing, scores))
+    assert math.isnan(ordered_fraction(nothing, nothing))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.functional.mismatch import (
-    effective_share,
+    effective_fraction,
     maxima_over_ranks,
     means_over_ranks,
     mismatch_metrics,
@@ -248,11 +248,11 @@ def test_metrics_of_lower_precision_are_computed_in_float64(dtype):
     assert mismatch_metrics(train, rollout, mask) == mismatch_metrics(train.double(), rollout.double(), mask)
 
 
-def test_effective_share_of_cases_worked_by_hand():
-    assert_close(effective_share(1.0, 0.0), 1)
-    assert_close(effective_share(2.0, 1.0), 0.8)  # weights 1 and 3: 16 / (2 * 10)
-    assert effective_share(0.0, 0.0) == 0
-    assert math.isnan(effective_share(math.nan, math.nan))
+def test_effective_fraction_of_cases_worked_by_hand():
+    assert_close(effective_fraction(1.0, 0.0), 1)
+    assert_close(effective_fraction(2.0, 1.0), 0.8)  # weights 1 and 3: 16 / (2 * 10)
+    assert effective_fraction(0.0, 0.0) == 0
+    assert math.isnan(effective_fraction(math.nan, math.nan))
 
 
 def test_means_and_maxima_of_a_case_worked_by_hand():

@@ -64,7 +64,7 @@ def record_verl(inputs: dict[str, Tensor], mask: Tensor) -> dict[str, Any]:
     energy = {"old_log_probs": inputs["logprobs"], "sum_pi_squared": inputs["sum_pi_squared"]}
     last_only = torch.zeros_like(rewards)
     last_only[:, 0] = inputs["outcomes"]
-    # Cut responses: discounting the value behind the end is adding it to the reward of the last token.
+    # Cut responses: discounting the value after the end is adding it to the reward of the last token.
     end = mask.cumsum(dim=1).argmax(dim=1, keepdim=True)
     gamma, lam = 0.9, 0.7
     continued = rewards.scatter_add(1, end, gamma * inputs["final_values"].unsqueeze(1))

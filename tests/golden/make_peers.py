@@ -228,7 +228,7 @@ def record_roc_auc(inputs: dict[str, list[float]]) -> dict[str, Any]:
     """Return the area under the ROC curve, with better answers as the positive class."""
     labels = [1] * len(inputs["better"]) + [0] * len(inputs["worse"])
     share = roc_auc_score(labels, inputs["better"] + inputs["worse"])
-    return {"inputs": inputs, "outputs": {"share": number(share)}}
+    return {"inputs": inputs, "outputs": {"fraction": number(share)}}
 
 
 def record_mannwhitneyu(inputs: dict[str, list[float]]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gib", "share", "limit"),
+    ("gib", "fraction", "limit"),
     [(80, 0.4, 0.5625), (16, 0.4, 0.5375), (80, 0.0, 1.0), (80, 0.97, 0.0), (141, 0.9, 0.078723)],
 )
 def test_trainer_memory_is_limited_to_the_part_outside_of_engine_contexts_and_nccl(
@@ -181,14 +181,14 @@ def test_trainer_memory_is_limited_to_the_part_outside_of_engine_contexts_and_nc
 
 
 class Sharing(ScriptedEngine):
-    traits = EngineTraits(gpu_share=0.4)
+    traits = EngineTraits(gpu_fraction=0.4)
 
     def sleep(self):
         self.calls.append("sleep")
 
 
 class Sleeping(Sharing):
-    traits = EngineTraits(gpu_share=0.4, sleeps=True)
+    traits = EngineTraits(gpu_fraction=0.4, sleeps=True)
 
 
 def limits(monkeypatch, kind, tmp_path):

@@ -41,9 +41,9 @@ def test_task_is_solved(start, path):
     assert "warning" not in printed.lower()
     assert "Rollouts by VLLMEngine" in printed
     with open(start / f"runs/algorithms/{path.stem}/metrics.csv", newline="") as file:
-        before, after = [row for row in csv.DictReader(file) if row["val/share_correct_sampled"]]
-    assert float(before["val/share_correct_sampled"]) <= 0.60
-    assert float(before["val/share_correct_greedy"]) <= 0.45
+        before, after = [row for row in csv.DictReader(file) if row["val/fraction_correct_sampled"]]
+    assert float(before["val/fraction_correct_sampled"]) <= 0.60
+    assert float(before["val/fraction_correct_greedy"]) <= 0.45
     sampled, greedy = bounds(path)
-    assert float(after["val/share_correct_sampled"]) >= sampled
-    assert float(after["val/share_correct_greedy"]) >= greedy
+    assert float(after["val/fraction_correct_sampled"]) >= sampled
+    assert float(after["val/fraction_correct_greedy"]) >= greedy

@@ -22,11 +22,11 @@ def test_most_programs_pass_the_hidden_tests(tmp_path):
     printed = fit(tmp_path, "code/grpo")
     assert "warning" not in printed.lower()
     with open(tmp_path / "runs/code/grpo/metrics.csv", newline="") as file:
-        before, after = [row for row in csv.DictReader(file) if row["val/share_correct_sampled"]]
-    assert float(before["val/share_correct_sampled"]) <= 0.60
-    assert float(before["val/share_correct_greedy"]) <= 0.45
-    assert float(after["val/share_correct_sampled"]) >= SAMPLED
-    assert float(after["val/share_correct_greedy"]) >= GREEDY
+        before, after = [row for row in csv.DictReader(file) if row["val/fraction_correct_sampled"]]
+    assert float(before["val/fraction_correct_sampled"]) <= 0.60
+    assert float(before["val/fraction_correct_greedy"]) <= 0.45
+    assert float(after["val/fraction_correct_sampled"]) >= SAMPLED
+    assert float(after["val/fraction_correct_greedy"]) >= GREEDY
 
 
 # Well below the worse of two seeds, which are in configs/README.md: another processor rounds otherwise.

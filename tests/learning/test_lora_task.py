@@ -39,8 +39,8 @@ def test_adapters_solve_the_task_merged_or_swapped(engine, start):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"Rollouts by {engine}" in done.stdout + done.stderr
     with open(start / f"runs/{engine}/metrics.csv", newline="") as file:
-        before, after = [row for row in csv.DictReader(file) if row["val/share_correct_sampled"]]
-    assert float(before["val/share_correct_sampled"]) <= 0.60
-    assert float(before["val/share_correct_greedy"]) <= 0.45
-    assert float(after["val/share_correct_sampled"]) >= SAMPLED
-    assert float(after["val/share_correct_greedy"]) >= GREEDY
+        before, after = [row for row in csv.DictReader(file) if row["val/fraction_correct_sampled"]]
+    assert float(before["val/fraction_correct_sampled"]) <= 0.60
+    assert float(before["val/fraction_correct_greedy"]) <= 0.45
+    assert float(after["val/fraction_correct_sampled"]) >= SAMPLED
+    assert float(after["val/fraction_correct_greedy"]) >= GREEDY

@@ -60,7 +60,7 @@ def test_reward_improves_the_policy(followed):
         json.loads((directory / f"runs/own_task/{run}/export/metrics.json").read_text()) for run in ("sft", "grpo")
     ]
     assert metrics[0]["val/loss"] < 0.2
-    assert metrics[1]["val/share_correct_sampled"] > 0.85  # from 0.72
+    assert metrics[1]["val/fraction_correct_sampled"] > 0.85  # from 0.72
     table = next(text for command, text in followed[1].items() if command.startswith("evaluate"))
     share = float(re.search(r"right\s+│\s+256\s+│\s+1024\s+│\s+([\d.]+)", table)[1])
     assert share > 0.85

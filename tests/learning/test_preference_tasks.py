@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_rlhf.data.addition import Problems, exact
 from tests.learning.test_algorithms import fit
 
-# Least share of right answers, sampled and greedy: 0.04 and 0.03 below the worse of two seeds, which are in
+# Least fraction of correct answers, sampled and greedy: 0.04 and 0.03 below the worse of two seeds, which are in
 # configs/README.md. Before, they are about 0.51 and 0.27.
 BOUNDS = {"dpo": (0.72, 0.84), "ipo": (0.74, 0.94), "kto": (0.70, 0.78), "online_dpo": (0.91, 0.95)}
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.timeout(1200)]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.timeout(1200)]
 
 @torch.no_grad()
 def right_answers(export, sampled):
-    """Return the share of right answers to 512 held-out problems, greedy or sampled at temperature 1."""
+    """Return the fraction of correct answers to 512 held-out problems, greedy or sampled at temperature 1."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     rows = [row for _, row in Problems(512, held_out=True).rows()]
     ids = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows])

@@ -32,12 +32,12 @@ def runs(tmp_path_factory):
 
 
 def assert_learned(metrics):
-    validations = [row for row in metrics if "val/share_correct_sampled" in row]
+    validations = [row for row in metrics if "val/fraction_correct_sampled" in row]
     before, after = validations[0], validations[-1]
-    assert before["val/share_correct_sampled"] <= 0.60
-    assert before["val/share_correct_greedy"] <= 0.45
-    assert after["val/share_correct_sampled"] >= 0.93
-    assert after["val/share_correct_greedy"] >= 0.97
+    assert before["val/fraction_correct_sampled"] <= 0.60
+    assert before["val/fraction_correct_greedy"] <= 0.45
+    assert after["val/fraction_correct_sampled"] >= 0.93
+    assert after["val/fraction_correct_greedy"] >= 0.97
 
 
 def test_policy_learns_to_carry_from_the_reward_model(runs):
@@ -74,7 +74,7 @@ def test_learning_curve_equals_the_recorded_one(runs):
 def test_report_shows_all_documented_parts(runs):
     printed = (runs / "ppo.txt").read_text()
     for part in (
-        "right answers, greedy",
+        "correct answers, greedy",
         "KL to the reference",
         "tokens per second",
         "Time of the steps",

@@ -127,13 +127,13 @@ def test_chat_model_learns_word_problems(tmp_path, monkeypatch):
 
     with open(tmp_path / "run/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    validations = [row for row in rows if row["val/share_correct_greedy"]]
+    validations = [row for row in rows if row["val/fraction_correct_greedy"]]
     first, last = validations[0], validations[-1]
     # Seeds 21 and 22, which chose these bounds: greedy 0.19 to 0.59 and 0.61, sampled 0.08 and 0.09 to 0.52 and 0.50.
-    assert float(last["val/share_correct_greedy"]) - float(first["val/share_correct_greedy"]) > 0.2
-    assert float(last["val/share_correct_sampled"]) - float(first["val/share_correct_sampled"]) > 0.2
+    assert float(last["val/fraction_correct_greedy"]) - float(first["val/fraction_correct_greedy"]) > 0.2
+    assert float(last["val/fraction_correct_sampled"]) - float(first["val/fraction_correct_sampled"]) > 0.2
     assert float(last["val/truncated_fraction"]) < 0.1 < float(first["val/truncated_fraction"])
-    assert "val/share_correct_greedy" in (tmp_path / "run/report.html").read_text()
+    assert "val/fraction_correct_greedy" in (tmp_path / "run/report.html").read_text()
 
 
 def result(call):

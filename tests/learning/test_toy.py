@@ -21,7 +21,7 @@ LENGTH, STEPS = 6, 30
 
 
 def share_of_a(completions):
-    """Return the share of the letter a in the longest possible response; the best policy always writes aaaaaa."""
+    """Return the fraction of the letter a in the longest possible response; the best policy always writes aaaaaa."""
     return [text.count("a") / LENGTH for text in completions]
 
 

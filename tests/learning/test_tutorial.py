@@ -61,7 +61,7 @@ def test_the_tutorial(tmp_path):
     assert "damaged the policy" in (folder / "runs/first/report.html").read_text()
     assert sum(second[-5:]) / 5 > 0.9
     assert len(second) == 30
-    greedy = column(folder / "runs/second", "val/share_correct_greedy")
+    greedy = column(folder / "runs/second", "val/fraction_correct_greedy")
     assert greedy[0] < 0.6
     assert greedy[-1] > 0.95
     assert correct_answers(folder / "after.jsonl") > correct_answers(folder / "before.jsonl") + 0.2

@@ -73,14 +73,23 @@ def test_clip_cov_selects_tokens_between_its_bounds_that_are_not_clipped():
     def selected_tokens(objective, old=logprobs):
         return objective.select_tokens(logprobs, old, advantages, HAND_MASK, seeded()).int().tolist()
 
-    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
-    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=1.5, covariance_high=20.0)) == [[1, 0, 0], [0, 1, 0]]
-    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=1.0, covariance_high=12.0)) == [[1, 0, 0], [0, 0, 0]]
-    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=50.0, covariance_high=60.0)) == [[0, 0, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=1.5, covariance_high=20.0)) == [
+        [1, 0, 0],
+        [0, 1, 0],
+    ]
+    assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=1.0, covariance_high=12.0)) == [
+        [1, 0, 0],
+        [0, 0, 0],
+    ]
+    assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=50.0, covariance_high=60.0)) == [
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
     # The ratio of the first token is 2 with A = 4: clipped. That of the second is 2 too where the bound allows it.
     # That of the fourth is 2 with A = -3: only the dual clip binds it.
     old = logprobs - float64([[LN2, 0, 0], [0, LN2, 0]])
-    wide = {"share": 1.0, "covariance_low": 0.5, "covariance_high": 20.0}
+    wide = {"fraction": 1.0, "covariance_low": 0.5, "covariance_high": 20.0}
     assert selected_tokens(ClipCovLoss(**wide), old) == [[0, 1, 0], [0, 1, 0]]
     assert selected_tokens(ClipCovLoss(clip_range_high=1.5, **wide), old) == [[1, 1, 0], [0, 1, 0]]
     assert selected_tokens(ClipCovLoss(clip_range_high=1.5, dual_clip=1.9, **wide), old) == [[1, 1, 0], [0, 0, 0]]
@@ -88,7 +97,7 @@ def test_clip_cov_selects_tokens_between_its_bounds_that_are_not_clipped():
 
 def test_kl_cov_selects_the_largest_covariances():
     logprobs, advantages = HAND
-    for share, expected in (
+    for fraction, expected in (
         (0.01, [[0, 0, 0], [0, 1, 0]]),  # at least one
         (0.49, [[0, 0, 0], [0, 1, 0]]),  # rounded down
         (0.5, [[1, 0, 0], [0, 1, 0]]),
@@ -96,7 +105,7 @@ def test_kl_cov_selects_the_largest_covariances():
         (1.0, [[1, 1, 0], [1, 1, 0]]),
     ):
         arguments = logprobs, logprobs, advantages, HAND_MASK, seeded()
-        assert KLCovLoss(share=share).select_tokens(*arguments).int().tolist() == expected
+        assert KLCovLoss(fraction=fraction).select_tokens(*arguments).int().tolist() == expected
 
 
 def test_losses_of_a_case_worked_by_hand():
@@ -137,8 +146,8 @@ def test_kl_cov_penalizes_large_changes():
 @pytest.mark.parametrize(
     ("name", "objective"),
     [
-        ("clip_cov", ClipCovLoss(0.2, 0.2, 0.3, share=1.0, covariance_low=0.3, covariance_high=1.5)),
-        ("kl_cov", KLCovLoss(share=0.2, kl_coef=0.3)),
+        ("clip_cov", ClipCovLoss(0.2, 0.2, 0.3, fraction=1.0, covariance_low=0.3, covariance_high=1.5)),
+        ("kl_cov", KLCovLoss(fraction=0.2, kl_coef=0.3)),
     ],
 )
 def test_selection_loss_and_gradient_equal_those_of_verl(name, objective):
@@ -154,27 +163,27 @@ def test_selection_loss_and_gradient_equal_those_of_verl(name, objective):
     assert_close(torch.autograd.grad(loss, logprobs)[0], expected["gradient"], rtol=1e-9, atol=1e-12)
     assert 0 < selected_tokens.sum() < mask.sum()
     if name == "clip_cov":
-        share = expected["metrics"]["actor/pg_clipfrac"]
-        assert_close(diagnostics["chosen_fraction"][mask].mean(), share, rtol=1e-8)
+        fraction = expected["metrics"]["actor/pg_clipfrac"]
+        assert_close(diagnostics["chosen_fraction"][mask].mean(), fraction, rtol=1e-8)
 
 
 @properties
-@given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
-def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, share):
+@given(mask=masks(), seed=seeds, fraction=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, fraction):
     new, old, advantages, _ = batch(mask, seed)
-    selected_tokens = KLCovLoss(share=share).select_tokens(new, old, advantages, mask, seeded())
+    selected_tokens = KLCovLoss(fraction=fraction).select_tokens(new, old, advantages, mask, seeded())
     scores = covariances(new, advantages, mask)
     order = sorted(scores, key=scores.__getitem__, reverse=True)
-    expected = order[: max(1, int(share * len(order)))]
+    expected = order[: max(1, int(fraction * len(order)))]
     if len(order) != 2:  # the covariances of two tokens are equal
         assert {tuple(cell) for cell in selected_tokens.nonzero().tolist()} == set(expected)
 
 
 @properties
-@given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
-def test_clip_cov_samples_from_the_candidates_of_the_paper(mask, seed, share):
+@given(mask=masks(), seed=seeds, fraction=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_clip_cov_samples_from_the_candidates_of_the_paper(mask, seed, fraction):
     new, old, advantages, _ = batch(mask, seed)
-    objective = ClipCovLoss(0.2, 0.1, 0.4, share=share, covariance_low=0.1, covariance_high=1.0)
+    objective = ClipCovLoss(0.2, 0.1, 0.4, fraction=fraction, covariance_low=0.1, covariance_high=1.0)
     selected_tokens = objective.select_tokens(new, old, advantages, mask, seeded(seed))
     candidates = set()
     for cell, score in covariances(new, advantages, mask).items():
@@ -184,13 +193,13 @@ def test_clip_cov_samples_from_the_candidates_of_the_paper(mask, seed, share):
             candidates.add(cell)
     cells = {tuple(cell) for cell in selected_tokens.nonzero().tolist()}
     assert cells <= candidates
-    assert len(cells) == min(len(candidates), max(1, int(share * int(mask.sum()))))
+    assert len(cells) == min(len(candidates), max(1, int(fraction * int(mask.sum()))))
 
 
 def test_clip_cov_samples_candidates_uniformly():
     new, old, advantages, mask = batch(torch.ones(4, 5, dtype=torch.bool), 3)
     arguments = new, old, advantages, mask
-    objective = ClipCovLoss(0.9, None, 9.0, share=0.1, covariance_low=0.0, covariance_high=9.0)
+    objective = ClipCovLoss(0.9, None, 9.0, fraction=0.1, covariance_low=0.0, covariance_high=9.0)
     candidates = covariance(new, advantages, mask) > 0
     generator, draws = seeded(), 500
     counts = sum(objective.select_tokens(*arguments, generator).double() for _ in range(draws))
@@ -202,7 +211,8 @@ def test_clip_cov_samples_candidates_uniformly():
 
 
 @pytest.mark.parametrize(
-    "objective", [KLCovLoss(share=0.3), ClipCovLoss(0.2, 0.1, 0.4, share=1.0, covariance_low=0.1, covariance_high=1.0)]
+    "objective",
+    [KLCovLoss(fraction=0.3), ClipCovLoss(0.2, 0.1, 0.4, fraction=1.0, covariance_low=0.1, covariance_high=1.0)],
 )
 @settings(properties, max_examples=25)
 @given(mask=masks(min_rows=2), seed=seeds, cut=st.integers(1, 4))
@@ -224,11 +234,11 @@ def test_ranks_select_the_tokens_of_a_single_rank(objective, mask, seed, cut):
 @given(mask=masks(min_rows=2), seed=seeds)
 def test_clip_cov_samples_its_share_over_all_ranks(mask, seed):
     arguments, bounds = batch(mask, seed), {"covariance_low": -1.0, "covariance_high": 1.0}
-    candidates = ClipCovLoss(share=1.0, **bounds).select_tokens(*arguments, seeded())
+    candidates = ClipCovLoss(fraction=1.0, **bounds).select_tokens(*arguments, seeded())
 
     def rank(rows, number):
         part = [tensor[rows] for tensor in arguments]
-        return lambda ranks: ClipCovLoss(share=0.3, **bounds).select_tokens(*part, seeded(number), ranks)
+        return lambda ranks: ClipCovLoss(fraction=0.3, **bounds).select_tokens(*part, seeded(number), ranks)
 
     selected_tokens = torch.cat(over_ranks(rank(slice(None, 1), 1), rank(slice(1, None), 2)))
     assert selected_tokens.sum() == min(candidates.sum(), max(1, math.floor(0.3 * mask.sum())))
@@ -276,7 +286,7 @@ def test_both_zeros_are_equal():
 def test_equal_advantages_select_a_random_share_of_tokens():
     logprobs = -normal(10, 10, seed=0).abs()
     arguments = logprobs, logprobs, torch.ones(10, 10).double(), everywhere(logprobs)
-    selected_tokens = [KLCovLoss(share=0.05).select_tokens(*arguments, seeded(seed)) for seed in range(2)]
+    selected_tokens = [KLCovLoss(fraction=0.05).select_tokens(*arguments, seeded(seed)) for seed in range(2)]
     assert [tokens.sum().item() for tokens in selected_tokens] == [5, 5]
     assert selected_tokens[0].tolist() != selected_tokens[1].tolist()
 
@@ -284,9 +294,9 @@ def test_equal_advantages_select_a_random_share_of_tokens():
 @pytest.mark.parametrize(
     "objective",
     [
-        KLCovLoss(share=0.3),
-        ClipCovLoss(share=0.3, covariance_low=0.0),
-        ClipCovLoss(share=1.0, covariance_low=-1.0),  # 0, which the covariance is outside, lies between the bounds
+        KLCovLoss(fraction=0.3),
+        ClipCovLoss(fraction=0.3, covariance_low=0.0),
+        ClipCovLoss(fraction=1.0, covariance_low=-1.0),  # 0, which the covariance is outside, lies between the bounds
     ],
 )
 @properties
@@ -304,7 +314,9 @@ def test_impossible_token_has_a_log_probability_of_minus_10000():
     logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
     expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]
     assert_close(covariance(logprobs, advantages, everywhere(logprobs)), expected)
-    selected_tokens = KLCovLoss(share=0.5).select_tokens(logprobs, logprobs, advantages, everywhere(logprobs), seeded())
+    selected_tokens = KLCovLoss(fraction=0.5).select_tokens(
+        logprobs, logprobs, advantages, everywhere(logprobs), seeded()
+    )
     assert selected_tokens.tolist() == [[True, False, False, True]]
 
 
@@ -340,13 +352,13 @@ def test_defaults_equal_those_of_the_papers():
     ("objective", "arguments", "message"),
     [
         (ClipCovLoss, {"clip_range": 0.0}, r"^clip_range must lie in \(0, 1\), got 0.0$"),
-        (ClipCovLoss, {"share": 0.0}, r"^share must lie in \(0, 1\], got 0.0$"),
+        (ClipCovLoss, {"fraction": 0.0}, r"^fraction must lie in \(0, 1\], got 0.0$"),
         (
             ClipCovLoss,
             {"covariance_low": 2.0, "covariance_high": 2.0},
             r"^covariance_low must be less than covariance_high, got 2.0 and 2.0$",
         ),
-        (KLCovLoss, {"share": 1.1}, r"^share must lie in \(0, 1\], got 1.1$"),
+        (KLCovLoss, {"fraction": 1.1}, r"^fraction must lie in \(0, 1\], got 1.1$"),
         (KLCovLoss, {"kl_coef": 0.0}, r"^kl_coef must be positive, got 0.0$"),
     ],
 )

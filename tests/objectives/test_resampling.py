@@ -70,14 +70,14 @@ def test_rows_are_drawn_in_proportion_to_their_weights(method):
     resampling = ScoreResampling(method)
     share = torch.bincount(resampling(scores, _seeded()) % 4, minlength=4) / len(scores)
     weights = resampling.weights(float64([1, 2, 3, 0]))
-    # Six standard deviations of a share of 20000 draws are at most 0.021.
+    # Six standard deviations of a fraction of 20000 draws are at most 0.021.
     assert (share - weights / weights.sum()).abs().max() < 0.021
 
 
 def test_rows_of_weight_0_are_drawn_with_probability_1e_8():
     scores = torch.cat([torch.ones(1), torch.zeros(1_000_000)])
     rows = ScoreResampling()(scores, _seeded())
-    # 1e6 rows of 1e-8 against one of 1; the share's standard deviation is 1e-4.
+    # 1e6 rows of 1e-8 against one of 1; the fraction's standard deviation is 1e-4.
     assert_close((rows > 0).double().mean(), 0.01 / 1.01, rtol=0, atol=6e-4)
 
 

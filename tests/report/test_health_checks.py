@@ -40,7 +40,7 @@ def validations(values, reward):
     for i in range(30):
         rows.append({"step": i + 1, "reward/mean": reward(i)})
         if i % 5 == 4:
-            rows.append({"step": i + 1, "val/share_correct_sampled": values[i // 5]})
+            rows.append({"step": i + 1, "val/fraction_correct_sampled": values[i // 5]})
     return rows
 
 

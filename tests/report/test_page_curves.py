@@ -68,22 +68,22 @@ def test_legend_has_the_last_value_of_each_run(show):
 def test_legend_has_the_bounds_of_an_interval(show):
     validation = table(
         step=[0, 2],
-        val__share_correct_greedy=[0.25, 0.75],
-        val__share_correct_greedy_low=[0.2, 0.7],
-        val__share_correct_greedy_high=[0.3, 0.8],
+        val__fraction_correct_greedy=[0.25, 0.75],
+        val__fraction_correct_greedy_low=[0.2, 0.7],
+        val__fraction_correct_greedy_high=[0.3, 0.8],
     )
     browser = show(page(run(validation=validation)))
-    entries = "[...document.querySelectorAll('[data-metric=\"val/share_correct_greedy\"] .u-series')]"
+    entries = "[...document.querySelectorAll('[data-metric=\"val/fraction_correct_greedy\"] .u-series')]"
     shown = browser.evaluate(f"{entries}.filter((own) => own.offsetHeight).map((own) => own.textContent)")
-    assert shown == ["steps2", "share_correct_greedy0.75 (95 %: 0.7 to 0.8)"]
+    assert shown == ["steps2", "fraction_correct_greedy0.75 (95 %: 0.7 to 0.8)"]
     browser.evaluate("document.getElementById('smoothing').value = 0.5, window.report.redraw()")
     assert (
-        browser.evaluate(legend("val/share_correct_greedy"))[2]
-        == "share_correct_greedy (smoothed)=0.5833 (95 %: 0.5333 to 0.6333)"
+        browser.evaluate(legend("val/fraction_correct_greedy"))[2]
+        == "fraction_correct_greedy (smoothed)=0.5833 (95 %: 0.5333 to 0.6333)"
     )
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/share_correct_greedy"])
+@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/fraction_correct_greedy"])
 def test_metric_in_only_one_table_is_drawn_at_its_steps(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
     empty = {"step": [1, 2], name: [None, None], "no/values": [None, None]}
@@ -164,13 +164,13 @@ def test_charts_have_units_definitions_and_labels(show):
     definitions = {
         "reward/mean": {"unit": "reward", "meaning": "before <b>any</b> penalty"},
         "kl/ref": {"unit": "nats", "meaning": ""},
-        "policy/clip_fraction": {"unit": "share", "meaning": "share of tokens"},
+        "policy/clip_fraction": {"unit": "fraction", "meaning": "fraction of tokens"},
     }
     training = table(step=[1, 2, 3], reward__mean=[0.1, None, 0.4], kl__ref=[1.0, 2.0, None])
     training["policy/clip_fraction"] = [0.5, 0.5, 0.25]
     browser = show(page(run(training=training), definitions=definitions))
     texts = browser.evaluate("[...document.querySelectorAll('.definition')].map((own) => own.textContent)")
-    assert texts == ["reward: before <b>any</b> penalty", "nats", "share of tokens"]
+    assert texts == ["reward: before <b>any</b> penalty", "nats", "fraction of tokens"]
     names = "[...document.querySelectorAll('.chart canvas')].map((own) => own.role + ' ' + own.ariaLabel)"
     assert browser.evaluate(names) == [
         "img reward/mean: 0.1 at step 1, 0.4 at step 3", "img kl/ref: 1 at step 1, 2 at step 2",
@@ -224,11 +224,11 @@ def test_constant_curve_has_an_axis_from_0(show, value, least, largest):
 
 
 def test_summary_has_held_out_rewards_that_differ_from_correctness(show):
-    values = {"val/share_correct_greedy": [0, 0.5], "val/exact_greedy": [0, 0.5], "val/close_greedy": [0.25, 0.75]}
+    values = {"val/fraction_correct_greedy": [0, 0.5], "val/exact_greedy": [0, 0.5], "val/close_greedy": [0.25, 0.75]}
     names = "[...document.querySelectorAll('.figure')].map((own) => own.innerText.split('\\n'))"
     browser = show(page(run(validation={"step": [0, 4], **values})))
     shown = {name: value for value, name in browser.evaluate(names)}
-    assert shown["val/share_correct_greedy"] == "0 → 0.5"
+    assert shown["val/fraction_correct_greedy"] == "0 → 0.5"
     assert shown["val/close_greedy"] == "0.25 → 0.75"
     assert "val/exact_greedy" not in shown
 

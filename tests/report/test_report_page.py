@@ -10,11 +10,11 @@ from lightning_rlhf.tools.commands import report
 
 pytestmark = pytest.mark.timeout(180)
 ROWS = [
-    {"step": 0, "val/share_correct_greedy": 0.25},
+    {"step": 0, "val/fraction_correct_greedy": 0.25},
     *({"step": i, "reward/mean": i / 10, "reward/std": 0.4, "kl/ref": 0.1 * i, "time/step_s": 2.0, "time/update_s": 1.5,
        "rollout/response_tokens": 80.0, "rollout/response_tokens_mean": 10.0, "loss/policy": -0.01 * i}
       for i in range(1, 11)),
-    {"step": 10, "val/share_correct_greedy": 0.75},
+    {"step": 10, "val/fraction_correct_greedy": 0.75},
 ]  # fmt: skip
 RESPONSES = [
     {
@@ -61,7 +61,7 @@ def page(browser, tmp_path):
 def test_charts_have_the_numbers_of_the_run(page, run_directory):
     browser = page(run_directory("a", ROWS, {1: RESPONSES, 10: RESPONSES}))
     assert browser.evaluate(chart("reward/mean")) == [list(range(1, 11)), [i / 10 for i in range(1, 11)]]
-    assert browser.evaluate(chart("val/share_correct_greedy")) == [[0, 10], [0.25, 0.75]]
+    assert browser.evaluate(chart("val/fraction_correct_greedy")) == [[0, 10], [0.25, 0.75]]
     assert browser.evaluate(chart("reward quantiles"))[:2] == [[1, 10], [0, 0]]
     assert [column[0] for column in browser.evaluate(chart("reward quantiles"))[1:]] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
     for shown in ("0.25 → 0.75", "0.1 → 1", "No check failed.", "question 1", "answer 7", "reward 3", "update"):
@@ -70,13 +70,13 @@ def test_charts_have_the_numbers_of_the_run(page, run_directory):
 
 
 def test_intervals_are_bands_around_their_metric(page, run_directory):
-    bounds = {"val/share_correct_greedy_low": 0.2, "val/share_correct_greedy_high": 0.4}
-    rows = [{**row, **bounds} if "val/share_correct_greedy" in row else row for row in ROWS]
+    bounds = {"val/fraction_correct_greedy_low": 0.2, "val/fraction_correct_greedy_high": 0.4}
+    rows = [{**row, **bounds} if "val/fraction_correct_greedy" in row else row for row in ROWS]
     browser = page(run_directory("a", rows), run_directory("b", ROWS))
-    assert browser.evaluate(chart("val/share_correct_greedy")) == [
+    assert browser.evaluate(chart("val/fraction_correct_greedy")) == [
         [0, 10], [0.25, 0.75], [0.2, 0.2], [0.4, 0.4], [0.25, 0.75], [None, None], [None, None]
     ]  # fmt: skip
-    assert browser.evaluate("document.querySelector('[data-metric=\"val/share_correct_greedy\"]').plot.bands")[0][
+    assert browser.evaluate("document.querySelector('[data-metric=\"val/fraction_correct_greedy\"]').plot.bands")[0][
         "series"
     ] == [3, 2]
     assert browser.evaluate("document.querySelectorAll('[data-metric$=_low]').length") == 0
@@ -103,12 +103,12 @@ def test_controls_change_the_charts(page, run_directory):
     browser.wait("document.querySelector('[data-metric=\"loss/policy\"]') !== null")
     browser.evaluate("axis.value = 'samples', axis.dispatchEvent(new Event('change'))")
     assert browser.evaluate(chart("reward/mean"))[0] == [8 * i for i in range(1, 11)]
-    assert browser.evaluate(chart("val/share_correct_greedy"))[0] == [0, 80]
+    assert browser.evaluate(chart("val/fraction_correct_greedy"))[0] == [0, 80]
     browser.evaluate("axis.value = 'seconds', axis.dispatchEvent(new Event('change'))")
     assert browser.evaluate(chart("reward/mean"))[0] == [2 * i for i in range(1, 11)]
     browser.evaluate("smoothing.value = 0.5, smoothing.dispatchEvent(new Event('input'))")
     smoothed = (0.5 * 0.1 + 0.2) / 1.5  # by hand: the mean with weights 1/2 and 1
-    browser.wait(f"Math.abs({chart('reward/mean')}.at(-1)[1] - {smoothed}) < 1e-12")  # behind the raw values
+    browser.wait(f"Math.abs({chart('reward/mean')}.at(-1)[1] - {smoothed}) < 1e-12")  # below the raw values
     browser.evaluate("search.value = 'KL', search.dispatchEvent(new Event('input'))")
     browser.wait("document.querySelectorAll('[data-metric=\"reward/mean\"]').length === 0")
     shown = "[...document.querySelectorAll('#curves [data-metric]')].map((box) => box.dataset.metric)"
@@ -238,7 +238,7 @@ def test_partially_written_lines_are_ignored(run_directory):
         file.write("11,0.")
     run = RunDirectory(folder)
     assert len(run.rollouts(1)) == len(RESPONSES)
-    assert run.rows()[-1] == (10, {"val/share_correct_greedy": 0.75})
+    assert run.rows()[-1] == (10, {"val/fraction_correct_greedy": 0.75})
 
 
 DAMAGED = {

@@ -230,7 +230,7 @@ def test_check_that_needs_more_steps_is_too_early(name):
 
 
 def test_check_of_a_run_without_steps_is_too_early():
-    result = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
+    result = states_of([{"step": 0, "val/fraction_correct_greedy": 0.5}], ["a"])
     assert {state for state, _ in result.values()} == {"too early"}
     assert result["KL to the reference"] == ("too early", "0 of 1 steps")
     assert result["over-optimisation"] == ("too early", "1 of 3 validations")
@@ -263,7 +263,7 @@ def test_page_defines_the_metrics_of_its_runs(run_directory):
         "meaning": "KL to the reference by k1 (log p - log q of the sampled tokens), before the update; per response, "
         "so that it grows with its length",
     }
-    assert result["val/share_correct_greedy"]["unit"] == "share"
+    assert result["val/fraction_correct_greedy"]["unit"] == "fraction"
     assert "mine" not in result
     assert "step" not in result
 
@@ -271,12 +271,12 @@ def test_page_defines_the_metrics_of_its_runs(run_directory):
 def test_validation_metrics_without_the_prefix_get_it_on_the_page(run_directory):
     rows = [
         *ROWS[:3],
-        {"step": 2, "val/share_correct_greedy": 0.5, "mine": 2.0, "share_correct_greedy": 3.0},
+        {"step": 2, "val/fraction_correct_greedy": 0.5, "mine": 2.0, "fraction_correct_greedy": 3.0},
         {"step": 3, "mine": 4.0, "validation": 1},
     ]
     data = data_of(run_directory("a", rows))
     assert data["validation"] == {
-        "step": [0, 2, 3], "val/share_correct_greedy": [0.25, 0.5, None], "val/mine": [None, 2.0, 4.0]
+        "step": [0, 2, 3], "val/fraction_correct_greedy": [0.25, 0.5, None], "val/mine": [None, 2.0, 4.0]
     }  # fmt: skip
     assert "mine" not in data["training"]
 

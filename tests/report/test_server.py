@@ -41,7 +41,7 @@ def start():
 
 
 def get(made, path, method="GET", **headers):
-    """Return status, headers and body of the response to a path behind the key."""
+    """Return status, headers and body of the response to a path after the key."""
     connection = HTTPConnection("127.0.0.1", made.server_address[1], timeout=20)
     connection.request(method, f"/{made.key}/{path}", headers={k.replace("_", "-"): v for k, v in headers.items()})
     reply = connection.getresponse()
@@ -309,7 +309,7 @@ def test_row_has_state_settings_metrics_and_group(runs):
     assert (
         instance["first"]["reward/mean"],
         instance["last"]["reward/mean"],
-        instance["last"]["val/share_correct_greedy"],
+        instance["last"]["val/fraction_correct_greedy"],
     ) == (
         0.1,
         1.0,

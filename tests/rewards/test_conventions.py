@@ -120,7 +120,7 @@ async def judged_elsewhere(prompts, completions, level, **kwargs):
 
 
 def that_logs(completions, log_metric, log_extra, trainer_state):
-    log_metric("share", torch.tensor(0.25))
+    log_metric("fraction", torch.tensor(0.25))
     log_extra("extracted", ["no", "number"])
     log_extra("length", [len(text) for text in completions])
     return [float(trainer_state.global_step), float(trainer_state.max_steps)]

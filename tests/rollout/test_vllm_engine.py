@@ -395,7 +395,7 @@ def test_missing_vllm_is_reported_with_the_install_command(monkeypatch):
         VLLMEngine()
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.5])
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.5])
 def test_invalid_arguments_are_rejected(installed, share):
     with pytest.raises(ValueError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
         VLLMEngine(gpu_memory_utilization=share)
@@ -484,12 +484,12 @@ def test_push_within_the_gpu_to_an_engine_on_several_gpus_raises(installed, opti
 
 
 def test_gpu_memory_share_is_passed_to_vllm(installed, monkeypatch):
-    assert VLLMEngine().traits.gpu_share == 0
+    assert VLLMEngine().traits.gpu_fraction == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert VLLMEngine().traits.gpu_share == 0.4
-    assert VLLMEngine(arguments={"gpu_memory_utilization": 0.7}).traits.gpu_share == 0.7
-    assert VLLMEngine(arguments={"kv_cache_memory_bytes": 1 << 30}).traits.gpu_share == 0
-    assert SharedEngine(VLLMEngine(gpu_memory_utilization=0.5), 2).traits.gpu_share == 0.5
+    assert VLLMEngine().traits.gpu_fraction == 0.4
+    assert VLLMEngine(arguments={"gpu_memory_utilization": 0.7}).traits.gpu_fraction == 0.7
+    assert VLLMEngine(arguments={"kv_cache_memory_bytes": 1 << 30}).traits.gpu_fraction == 0
+    assert SharedEngine(VLLMEngine(gpu_memory_utilization=0.5), 2).traits.gpu_fraction == 0.5
     assert SharedEngine(VLLMEngine(sleep_while_learning=True), 2).traits.sleeps
 
 

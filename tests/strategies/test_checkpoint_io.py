@@ -121,7 +121,7 @@ def test_every_flipped_bit_is_detected(io, path):
             io.load_checkpoint(path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.999])
 def test_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, path, share):
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     with pytest.raises(ValueError, match="is damaged"):

@@ -287,7 +287,7 @@ def test_every_flipped_bit_is_detected(path):
     assert missed < 30, "only a blank between two words of the manifest may change without being seen"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", ["manifest.json", "v000001/state.pt", "v000001/actor/shard-00001-x.safetensors"])
 def test_truncated_file_is_reported(path, name, share):
     whole = (path / name).read_bytes()

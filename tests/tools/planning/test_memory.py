@@ -216,7 +216,7 @@ def test_engine_fills_its_share_with_cache():
     latent = Role("actor", architecture(source("deepseek_v3").hf_config()), trained=True)
     assert cache_bytes(engine, latent) == 2 * 2 * (24 + 8)  # whole on both GPUs
     assert engine_bytes(Engine(0.0, sequences=3), ACTOR, WORK, 0)[terms.CACHE] == 3 * 32 * 2 * 4 * 2 * 32
-    # A share too small for the weights and one text is not made to fit.
+    # A fraction too small for the weights and one text is not made to fit.
     assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)
 
 

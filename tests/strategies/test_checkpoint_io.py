@@ -122,8 +122,8 @@ def test_every_flipped_bit_is_detected(io, path):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.999])
-def test_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, path, share):
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+def test_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, path, fraction):
+    path.write_bytes(path.read_bytes()[: int(fraction * path.stat().st_size)])
     with pytest.raises(ValueError, match="is damaged"):
         io.load_checkpoint(path)
     path.with_name("last.ckpt.sha256").unlink()

@@ -15,7 +15,7 @@ from lightning_rlhf.strategies.checkpoints import manifest
 
 ROOT = Path(__file__).parents[2]
 
-# What both writers below share: a version whose number stands in all of its files.
+# Common to both writers below: a version whose number stands in all of its files.
 _COMMON = """
 import itertools, os, random, signal, sys, time, torch
 from pathlib import Path
@@ -289,9 +289,9 @@ def test_every_flipped_bit_is_detected(path):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", ["manifest.json", "v000001/state.pt", "v000001/actor/shard-00001-x.safetensors"])
-def test_truncated_file_is_reported(path, name, share):
+def test_truncated_file_is_reported(path, name, fraction):
     whole = (path / name).read_bytes()
-    (path / name).write_bytes(whole[: int(share * len(whole))])
+    (path / name).write_bytes(whole[: int(fraction * len(whole))])
     with pytest.raises(ValueError, match=f"the checkpoint {path} is damaged: {name} (does not have|was changed)"):
         manifest.verified(path)
 

@@ -34,6 +34,8 @@ class RunCheckpoint(ModelCheckpoint):
     are the Trainer's ``global_step``, one per training batch; the last step is always saved. Resume with
     ``--ckpt_path last``, or from the best with its path.
 
+    A run of the command without this callback has one with the defaults.
+
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
         best: metric by which the best validation is saved, such as ``val/fraction_correct_greedy``; None: the last one.

@@ -25,8 +25,9 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     """Add missing default callbacks and sort; a callback of a default's class or of a subclass replaces the default.
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
-    a checkpoint is saved after all other files of its step. Without a configured checkpoint, Lightning adds one that
-    saves at the end of each epoch; RunCheckpoint replaces it. With RolloutLoop, RolloutLog is a default too.
+    a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
+    defaults takes the place of that of Lightning, which saves at the end of each epoch. With RolloutLoop, RolloutLog is
+    a default too.
 
     Args:
         callbacks: callbacks of the Trainer.

@@ -173,6 +173,8 @@ class RLHFCLI(LightningCLI):
             kwargs["strategy"] = find_strategy(settings["strategy"], processes)
             if (name := our_name(settings["strategy"], processes)) != settings["strategy"] != "auto":
                 log.info("trainer.strategy %s is %s in this package.", settings["strategy"], name)
+        if isinstance(settings.get("val_check_interval"), int) and settings.get("check_val_every_n_epoch") == 1:
+            kwargs["check_val_every_n_epoch"] = None  # the interval counts steps, also over the ends of epochs
         if settings.get("logger") is None:
             kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard", default_hp_metric=False)
         if settings.get("enable_progress_bar") is None:

@@ -131,7 +131,10 @@ def _of_rewards(parts: Mapping[bool, Sequence[Row]], rewards: Sequence[str]) -> 
     if not rewards:
         return "not applicable", "the run has no reward function with a weight"
     metrics = [name for reward in rewards for name in (f"reward/{reward}", f"reward/{reward}_std")]
-    return _state(_Need(3, tuple(metrics)), parts)
+    state, note = _state(_Need(3, tuple(metrics)), parts)
+    if state == "passed":
+        note = "rewards of the first 3 steps are not all equal"
+    return state, note
 
 
 def _is_exempt(rows: Sequence[Row]) -> bool:

@@ -412,6 +412,14 @@ def test_validation_keeps_the_files_that_describe_the_run(fit, cli, config):
 
 
 @pytest.mark.slow
+def test_validation_interval_counts_steps_over_the_ends_of_epochs(fit, config):
+    config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]  # 12 rows, 3 batches
+    config["trainer"] |= {"max_steps": 8, "val_check_interval": 4}
+    assert fit(config).code == 0
+    rows = csv.DictReader(Path("runs/tiny/metrics.csv").read_text().splitlines())
+    assert [row["step"] for row in rows if row["val/truncated_fraction"]] == ["0", "4", "8"]
+
+
 def test_validation_table_of_lightning_is_printed_with_verbose(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0

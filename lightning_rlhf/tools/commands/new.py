@@ -128,7 +128,7 @@ def run(arguments: list[str]) -> int:
         values, summary = {}, ""
         if options.kind != "quickstart":
             size = model_size(options.model or _MODEL)
-            values = settings_for(options.model or _MODEL, size)
+            values = settings_for(options.model or _MODEL, size, options.kind)
             summary = f"{size.origin}: {values['summary']}\n"
         elif options.model:
             raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
@@ -191,12 +191,13 @@ def model_size(model: str) -> ModelSize:
     return ModelSize(parameters, positions, f"{folder.resolve().name}, {_billions(parameters)} parameters")
 
 
-def settings_for(model: str, size: ModelSize) -> dict[str, str]:
+def settings_for(model: str, size: ModelSize, kind: str = "grpo") -> dict[str, str]:
     """Return the values of the templates for a model.
 
     Args:
         model: a directory, whose path becomes absolute, because the run starts in the project; or a model of the hub.
         size: its size.
+        kind: kind of the project, which the summary describes.
     """
     row = next(row for row in _RATES if size.parameters < row.below)
     path = os.path.abspath(model) if Path(model).is_dir() else model
@@ -206,19 +207,18 @@ def settings_for(model: str, size: ModelSize) -> dict[str, str]:
         min(tokens, size.positions // n) for tokens, n in ((256, 2), (row.response_tokens, 2), (512, 1))
     )
     values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
-    if row.lora:
-        lora = f"LoRA, lr {row.lora['rl']:g}"
-    else:
-        lora = f"all weights, lr {row.full['rl']:g}"
-    values["summary"] = f"{lora} for RL, responses of at most {response} tokens"
-    for kind, rate in (row.lora or row.full).items():
-        values[f"{kind}_lr"] = _yaml(rate)
-        all_weights = f"  # remove this line to train all weights, with lr {_yaml(row.full[kind])}"
+    training = kind if kind in row.full else "rl"
+    length = f"texts of at most {text} tokens" if kind in row.full else f"responses of at most {response} tokens"
+    weights = "LoRA" if row.lora else "all weights"
+    values["summary"] = f"{weights}, lr {(row.lora or row.full)[training]:g} for {training.upper()}, {length}"
+    for name, rate in (row.lora or row.full).items():
+        values[f"{name}_lr"] = _yaml(rate)
+        all_weights = f"  # remove this line to train all weights, with lr {_yaml(row.full[name])}"
         source = f"\n      class_path: lightning_rlhf.Pretrained\n      init_args:\n        path: {path}"
         if row.lora:
-            values[f"{kind}_source"] = f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}"
+            values[f"{name}_source"] = f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}"
         else:
-            values[f"{kind}_source"] = f" {path}"
+            values[f"{name}_source"] = f" {path}"
     return values
 
 

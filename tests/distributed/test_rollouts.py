@@ -53,15 +53,15 @@ def test_separate_and_shared_engines_sample_equal_tokens(tmp_path):
     for result in (first, second):
         assert result["inherited"] == []  # nothing of the launcher's
         for number, version in enumerate((3, 4)):
-            assert_right(result["own"][number], version)
-            assert_equal_up_to_rounding(result["shared"][number], result["own"][number])
+            assert_right(result["single"][number], version)
+            assert_equal_up_to_rounding(result["shared"][number], result["single"][number])
         assert result["killed"] == first["killed"]
         assert result["seconds"] < 10
         for message in result["killed"]:
             assert re.match(
                 r"EngineDied: the engine process \d+ died: killed by signal 9 \(SIGKILL\); its log", message
             )
-        assert result["own same"] == result["shared same"] == first["own same"]
+        assert result["single same"] == result["shared same"] == first["single same"]
     assert first["ready"][0] != second["ready"][0]  # two processes
     assert first["ready"][1] == second["ready"][1]  # one
     assert (tmp_path / "shared0/engine.log").exists()

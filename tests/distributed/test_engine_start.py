@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import RolloutLoop, rollout_loop
+from lightning_rlhf.callbacks import RolloutLoop, run_engine
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import SeededEngine, parts
@@ -38,7 +38,7 @@ def ready_and_built(folder):
         strategy="rlhf_ddp", devices=2, max_steps=1, callbacks=[loop], use_distributed_sampler=False,
         limit_val_batches=0, default_root_dir=folder,
     )  # fmt: skip
-    with patch.object(rollout_loop, "visible_gpu", lambda device: (str(torch.distributed.get_rank()),)):
+    with patch.object(run_engine, "visible_gpu", lambda device: (str(torch.distributed.get_rank()),)):
         trainer.fit(module, datamodule=data)
     return [engine.ready, min(built)]
 

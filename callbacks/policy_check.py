@@ -89,7 +89,7 @@ class PolicyCheck(Callback):
         rollout: Rollout = trainer.strategy.broadcast(samples)  # only rank 0 samples and calls the rule
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
         reward_model: Any = pl_module.reward_model
-        reward_model.normalize(scores.to(pl_module.device))
+        reward_model.fit_normalization(scores.to(pl_module.device))
         metrics = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
         if self.rule is not None:
             correct = rollout.rewards[self.rule.label] >= 1

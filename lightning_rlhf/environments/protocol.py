@@ -14,7 +14,7 @@ from typing import Any, cast
 from lightning_rlhf.expected_errors import UsageError
 
 Message = dict[str, Any]
-ROLES = ("user", "tool", "system")  # of the messages that an environment may write
+ROLES = ("user", "tool", "system")  # roles that messages of an environment may have
 LARGEST_TEXT = 1_000_000  # characters of all messages of a reply; the rest is cut
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -40,13 +40,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A complete turn of the policy; one that a limit has cut ends the conversation and is passed to ``finish`` only.
+    """A turn of the policy. A turn that a limit cut is passed to ``finish`` only, because it ends the conversation.
 
     Args:
         text: text of the turn, without special tokens and without tool calls.
         calls: tool calls, in order.
         malformed: description of the first tool call that could not be parsed; None without one.
-        number: number of the policy's earlier turns.
+        number: index of the turn in the conversation, from 0.
         raw: text with special tokens and tool calls.
     """
 
@@ -107,8 +107,8 @@ class Environment:
 
         It is called once, before ``close``, if neither ``step`` nor an error has ended the conversation. ``stop`` is
         ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn) or
-        ``malformed`` (the bridge cannot continue the turn). ``turn``, or ``text``, is the last turn; ``step`` has not
-        got it if it was cut.
+        ``malformed`` (the turn cannot be rendered in the chat template). ``turn``, or ``text``, is the last turn; a
+        turn that was cut was never passed to ``step``.
 
         Returns:
             Number, which is added to the reward of the last turn, ``Reply`` with reward and metrics, or None.
@@ -152,20 +152,22 @@ def as_reply(value: Any, method: str) -> Reply:
     Raises:
         InvalidReplyError: the value is not a reply, or a part of it has a wrong type or value.
     """
-    is_last = method in ("run", "finish")  # its messages are not used
+    ignores_messages = method in ("run", "finish")
     if value is None and method != "step":
         return Reply()
-    if is_last and isinstance(value, Real) and not isinstance(value, bool):
+    if ignores_messages and isinstance(value, Real) and not isinstance(value, bool):
         value = Reply(reward=cast("float", value))
-    if isinstance(value, str) and not is_last:
+    if isinstance(value, str) and not ignores_messages:
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
-        expected = "a Reply, a number or None" if is_last else "a Reply or a text"
+        expected = {"step": "a Reply or a text", "reset": "a Reply, a text or None"}.get(
+            method, "a Reply, a number or None"
+        )
         raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
     reward: Any = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not _is_within(reward, _FLOAT32_MAX):
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
-    if hasattr(value.done, "item"):  # of numpy
+    if hasattr(value.done, "item"):  # a bool of numpy
         done = value.done.item()
     else:
         done = value.done
@@ -173,7 +175,7 @@ def as_reply(value: Any, method: str) -> Reply:
         raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
     if not isinstance(value.metrics, Mapping):
         raise InvalidReplyError(f"{method}() returned metrics={_shown(value.metrics)}, expected a mapping")
-    metrics = {}
+    metrics = {}  # True and False count as 1 and 0
     for name, number in value.metrics.items():
         if not isinstance(name, str) or not isinstance(number, Real) or not _is_within(number, sys.float_info.max):
             raise InvalidReplyError(

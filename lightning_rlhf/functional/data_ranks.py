@@ -1,4 +1,4 @@
-"""Data ranks, which have different data: their number, and reductions and gathers of tensors over them."""
+"""Reductions and gathers of tensors over data ranks, which have different data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 class DataRanks:
     """Interface of the data ranks, implemented for a single rank; subclasses support several processes.
 
-    Tensor-parallel ranks have the same data and count as one. All ranks must call the methods, in the same order.
+    Tensor-parallel ranks have the same data and count as one data rank. Every process, tensor-parallel ones included,
+    must call the methods, in the same order.
 
     Attributes:
         rank: position of this rank, in [0, size).

@@ -55,20 +55,20 @@ class ScalarModel(nn.Module):
             packing: layout of the texts in one row without padding; None computes padded rows.
 
         Returns:
-            (B, T) float32 scores, reward units.
+            (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
         hidden = hidden_states(self.lm, input_ids, packing)
         scores = self.lm.score(hidden).squeeze(-1).float()[flat_index(input_ids, index, packing)]
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()
-    def normalize(self, scores: Tensor) -> None:
+    def fit_normalization(self, scores: Tensor) -> None:
         """Set mean and standard deviation so that the texts of these scores get mean 0 and standard deviation 1.
 
         Args:
-            scores: (N,) scores of this model, normalised with its present constants; N is at least 2.
+            scores: (N,) scores of this model, normalised with the current mean and deviation; N is at least 2.
         """
-        self.score_mean += scores.mean() * self.score_std
+        self.score_mean += scores.mean() * self.score_std  # with the deviation before its change
         self.score_std *= scores.std().clamp(min=1e-6)
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:

@@ -17,9 +17,9 @@ class GAE(AdvantageEstimator):
     """Generalized advantage estimation.
 
     delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
-    with A after the last token 0, and V too unless ``bootstrap_truncated``. Positions where the mask is False (padding,
-    tokens that an environment wrote) are skipped: they neither decay nor bootstrap, so t + 1 is the next *policy*
-    token.
+    where A is 0 after the last token, and V, too, unless ``bootstrap_truncated``. Positions where the mask is False
+    (padding, tokens that an environment wrote) are skipped: they neither decay nor bootstrap, so t + 1 is the next
+    *policy* token.
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
 
     Args:
@@ -27,8 +27,8 @@ class GAE(AdvantageEstimator):
         gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
         whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
             Returns are computed before.
-        bootstrap_truncated: whether V after the last token of a response that the length limit cut is the critic's
-            prediction there instead of 0.
+        bootstrap_truncated: whether the critic's value after the last token replaces 0 there, for responses that the
+            length limit cut.
     """
 
     needs_critic: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class GAE(AdvantageEstimator):
         if self.bootstrap_truncated:
             if inputs.final_values is None:
                 raise UsageError("GAE with bootstrap_truncated needs the critic's final values")
-            next_value = inputs.final_values.to(next_value.dtype)
+            next_value = inputs.final_values.to(next_value.dtype)  # 0 for responses that were not cut
         for t in reversed(range(token_rewards.shape[1])):
             delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
             advantage = delta + self.gamma * self.gae_lambda * next_advantage

@@ -19,12 +19,15 @@ from lightning_rlhf.rewards.results import AbortRun
 _MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
 
 
+_NO_KEY = "\0"  # a text that no reply contains, to be replaced in messages
+
+
 class BudgetSpent(AbortRun):
     """The budget of requests or tokens is spent."""
 
 
 class ServerBusy(RunError):
-    """All tries were answered with status 429."""
+    """The last try was answered with status 429, too many requests."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class Endpoint:
         key_env: name of the environment variable with the key, sent as a bearer token; None sends no key. The key
             itself appears neither in configurations nor in messages.
         timeout_s: time limit of one try, seconds.
-        tries: largest number of times that a request is sent, at least 1. A connection error, a timeout, status 429 or
-            5xx, or a reply that is not JSON is retried after the server's Retry-After, or after an exponential pause
-            with jitter; at most 30 s.
+        tries: largest number of times that a request is sent, at least 1. It is sent again after a connection error, a
+            timeout, status 429 or 5xx, or a reply that is not JSON. The pause is the server's Retry-After, or grows
+            exponentially with jitter, and is at most 30 s.
         concurrency: largest number of concurrent requests.
         requests_per_minute: rate limit of requests, including retries; None: no limit.
         tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request plus the longest
@@ -100,7 +103,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
-        self._key = read_key(endpoint.key_env) if endpoint.key_env else "\0"
+        self._key = read_key(endpoint.key_env) if endpoint.key_env else _NO_KEY
         self._lock = threading.Lock()
         self._next = {"requests": 0.0, "tokens": 0.0}
         self._loop = EventLoopThread("reward endpoint")
@@ -113,7 +116,7 @@ class Client:
             BudgetSpent: the request would exceed the budget; it is not sent.
             RuntimeError: no reply after all tries, or the server rejects the request (a status 4xx other than 429).
         """
-        self._start()
+        self._open()
         return await asyncio.wrap_future(self._loop.submit(self._post(request)))
 
     async def _post(self, request: Request) -> Any:
@@ -133,16 +136,18 @@ class Client:
             reply = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
             tries = ""
             if _is_temporary(error):
-                tries = f" {self.endpoint.tries} times"
+                tries = f" the last of {self.endpoint.tries} tries"
             kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(f"{self.endpoint.url} answered{tries}: {reply}") from None
         except (httpx.TransportError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            raise RunError(f"{self.endpoint.url} did not answer in {self.endpoint.tries} tries: {reason}") from None
+            raise RunError(
+                f"{self.endpoint.url} gave no valid answer in {self.endpoint.tries} tries: {reason}"
+            ) from None
 
     async def _try(self, request: Request) -> Any:
         self._reserve(request)
-        await asyncio.sleep(self._delay(request.tokens))
+        await asyncio.sleep(self._reserve_slot(request.tokens))
         response = await self._client.post(self.endpoint.url, json=request.body)
         if response.is_error:
             self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
@@ -173,7 +178,7 @@ class Client:
             self.requests += 1
             self.tokens += request.tokens
 
-    def _delay(self, tokens: int) -> float:
+    def _reserve_slot(self, tokens: int) -> float:
         """Reserve the next time slot within the rate limits and return the seconds until it starts."""
         with self._lock:
             now = time.monotonic()
@@ -186,8 +191,8 @@ class Client:
                     self._next[name] = start + 60.0 * amount / rate
             return start - now
 
-    def _start(self) -> None:
-        """Make the client with its connections, unless there is one."""
+    def _open(self) -> None:
+        """Open the HTTP client, unless it is open."""
         import httpx
 
         with self._lock:

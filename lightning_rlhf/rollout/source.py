@@ -63,7 +63,7 @@ class Request:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Times of the request and of the last completion, or now if that is missing, seconds of an arbitrary clock."""
+        """Times of the request and of the last completion, as of ``time.perf_counter``; now if it is unfinished."""
         return self.generation.requested_at, self.generation.finished_at or time.perf_counter()
 
 
@@ -87,7 +87,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class PendingRewards:
-    """Rewards of a rollout that are still computed.
+    """Rewards of a rollout that are still being computed.
 
     Args:
         scorer: scorer of the responses, which has begun on the group leader.
@@ -111,7 +111,7 @@ class SampledRollout(StepRollout):
     """Rollout of a step with its requests and metrics.
 
     Args:
-        pending: rewards that are still computed; None if the rollout has them.
+        pending: rewards that are still being computed; None if the rollout has them.
         requests: all requests of the step, those of rows that are not trained on included.
         reward_sums: metrics of the reward functions.
         metrics: metrics of a source, over all ranks.
@@ -131,7 +131,7 @@ class SampledRollout(StepRollout):
 
 
 class Source(ABC):
-    """Source of rollouts: :meth:`start` and :meth:`finish` are the halves of a step between which others may begin."""
+    """Source of rollouts. Between :meth:`start` and :meth:`finish` of a step, the next steps may start."""
 
     @abstractmethod
     def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
@@ -237,7 +237,9 @@ class RolloutSource(Source):
 def conversations_of(requests: Iterable[Request]) -> dict[int, ConversationRecord]:
     """Return the records of the sampled conversations of a step, by their position among all responses."""
     records = {}
-    for request in (each for each in requests if each.sampling.temperature > 0):
+    for request in requests:
+        if request.sampling.temperature == 0:  # greedy responses, which are baselines
+            continue
         samples = request.sampling.samples
         prompts = request.prompts.positions or range(len(request.prompts))
         positions = [prompt * samples + k for prompt in prompts for k in range(samples)]
@@ -277,7 +279,7 @@ def assemble(
     response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
     real = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
     mask = real.clone()
-    mask[real] = torch.tensor([mark for each in completions for mark in each.sampled or [True] * len(each.token_ids)])
+    mask[real] = torch.tensor([is_sampled for completion in completions for is_sampled in _sampled(completion)])
     logprobs = torch.zeros(response_ids.shape)
     logprobs[real] = torch.tensor([value for completion in completions for value in completion.logprobs])
     versions = torch.zeros_like(response_ids)
@@ -303,6 +305,11 @@ def assemble(
         step_rewards=_step_rewards(completions, environment, response_ids.shape[1]),
         text_starts=_text_starts(completions, environment, response_ids.shape[1]),
     )
+
+
+def _sampled(completion: Completion) -> Sequence[bool]:
+    """Return whether the policy sampled each token."""
+    return completion.sampled or [True] * len(completion.token_ids)
 
 
 def _step_rewards(

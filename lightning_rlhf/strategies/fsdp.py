@@ -208,12 +208,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- weights for the engine -------------------------------------------------------------------------------
 
-    def iter_own_params(
+    def iter_unmerged_params(
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_own_params`; tensors are gathered one at a time."""
+        """See :meth:`RoleStrategy.iter_unmerged_params`; tensors are gathered one at a time."""
         self._reshard(name)
-        for parameter_name, parameter in super().iter_own_params(name, wanted):
+        for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
             shard = parameter.to(self.root_device, dtype if narrows else None)
             assert isinstance(shard, DTensor)

@@ -33,7 +33,8 @@ class RoleStrategy:
     Attributes:
         data_ranks: the data ranks, as seen from this process.
         activation_checkpointing: whether trained roles store only the inputs of layers and recompute other activations.
-        gradient_scale: factor of the local loss, so that reduced gradients are those of the sum over ranks.
+        gradient_scale: factor of the local loss. It is the number of ranks where the strategy averages gradients, so
+            that the result is the gradient of the sum over the ranks.
     """
 
     data_ranks: DataRanks = ONE_RANK
@@ -95,13 +96,13 @@ class RoleStrategy:
         """
         lm = getattr(self.module, name).lm
         adapted = any(is_adapter(parameter_name) for parameter_name, _ in lm.named_parameters())
-        yield from merged(lm, self.iter_own_params(name, dtype=None if adapted else dtype))
+        yield from merged(lm, self.iter_unmerged_params(name, dtype=None if adapted else dtype))
         yield from persistent_buffers(lm)
 
-    def iter_own_params(
+    def iter_unmerged_params(
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the model, full tensor), with adapters as separate tensors under peft's names. All ranks.
+        """Yield (name in the model, full tensor) without merging; adapters have the names of peft. All ranks.
 
         Args:
             name: name of the role.
@@ -113,12 +114,12 @@ class RoleStrategy:
                 yield parameter_name, parameter.detach()
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield only the adapters, as in :meth:`iter_own_params`. All ranks."""
-        return self.iter_own_params(name, is_adapter)
+        """Yield only the adapters, as in :meth:`iter_unmerged_params`. All ranks."""
+        return self.iter_unmerged_params(name, is_adapter)
 
     def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of the model without its adapters. All ranks."""
-        for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
+        for parameter_name, parameter in self.iter_unmerged_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
         yield from persistent_buffers(getattr(self.module, name).lm)
 
@@ -128,7 +129,7 @@ class RoleStrategy:
         return True
 
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
-        """Call a function on the group leader and return its result to all ranks with the same data. All ranks.
+        """Call a function on the group leader, and return its result on all ranks with the same data, which call this.
 
         Args:
             make: function that is expensive or not deterministic, with a result that can be pickled.
@@ -137,7 +138,7 @@ class RoleStrategy:
 
 
 class SingleDeviceRoles(RoleStrategy):
-    """Runs the roles under a single-device strategy of Lightning.
+    """Runs the roles under a single-device strategy that is not a :class:`RoleStrategy`, such as Lightning's own.
 
     Args:
         module: module with the roles.

@@ -1,4 +1,4 @@
-"""One process: each role is the plain module."""
+"""The role strategy for one process, which does not wrap the roles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from lightning_rlhf.strategies.idle import OffloadsIdle
 
 
 class RLHFSingleDeviceStrategy(ReshardableCheckpoints, OffloadsIdle, SingleDeviceStrategy):
-    """One device, with checkpoints that all role strategies can load.
+    """:class:`~lightning_rlhf.strategies.roles.RoleStrategy` for one device.
+
+    All role strategies can load its checkpoints.
 
     Args:
-        activation_checkpointing: attribute of :class:`RoleStrategy`.
+        activation_checkpointing: whether trained roles store only the inputs of layers and recompute the rest.
         offload_idle: whether frozen roles and optimizer states are in host memory while they are not used; see
             :class:`OffloadsIdle`.
         **kwargs: arguments of Lightning's ``SingleDeviceStrategy``.

@@ -120,12 +120,12 @@ def test_possibly_valid_settings_are_accepted(path, value, folder):
 def test_missing_package_of_a_logger_is_reported_with_its_extra(folder, monkeypatch, as_list):
     monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name == "wandb" else True)
     entry = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
-    instance = {"class_path": "mine.WandbLogger"}
+    own_logger = {"class_path": "mine.WandbLogger"}
     csv = "lightning.pytorch.loggers.CSVLogger"
     assert list(early_mistakes(changed("trainer.logger", [csv, entry] if as_list else entry))) == [
         "WandbLogger needs the package wandb: run pip install 'lightning-rlhf[wandb]'"
     ]
-    assert list(early_mistakes(changed("trainer.logger", [csv, instance] if as_list else instance))) == []
+    assert list(early_mistakes(changed("trainer.logger", [csv, own_logger] if as_list else own_logger))) == []
 
 
 def test_custom_module_may_need_no_loop(folder):
@@ -166,14 +166,17 @@ def test_environment_adds_columns(folder):
 def paths_of(value, path=()):
     """Yield the path of each value in a configuration."""
     yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from paths_of(inner, (*path, str(key)))
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths_of(inner, (*path, str(key)))
 
 
 @pytest.mark.parametrize(
     "value", [None, 3, -1.5, True, "", "{", "~", "\t", [], [None], [[3]], {}, {"class_path": 3}, {3: 4}]
 )
-def test_random_values_raise_no_other_error(folder, value):
+def test_wrong_value_at_any_position_raises_nothing(folder, value):
     full = changed("data.init_args.columns", {"ground_truth": "answer"})
     full |= {"ckpt_path": "last"}
     full["trainer"] |= {"strategy": "ddp", "accelerator": "cpu", "max_time": "00:01:00:00", "default_root_dir": "runs"}
@@ -192,7 +195,7 @@ def test_valid_configuration_imports_no_slow_library(folder):
     program = (
         "import sys; from lightning_rlhf.cli.config_mistakes import check_settings; "
         "check_settings(['--config', 'run.yaml'], 'fit'); "
-        "print([own for own in ('torch', 'transformers', 'lightning', 'datasets', 'numpy') if own in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'lightning', 'datasets', 'numpy') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
@@ -224,15 +227,15 @@ def test_strategy_names_equal_those_of_their_classes():
         assert StrategyRegistry[name]["init_params"] == options
 
 
-@pytest.mark.parametrize("hidden", ["", "0"])
-def test_missing_gpu_is_reported_with_its_option(hidden, monkeypatch, folder):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+@pytest.mark.parametrize("visible_devices", ["", "0"])
+def test_missing_gpu_is_reported_with_its_option(visible_devices, monkeypatch, folder):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
     real = Machine.here
     (folder / "nvidia0").touch()
     monkeypatch.setattr(Machine, "here", lambda environ: real(environ, devices=folder))
     result = list(early_mistakes(changed("trainer.accelerator", "gpu")))
     message = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
-    assert result == ([] if hidden else message)
+    assert result == ([] if visible_devices else message)
 
 
 def test_interrupt_during_the_checks_prints_no_traceback(folder):

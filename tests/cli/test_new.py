@@ -130,14 +130,14 @@ def test_size_of_a_local_model_is_that_of_its_files(tiny_export, tmp_path, capsy
     size = new.model_size(str(tiny_export))
     model = AutoModelForCausalLM.from_pretrained(tiny_export)
     assert (size.parameters, size.positions) == (sum(parameter.numel() for parameter in model.parameters()), 256)
-    settings = new.settings_for(str(tiny_export), size)
+    settings = new.template_values(str(tiny_export), size)
     assert (settings["prompt_tokens"], settings["response_tokens"], settings["text_tokens"]) == ("128", "128", "256")
     assert new.run([str(tmp_path / "p"), "--model", str(tmp_path)]) == 2
     assert "is not the directory of a model: " in capsys.readouterr().err
 
 
 def test_learning_rates_and_lora_depend_on_the_model_size():
-    small, usual, large = (new.settings_for("m", new.ModelSize(size, 4096, "")) for size in (1.35e8, 5e8, 7e10))
+    small, usual, large = (new.template_values("m", new.ModelSize(size, 4096, "")) for size in (1.35e8, 5e8, 7e10))
     assert [item["rl_lr"] for item in (small, usual, large)] == ["2.0e-4", "5.0e-5", "1.0e-5"]
     assert [item["sft_lr"] for item in (small, usual, large)] == ["5.0e-4", "2.0e-4", "1.0e-4"]
     assert [item["response_tokens"] for item in (small, usual, large)] == ["128", "256", "256"]

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.learning
 LENGTH, STEPS = 6, 30
 
 
-def share_of_a(completions):
+def fraction_of_a(completions):
     """Return the fraction of the letter a in the longest possible response; the best policy always writes aaaaaa."""
     return [text.count("a") / LENGTH for text in completions]
 
 
-class Rewards(PPOModule):
+class RewardRecorder(PPOModule):
     """Records the mean reward of each step."""
 
     def training_step(self, batch, batch_idx):
@@ -33,11 +33,11 @@ class Rewards(PPOModule):
         self.history = [*getattr(self, "history", []), self.last_step.experience.rollout.reward.mean().item()]
 
 
-def run(directory, seed):
+def run(directory, seed, steps=STEPS):
     """Return the mean reward of every step, and the final weights of the actor."""
     seed_everything(seed, verbose=False)
     adam = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.0)
-    module = Rewards(
+    module = RewardRecorder(
         FromConfig(TINY_LLAMA | {"initializer_range": 0.05}),
         actor_optimizer=adam,
         critic_optimizer=adam,
@@ -49,9 +49,9 @@ def run(directory, seed):
     rows = [{"prompt": letter * count} for letter in "bcdefg" for count in range(1, 6)]
     data = PromptDataModule(InMemory(rows * 2), CharacterTokenizer("abcdefg"), batch_size=16, max_tokens=8)
     loop = RolloutLoop(
-        [RewardFunction(share_of_a)], TransformersEngine(), group_size=4, max_response_tokens=LENGTH, check_rows=2
+        [RewardFunction(fraction_of_a)], TransformersEngine(), group_size=4, max_response_tokens=LENGTH, check_rows=2
     )
-    trainer = quiet_trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1, default_root_dir=directory)
+    trainer = quiet_trainer(callbacks=[loop], max_steps=steps, max_epochs=-1, default_root_dir=directory)
     trainer.fit(module, datamodule=data)
     return module.history, module.actor.state_dict()
 
@@ -64,7 +64,7 @@ def first(tmp_path_factory):
 def test_toy_task_is_solved(first):
     history, _ = first
     assert len(history) == STEPS
-    assert history[0] < 0.25  # a tenth of all letters, less what stops early
+    assert history[0] < 0.25  # one of ten tokens, fewer in responses that stop early
     assert sum(history[-3:]) / 3 > 0.9
 
 
@@ -77,7 +77,6 @@ def test_same_seed_gives_the_same_rewards_and_bitwise_equal_weights(first, tmp_p
 
 
 @pytest.mark.slow
-def test_another_seed_gives_another_run(first, tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "STEPS", 2)
-    history, _ = run(tmp_path, seed=2)
+def test_another_seed_gives_another_run(first, tmp_path):
+    history, _ = run(tmp_path, seed=2, steps=2)
     assert history != first[0][:2]

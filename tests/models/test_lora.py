@@ -40,8 +40,8 @@ def source(architecture=TINY_LLAMA, lora=None, **options):
     return FromConfig(architecture, seed=0, lora=lora or LoRA(rank=4, alpha=8), **options)
 
 
-def trained(model):
-    """Return the model after some training, so that adapters are not zero."""
+def randomize_adapters(model):
+    """Set the adapters of a model, whose initial product is zero, to random numbers, and return the model."""
     draw = torch.Generator().manual_seed(5)
     for name, parameter in model.lm.named_parameters():
         if is_adapter(name):
@@ -53,7 +53,7 @@ def logprobs(model, **options):
     return model(IDS, INDEX, IDS[:, 1:], torch.ones(2, 4, dtype=torch.bool), **options).logprobs
 
 
-def plain(lm):
+def parameters_of(lm):
     return {name: parameter.detach() for name, parameter in lm.named_parameters()}
 
 
@@ -93,13 +93,13 @@ def test_adapters_are_float32_next_to_weights_of_other_dtypes():
 
 
 def test_gradients_reach_every_adapter_and_no_weight():
-    model = trained(source().causal().train())
+    model = randomize_adapters(source().causal().train())
     logprobs(model).sum().backward()
     for name, parameter in model.lm.named_parameters():
         assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) == is_adapter(name), name
 
 
-# -- where they begin -------------------------------------------------------------------------------------------------
+# -- initial adapters -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,13 +107,13 @@ def test_gradients_reach_every_adapter_and_no_weight():
 def test_initial_model_equals_its_source_bitwise(architecture, dtype):
     adapted = source(architecture, dtype=dtype)
     assert torch.equal(logprobs(adapted.causal()), logprobs(replace(adapted, lora=None).causal()))
-    scores = [made.scalar()(IDS, INDEX) for made in (adapted, replace(adapted, lora=None))]
+    scores = [model_source.scalar()(IDS, INDEX) for model_source in (adapted, replace(adapted, lora=None))]
     assert torch.equal(*scores)
 
 
 def test_initial_adapters_depend_only_on_the_run_seed(monkeypatch):
     def begin():
-        return plain(source().causal().lm)
+        return parameters_of(source().causal().lm)
 
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     one = begin()
@@ -131,17 +131,17 @@ def test_initial_adapters_depend_only_on_the_run_seed(monkeypatch):
 
 
 def test_actor_and_critic_of_one_source_have_different_initial_adapters():
-    actor, critic = plain(source().causal().lm), plain(source().scalar().lm)
+    actor, critic = parameters_of(source().causal().lm), parameters_of(source().scalar().lm)
     assert not any(torch.equal(actor[name], critic[name]) for name in actor if ".lora_A." in name)
 
 
 def test_meta_model_has_the_same_layout_as_a_loaded_one(tmp_path):
-    """Other ranks build from the configuration until they receive their shards."""
+    """Ranks other than the first build on the meta device, and receive the weights of the loaded model."""
     source().causal().save_pretrained(tmp_path)
-    for made in (source(dtype="bfloat16"), Pretrained(str(tmp_path), lora=LoRA(4, 8))):
+    for model_source in (source(dtype="bfloat16"), Pretrained(str(tmp_path), lora=LoRA(4, 8))):
         with torch.device("meta"):
-            bare = plain(made.causal().lm)
-        loaded = plain(made.causal().lm)
+            bare = parameters_of(model_source.causal().lm)
+        loaded = parameters_of(model_source.causal().lm)
         assert {name: (t.shape, t.dtype) for name, t in bare.items()} == {
             name: (t.shape, t.dtype) for name, t in loaded.items()
         }
@@ -155,14 +155,14 @@ def test_meta_model_has_the_same_layout_as_a_loaded_one(tmp_path):
 @ARCHITECTURES
 def test_trained_model_with_disabled_adapters_equals_its_source_bitwise(architecture, dtype):
     adapted = source(architecture, dtype=dtype)
-    model, base = trained(adapted.causal()), replace(adapted, lora=None).causal()
+    model, base = randomize_adapters(adapted.causal()), replace(adapted, lora=None).causal()
     with torch.no_grad():
         assert torch.equal(logprobs(model, adapters=False), logprobs(base))
         assert not torch.equal(logprobs(model), logprobs(base))
 
 
 def test_adapters_are_enabled_again_after_errors_and_stay_trainable():
-    model = trained(source().causal())
+    model = randomize_adapters(source().causal())
     before = logprobs(model)
     with pytest.raises(KeyError), adapters_disabled(model):
         raise KeyError
@@ -191,52 +191,53 @@ def test_peft_reads_the_switch_where_it_is_set():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft sees for itself that GPT-2 is other
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft corrects it for GPT-2
 @ARCHITECTURES
 def test_merged_weights_equal_those_of_peft_under_the_names_of_the_base(architecture, dtype, tmp_path):
     adapted = source(architecture, dtype=dtype)
-    base, model = replace(adapted, lora=None).causal().lm, trained(adapted.causal())
-    before = {name: tensor.clone() for name, tensor in plain(model.lm).items()}
-    ours = {name: tensor.clone() for name, tensor in merged(model.lm, plain(model.lm).items())}
+    base, model = replace(adapted, lora=None).causal().lm, randomize_adapters(adapted.causal())
+    before = {name: tensor.clone() for name, tensor in parameters_of(model.lm).items()}
+    ours = {name: tensor.clone() for name, tensor in merged(model.lm, parameters_of(model.lm).items())}
     save_adapter(adapted.lora, {name: t for name, t in before.items() if is_adapter(name)}, tmp_path)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
-    assert equal(ours, plain(theirs))
-    assert list(ours) == list(plain(base))
-    assert not equal(ours, plain(base))
-    assert equal(plain(model.lm), before)  # a merge changes nothing
+    assert equal(ours, parameters_of(theirs))
+    assert list(ours) == list(parameters_of(base))
+    assert not equal(ours, parameters_of(base))
+    assert equal(parameters_of(model.lm), before)  # a merge changes nothing
 
 
 def test_merged_model_computes_the_same_as_the_adapted_one(tmp_path):
-    model = trained(source().causal())
+    model = randomize_adapters(source().causal())
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logprobs(Pretrained(str(tmp_path)).causal()), logprobs(model), atol=1e-5, rtol=0)
 
 
 def test_merging_needs_one_tensor_at_a_time():
-    model = trained(source(TINY_LLAMA | {"attention_bias": True}).causal())
-    expected = {name: tensor.clone() for name, tensor in merged(model.lm, plain(model.lm).items())}
+    model = randomize_adapters(source(TINY_LLAMA | {"attention_bias": True}).causal())
+    expected = {name: tensor.clone() for name, tensor in merged(model.lm, parameters_of(model.lm).items())}
     assert any(name.endswith("q_proj.bias") for name in expected)
 
-    def passing():
+    def reused_memory():
+        """Yield tensors that become invalid when the next one is requested."""
         memory = torch.empty(2000)
-        for name, tensor in plain(model.lm).items():
+        for name, tensor in parameters_of(model.lm).items():
             yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
             memory.fill_(torch.nan)
 
     result = {}
-    for name, tensor in merged(model.lm, passing()):
+    for name, tensor in merged(model.lm, reused_memory()):
         result[name] = tensor.clone()
     assert equal(result, expected)
 
 
 def test_model_without_adapters_is_passed_through_unchanged():
     lm = replace(source(), lora=None).causal().lm
-    inputs = plain(lm)
+    inputs = parameters_of(lm)
     assert all(tensor is inputs[name] for name, tensor in merged(lm, inputs.items()))
 
 
 def test_scalar_models_are_saved_merged_with_their_head(tmp_path):
-    model = trained(source().scalar())
+    model = randomize_adapters(source().scalar())
     model.lm.score.weight.data.fill_(0.5)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(Pretrained(str(tmp_path)).scalar()(IDS, INDEX), model(IDS, INDEX), atol=1e-5, rtol=0)
@@ -247,8 +248,8 @@ def test_scalar_models_are_saved_merged_with_their_head(tmp_path):
 
 def test_peft_loads_the_saved_adapter_onto_the_base(tmp_path):
     replace(source(), lora=None).causal().save_pretrained(tmp_path / "base")
-    model = trained(Pretrained(str(tmp_path / "base"), lora=LoRA(3, 12, ["q_proj", "down_proj"])).causal())
-    weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
+    model = randomize_adapters(Pretrained(str(tmp_path / "base"), lora=LoRA(3, 12, ["q_proj", "down_proj"])).causal())
+    weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
     save_adapter(LoRA(3, 12, ["q_proj", "down_proj"]), weights, tmp_path / "adapter", str(tmp_path / "base"))
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -265,8 +266,8 @@ def test_peft_loads_the_saved_adapter_onto_the_base(tmp_path):
 
 
 def test_earlier_adapter_is_replaced_while_it_is_read(tmp_path):
-    model = trained(source().causal())
-    weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
+    model = randomize_adapters(source().causal())
+    weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
     save_adapter(LoRA(4, 8), weights, tmp_path)
     read = load_file(tmp_path / "adapter_model.safetensors")
     saved = {name: tensor.clone() for name, tensor in read.items()}
@@ -315,8 +316,8 @@ def test_model_without_linear_layers_is_rejected():
 
 
 def test_missing_peft_raises_a_one_line_error(monkeypatch):
-    result = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else result(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
     with pytest.raises(ModuleNotFoundError) as error:
         LoRA(4, 8)
     assert str(error.value) == "lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'"

@@ -52,7 +52,7 @@ def test_normalized_scores_have_mean_0_and_deviation_1_after_repeated_calls():
     ends = (LENGTHS - 1).unsqueeze(1)
     raw = model(ids, ends).squeeze(1).detach()
     for _ in range(3):
-        model.normalize(model(ids, ends).squeeze(1))
+        model.fit_normalization(model(ids, ends).squeeze(1))
         scores = model(ids, ends).squeeze(1)
         assert_close(scores.mean(), 0.0, atol=1e-5)
         assert_close(scores.std(), 1.0)
@@ -62,13 +62,13 @@ def test_normalized_scores_have_mean_0_and_deviation_1_after_repeated_calls():
 
 def test_normalizing_equal_scores_does_not_divide_by_0():
     model = TinyModel().scalar()
-    model.normalize(torch.ones(4))
+    model.fit_normalization(torch.ones(4))
     assert model(texts(), torch.zeros(3, 1).long()).isfinite().all()
 
 
 def test_scale_is_saved_with_the_weights(tmp_path):
     model, ids = TinyModel().scalar(), texts()
-    model.normalize(normal(5, seed=1, dtype=torch.float32) * 3 + 2)
+    model.fit_normalization(normal(5, seed=1, dtype=torch.float32) * 3 + 2)
     model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.bin"))
     again = Pretrained(str(tmp_path)).scalar()

@@ -18,10 +18,10 @@ from lightning_rlhf.rewards.sandbox.protocol import Limits, SandboxFault
 
 MIB = 2**20
 FOLDER = delegated_group()
-KERNELS = next((folder for folder in mount_points() if os.access(folder, os.W_OK)), None)
+WRITABLE = next((folder for folder in mount_points() if os.access(folder, os.W_OK)), None)
 needs_delegation = pytest.mark.skipif(
     FOLDER is None or shutil.which("bwrap") is None,
-    reason="needs bubblewrap and a cgroup2 folder that is writable and hands on memory and pids",
+    reason="needs bubblewrap and a cgroup2 folder that is writable and delegates memory and pids",
 )
 
 
@@ -33,11 +33,16 @@ def machine(tmp_path, monkeypatch):
     kernel.mkdir()
     (kernel / "mounts").write_text(f"tmpfs /run tmpfs rw 0 0\ncgroup2 {root} cgroup2 rw 0 0\n")
     (kernel / "cgroup").write_text("5:memory:/elsewhere\n0::/user/session\n")
-    for folder, handed_on in ((root, "cpu memory pids"), (root / "user", "memory pids"), (root / "user/session", "")):
-        (folder / "cgroup.subtree_control").write_text(handed_on + "\n")
+    for folder, delegated in ((root, "cpu memory pids"), (root / "user", "memory pids"), (root / "user/session", "")):
+        (folder / "cgroup.subtree_control").write_text(delegated + "\n")
         (folder / "cgroup.procs").touch()
     monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
     return kernel, root
+
+
+def use_groups(sandbox, folder):
+    """Set the folder of control groups of a sandbox, which it otherwise finds once."""
+    sandbox.__dict__["_groups"] = folder
 
 
 def test_nearest_folder_with_memory_and_pids_is_used(machine):
@@ -62,12 +67,12 @@ def test_version_1_of_control_groups_is_not_used(machine, file, text):
 
 def test_folder_where_no_group_can_be_created_is_skipped(machine, monkeypatch):
     kernel, root = machine
-    made = cgroup.tempfile.mkdtemp
+    real_mkdtemp = cgroup.tempfile.mkdtemp
 
     def refuse(prefix, dir):
         if dir == root / "user":
             raise OSError(errno.EROFS, "Read-only file system")
-        return made(prefix=prefix, dir=dir)
+        return real_mkdtemp(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(cgroup.tempfile, "mkdtemp", refuse)
     assert delegated_group(kernel) == root
@@ -75,7 +80,8 @@ def test_folder_where_no_group_can_be_created_is_skipped(machine, monkeypatch):
 
 def test_groups_of_killed_trainers_are_removed_but_not_those_in_use(machine):
     kernel, root = machine
-    dead, alive = (root / f"user/lightning-rlhf-sandbox-{pid}-x" for pid in (2**22 + 1, os.getpid()))
+    no_process = 2**22 + 1  # larger than any process id of Linux
+    dead, alive = (root / f"user/lightning-rlhf-sandbox-{pid}-x" for pid in (no_process, os.getpid()))
     for folder in (dead, alive):
         folder.mkdir()
     assert delegated_group(kernel) == root / "user"
@@ -86,14 +92,16 @@ def test_group_has_its_limits_and_is_always_removed(machine):
     _, root = machine
     before = set((root / "user").iterdir())
 
-    def fail():
-        with control_group(root / "user", 99 * MIB, 9) as group:
-            files = {file.name: file.read_text() for file in group.iterdir()}
-            raise KeyError(files)
+    limits = {}
 
-    with pytest.raises(KeyError) as raised:
-        fail()
-    assert raised.value.args == ({"memory.max": str(99 * MIB), "pids.max": "9"},)
+    def fail_within_group():
+        with control_group(root / "user", 99 * MIB, 9) as group:
+            limits.update({file.name: file.read_text() for file in group.iterdir()})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_within_group()
+    assert limits == {"memory.max": str(99 * MIB), "pids.max": "9"}
     assert set((root / "user").iterdir()) == before
 
 
@@ -129,11 +137,11 @@ def test_program_starts_only_in_its_group(machine, monkeypatch):
         return write(path, text)
 
     monkeypatch.setattr(Path, "write_text", record)
-    sandbox.__dict__["_groups"] = root / "user"
+    use_groups(sandbox, root / "user")
     assert sandbox.run("import time; time.sleep(3); print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
     assert seen == [(root / "user", "bwrap", [])]
     assert sandbox.check().endswith(f"; control groups in {root / 'user'}")
-    sandbox.__dict__["_groups"] = Path("/nowhere")
+    use_groups(sandbox, Path("/nowhere"))
     with pytest.raises(SandboxFault, match="cannot create a control group"):
         sandbox.run("print(1)", "", Limits())
 
@@ -142,7 +150,7 @@ def test_program_starts_only_in_its_group(machine, monkeypatch):
 def test_program_that_cannot_be_moved_to_its_group_does_not_run(machine, monkeypatch, tmp_path):
     _, root = machine
     sandbox = BubblewrapSandbox()
-    sandbox.__dict__["_groups"] = root / "user"
+    use_groups(sandbox, root / "user")
     real, began = Path.write_text, time.monotonic()
 
     def refuse(path, text):
@@ -160,7 +168,7 @@ SIX_CHILDREN = """
 import os, time
 for _ in range(6):
     if os.fork() == 0:
-        kept = bytearray(120 * 2**20)
+        block = bytearray(120 * 2**20)
         time.sleep(2)
         os._exit(0)
 for _ in range(6):
@@ -170,38 +178,41 @@ print("all lived")
 MANY_FILES = """
 import os
 for i in range(10**6):
-    os.symlink("x" * 100, f"{i:0250}")  # no byte of it counts as a file's
+    os.symlink("x" * 100, f"{i:0250}")  # links use memory of the kernel, and none of the limit of files
 print("all made")
 """
 
 
 @pytest.mark.skipif(
-    KERNELS is None or shutil.which("bwrap") is None, reason="needs bubblewrap and a cgroup2 folder that is writable"
+    WRITABLE is None or shutil.which("bwrap") is None, reason="needs bubblewrap and a cgroup2 folder that is writable"
 )
 def test_real_groups_contain_and_kill_programs_and_are_removed(monkeypatch):
-    """If neither memory nor pids are delegated, everything except the limits is tested with real groups."""
+    """The limits are left out, because memory and pids may not be delegated here."""
     monkeypatch.setattr(cgroup, "_set_limits", lambda *_: None)
     sandbox = BubblewrapSandbox()
-    sandbox.__dict__["_groups"] = KERNELS
+    use_groups(sandbox, WRITABLE)
     assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
     assert sandbox.run("import time; time.sleep(60)", "", Limits(seconds=1.0)).timed_out
-    with control_group(KERNELS, 1, 1) as group, subprocess.Popen(["sleep", "60"]) as left:
+    with control_group(WRITABLE, 1, 1) as group, subprocess.Popen(["sleep", "60"]) as left:
         (group / "cgroup.procs").write_text(str(left.pid))
         cgroup._remove(group)
         assert left.wait() == -signal.SIGKILL
-        group.mkdir()  # for its own end
-    assert not list(KERNELS.glob("lightning-rlhf-sandbox-*"))
+        group.mkdir()  # so that the end of the context can remove it
+    assert not list(WRITABLE.glob("lightning-rlhf-sandbox-*"))
 
 
 @needs_delegation
 def test_memory_of_all_processes_and_of_the_kernel_is_limited():
     sandbox = BubblewrapSandbox()
-    least, less, more = (Limits(300.0, size * MIB, scratch_bytes=MIB) for size in (64, 256, 1024))
-    for program, limits in ((SIX_CHILDREN, less), (MANY_FILES, least)):
+
+    def limits_of(memory_mib):
+        return Limits(300.0, memory_mib * MIB, scratch_bytes=MIB)
+
+    for program, limits in ((SIX_CHILDREN, limits_of(256)), (MANY_FILES, limits_of(64))):
         result = sandbox.run(program, "", limits)
         assert (result.stdout, result.exit_code, result.timed_out) == ("", 137, False)
-    assert sandbox.run("kept = bytearray(150 * 2**20); print(1)", "", less).stdout == "1\n"
-    assert sandbox.run(SIX_CHILDREN, "", more).stdout == "all lived\n"
+    assert sandbox.run("block = bytearray(150 * 2**20); print(1)", "", limits_of(256)).stdout == "1\n"
+    assert sandbox.run(SIX_CHILDREN, "", limits_of(1024)).stdout == "all lived\n"
 
 
 @needs_delegation

@@ -249,10 +249,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """See :meth:`RoleStrategy.drop_gradients`."""
         drop_gradients(self._engines[name])
 
-    def iter_own_params(
+    def iter_unmerged_params(
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_own_params`; values are in the dtype of the role's source."""
+        """See :meth:`RoleStrategy.iter_unmerged_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
         for layer in layers(getattr(self.module, name).lm, wanted):
             with self._gathered([parameter for _, parameter in layer]):

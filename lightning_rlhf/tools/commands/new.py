@@ -20,7 +20,7 @@ from lightning_rlhf.tools.commands.responses_file import write_errors
 
 _TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {
-    "grpo": "a reward function of Python, and groups of responses",
+    "grpo": "a reward function in Python, and groups of responses",
     "ppo": "a reward model from pairs of answers, then PPO with it",
     "sft": "supervised fine-tuning on conversations",
     "dpo": "pairs of a better and a worse answer",
@@ -38,7 +38,7 @@ class _Rates:
     """Learning rates for models of a size; those of docs/hyperparameters.md.
 
     Args:
-        below: smallest number of parameters that is too large.
+        below: number of parameters below which the row applies.
         response_tokens: longest response.
         full: rate for all weights, for RL, SFT, reward models and DPO.
         lora: rate for adapters; empty where all weights are trained.
@@ -72,8 +72,8 @@ _RATES = (
     ),
 )
 _EPILOG = """The directory then has a configuration, rows of data in the expected format, the reward or
-environment, its test, and a README.md with the commands. Learning rates, lengths and LoRA are those for
-a model of this size, which is read from the model's directory, or from the name of a model of the hub.
+environment, its test, and a README.md with the commands. Learning rates, lengths and LoRA fit the size of
+the model, which is read from its directory, or from the name of a model of the hub.
 
 {kinds}
 
@@ -96,8 +96,8 @@ Measure the prompt before training, with `lightning-rlhf generate` and `lightnin
 response has a reward, worked examples in the prompt help more than any setting.
 
 Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
-_NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, with a fault that PPO
-then mends. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
+_NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, but forgets carries, and
+PPO teaches it to carry. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def run(arguments: list[str]) -> int:
     """Write the project.
 
     Returns:
-        Exit code: 0, or 2 if the directory is not empty or cannot be written.
+        Exit code: 0, or 2 if the directory is not empty or cannot be written, or the model cannot be read.
     """
     options = make_parser().parse_args(arguments)
     directory = options.directory
@@ -128,7 +128,7 @@ def run(arguments: list[str]) -> int:
         values, summary = {}, ""
         if options.kind != "quickstart":
             size = model_size(options.model or _MODEL)
-            values = settings_for(options.model or _MODEL, size, options.kind)
+            values = template_values(options.model or _MODEL, size, options.kind)
             summary = f"{size.origin}: {values['summary']}\n"
         elif options.model:
             raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
@@ -170,20 +170,15 @@ def model_size(model: str) -> ModelSize:
     """
     folder = Path(model)
     if not folder.is_dir():
-        named = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower())
-        if named:
-            parameters = float(named[1]) * {"b": 1e9, "m": 1e6}[named[2]]
-        else:
-            parameters = _USUAL_PARAMETERS
-        how = "assumed, because its name has no number"
-        if named:
-            how = "from its name"
+        parameters, how = _USUAL_PARAMETERS, "assumed, because its name has no number"
+        if size := re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", model.lower()):
+            parameters, how = float(size[1]) * {"b": 1e9, "m": 1e6}[size[2]], "from its name"
         return ModelSize(parameters, _USUAL_POSITIONS, f"{model}, {_billions(parameters)} parameters ({how})")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         parameters = sum(map(_parameters_in, folder.glob("*.safetensors"))) or _USUAL_PARAMETERS
-        text = config.get("text_config") or config
-        positions = int(text.get("max_position_embeddings") or text.get("n_positions") or _USUAL_POSITIONS)
+        config = config.get("text_config") or config
+        positions = int(config.get("max_position_embeddings") or config.get("n_positions") or _USUAL_POSITIONS)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise UsageError(f"{model} is not the directory of a model: {type(error).__name__}: {error}") from error
     if positions < 2:
@@ -191,7 +186,7 @@ def model_size(model: str) -> ModelSize:
     return ModelSize(parameters, positions, f"{folder.resolve().name}, {_billions(parameters)} parameters")
 
 
-def settings_for(model: str, size: ModelSize, kind: str = "grpo") -> dict[str, str]:
+def template_values(model: str, size: ModelSize, kind: str = "grpo") -> dict[str, str]:
     """Return the values of the templates for a model.
 
     Args:
@@ -203,9 +198,9 @@ def settings_for(model: str, size: ModelSize, kind: str = "grpo") -> dict[str, s
     path = os.path.abspath(model) if Path(model).is_dir() else model
     if not re.fullmatch(r"[\w./-]+", path):  # YAML would read it in another way
         path = json.dumps(path, ensure_ascii=False)
-    prompt, response, text = (
-        min(tokens, size.positions // n) for tokens, n in ((256, 2), (row.response_tokens, 2), (512, 1))
-    )
+    prompt = min(256, size.positions // 2)
+    response = min(row.response_tokens, size.positions // 2)
+    text = min(512, size.positions)
     values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
     training = kind if kind in row.full else "rl"
     length = f"texts of at most {text} tokens" if kind in row.full else f"responses of at most {response} tokens"

@@ -21,10 +21,10 @@ _DEEPEST = 5  # levels of directories below the folder
 _MOST_RUNS = 500
 _SEED = "seed_everything"
 _DIRECTORY = "trainer.default_root_dir"
-_EMPTY: dict[str, Any] = {
+_EMPTY_ROW: dict[str, Any] = {
     "modified": 0.0, "steps": 0, "limit": None, "seed": None, "failed_checks": 0, "config": {}, "first": {}, "last": {},
     "link": "",
-}  # row of a run without metrics  # fmt: skip
+}  # row of a run without metrics, or with a damaged file  # fmt: skip
 
 
 def is_folder_of_runs(path: Path) -> bool:
@@ -41,7 +41,7 @@ def find_runs(folder: Path) -> list[RunDirectory]:
 
 
 def _run_paths(folder: Path, name: str = "metrics.csv") -> Iterator[Path]:
-    """Yield the directories below a folder that have a file with this name; they do not contain other runs."""
+    """Yield a folder and the directories below it that contain a file with this name; not those inside of runs."""
     for path, folders, files in os.walk(folder):
         depth = len(Path(path).relative_to(folder).parts)
         if name in files and (Path(path) / name).is_file() and not (Path(path) / name).is_symlink():
@@ -59,12 +59,14 @@ def _without_metrics(folder: Path) -> list[dict[str, Any]]:
             state = end_state(path)
         except UsageError as error:
             state = {"state": "damaged", "error": str(error)}
-        rows.append({**_EMPTY, **state, "name": path.relative_to(folder).as_posix(), "group": str(path)})
+        rows.append(
+            {**_EMPTY_ROW, **state, "name": path.relative_to(folder).as_posix(), "group": str(path)}
+        )  # a group of one
     return rows
 
 
 def project_page(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str], live: bool = False) -> str:
-    """Return the HTML of the table of runs; arguments are those of :func:`project_data`.
+    """Return the HTML of the table of runs.
 
     Args:
         folder: folder of the runs.
@@ -104,7 +106,7 @@ def _row(run: RunDirectory) -> dict[str, Any]:
     try:
         return {**run.state(), **_summary(run, run.signature(responses=False))}
     except (UsageError, OSError) as error:
-        return {**_EMPTY, "state": "damaged", "error": str(error)}
+        return {**_EMPTY_ROW, "state": "damaged", "error": str(error)}
 
 
 @lru_cache(maxsize=2 * _MOST_RUNS)

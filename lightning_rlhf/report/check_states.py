@@ -102,7 +102,10 @@ def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:
     ]
     missing = [name.replace("|", " or ") for name in names if name not in logged]
     if missing and parts[False]:
-        return "no data", f"{missing[0]} is not logged"
+        hint = ""
+        if "val/fraction_correct" in missing[0]:
+            hint = ": set val_metric of RolloutLoop"
+        return "no data", f"{missing[0]} is not logged{hint}"
     longest = current = 0
     for row in rows:
         current = current + 1 if all(name in row for name in names) else 0

@@ -204,7 +204,7 @@ def test_check_has_failed_passed_or_had_no_data(name):
     others = [*steps(9, other__metric=1.0), {"val/other": 1.0}]
     state, note = states_of(others, ["a"])[name]
     assert state == "no data"
-    assert note.endswith(" is not logged")
+    assert note.endswith((" is not logged", " is not logged: set val_metric of RolloutLoop"))
     assert states_of(fails, ["a"], [name])[name][0] == "not applicable"
 
 

@@ -57,7 +57,7 @@ def test_sigterm_at_any_point_leaves_a_checkpoint_that_leads_to_the_uninterrupte
 ):
     where, count, step = PLACES[location]
     config = ppo(every=5)
-    assert forge.attempt(tmp_path, config, location=(where, count, [TERM])) == 143
+    assert forge.attempt(tmp_path, config, position=(where, count, [TERM])) == 143
     assert last_line(tmp_path) == f"lightning-rlhf: ended by SIGTERM after step {step}; {goes_on(step)}"
     assert "Traceback" not in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == step

@@ -11,7 +11,7 @@ from lightning_rlhf.rollout.generation import CompletionCheck, Generation, gener
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from lightning_rlhf.types import Completion, SamplingParams
-from tests.rollout.engines import END, largest_gap, prompts_of, pushed, setup_of, source_of
+from tests.rollout.engines import END, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
 from tests.rollout.in_process import InProcessVLLMEngine
 
 vllm = pytest.mark.vllm
@@ -147,12 +147,11 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
     try:
         first = pushed(engine, source_of(seed=1), version=1)
         longest = SamplingParams(150)  # without a stop token
-        began = time.monotonic()
         whole = generate(engine, PROMPTS, longest, range(24))
-        seconds = time.monotonic() - began
+        second = source_of(seed=2).causal().eval()
         generation = submit(engine, PROMPTS, longest, range(24))
-        time.sleep(seconds / 3)
-        second = pushed(engine, source_of(seed=2), version=2)
+        generate(engine, PROMPTS[:1], SamplingParams(5), [24])  # after 5 of the 150 tokens of the others
+        engine.update_weights(parameters_of(second), 2)
         mixed = generation.completions()
         after = generate(engine, PROMPTS, SAMPLING, range(24))
     finally:

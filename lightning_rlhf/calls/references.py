@@ -53,6 +53,17 @@ def load_function(reference: str) -> Callable[..., Any]:
     return loaded
 
 
+def as_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that was given itself or by its reference.
+
+    Raises:
+        ValueError: as of :func:`load_function`.
+    """
+    if isinstance(function, str):
+        return load_function(function)
+    return function
+
+
 def _load_module(name: str) -> ModuleType:
     try:
         return import_module(name)

@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tool_methods import without_self
@@ -300,7 +300,7 @@ def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str
         ValueError: a function has no docstring, or an argument has no type hint or no description.
     """
     schemas = []
-    tools = [load_function(function) if isinstance(function, str) else function for function in functions]
+    tools = [as_function(function) for function in functions]
     for loaded in [
         function for tool in tools for function in (without_self(tool) if isinstance(tool, type) else [tool])
     ]:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.environments.protocol import Reply, Turn
 
 FaultKind = Literal["error", "invalid", "timeout", "died", "replay"]
@@ -28,10 +28,7 @@ class Spec:
 
     def make(self) -> Any:
         """Return a new environment."""
-        if isinstance(self.factory, str):
-            factory = load_function(self.factory)
-        else:
-            factory = self.factory
+        factory = as_function(self.factory)
         return factory(**self.arguments)
 
 

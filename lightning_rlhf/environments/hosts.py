@@ -5,18 +5,20 @@ This file does not import torch, so that worker processes start fast.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_rlhf.calls.guard import SCAN_SECONDS, begin_call, prepare_worker
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function, load_function
 from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.calls.workers import WorkerPool, lost_call
 from lightning_rlhf.environments.host import Call, Fault, Host, Spec
@@ -44,11 +46,8 @@ def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
 
 
 def is_async(spec: Spec) -> bool:
-    """Return whether the environment's class has an ``async`` method."""
-    if isinstance(spec.factory, str):
-        factory = load_function(spec.factory)
-    else:
-        factory = spec.factory
+    """Return whether ``reset``, ``step`` or ``run`` of the environment's class is ``async``."""
+    factory = as_function(spec.factory)
     return any(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step", "run"))
 
 
@@ -71,7 +70,8 @@ class ThreadHost(Host):
         """End the threads after their current calls, and close the environments."""
         self._threads.close()
         for key in self._environments.keys:
-            run_steps(self._environments.release(key))
+            with contextlib.suppress(asyncio.CancelledError):  # raised by an environment
+                run_steps(self._environments.release(key))
 
 
 @dataclass
@@ -131,7 +131,7 @@ class ProcessHost(Host):
             limit = self._timeout_s * (1 + replays)
             try:
                 future = slot.workers.schedule(_advance_here, call, timeout_s=limit)
-            except OSError as error:  # the system starts no further process
+            except (OSError, BrokenProcessPool) as error:  # the system starts no further process
                 result.set_result(Fault("died", f"has no worker process: {error}"))
                 return
             except RuntimeError as error:  # raised where the result is read, such as for a script that is imported
@@ -203,7 +203,7 @@ class ProcessHost(Host):
 
 
 def _lost_process(slot: _Slot) -> Fault:
-    """Describe a process that ended without a call, which is repeated unless no process of the slot ever started."""
+    """Describe the loss of a call whose worker process was not ended by the call itself."""
     if slot.answered:
         return Fault("died", "lost its worker process")
     return Fault(

@@ -26,7 +26,7 @@ Steps = Generator[Awaitable[Any], Any, _Result]
 @dataclass
 class _Live:
     environment: Any
-    steps: int = 0  # turns that the environment has seen
+    turns_seen: int = 0
 
 
 class LiveEnvironments:
@@ -49,28 +49,21 @@ class LiveEnvironments:
         return list(self._live)
 
     def advance(self, call: Call) -> Steps[Reply | Fault]:
-        """Return the reply to the last turn; an environment that is not held is made again.
+        """Return the reply to the last turn.
 
-        Its replies to the earlier turns must then be the same as before.
+        An environment that is not held, or has seen other turns, is made again and sees the earlier turns again.
         """
         if call.base_url:
             return as_reply((yield from _call(self._spec.make(), "run", call.run_arguments)), "run")
         live = self._live.get(call.key)
-        if live is None or live.steps != call.seen:
+        if live is None or live.turns_seen != call.seen:
             yield from self.release(call.key)
             live = self._live[call.key] = _Live(self._spec.make())
             reply = yield from _reset(live, call)
             if call.seen < 0:
                 return reply
-            for number, digest in enumerate(call.replies):
-                if digest_of(reply) != digest:
-                    return Fault(
-                        "replay",
-                        "gave another reply when a conversation was repeated: its replies must depend only on the row, "
-                        "the seed and the turns",
-                    )
-                if number < call.seen:
-                    reply = yield from _step(live, call.turns[number])
+            if (fault := (yield from _replay(live, call, reply))) is not None:
+                return fault
         if call.stop:
             return (yield from _finish(live, call))
         return (yield from _step(live, call.turns[-1]))
@@ -81,6 +74,8 @@ class LiveEnvironments:
         if live is not None and hasattr(live.environment, "close"):
             try:
                 yield from _call(live.environment, "close", {})
+            except (asyncio.CancelledError, GeneratorExit):  # of the task that runs these steps
+                raise
             except BaseException as error:
                 print(f"an environment's close() raised {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -91,10 +86,30 @@ def _reset(live: _Live, call: Call) -> Steps[Reply]:
     return as_reply((yield from _call(live.environment, "reset", {"row": call.row, "seed": call.seed})), "reset")
 
 
+def _replay(live: _Live, call: Call, reply: Reply) -> Steps[Fault | None]:
+    """Repeat the turns that were seen before this call; a reply other than that of the first time is a fault.
+
+    Args:
+        live: environment after its ``reset``.
+        call: the call.
+        reply: reply to ``reset``.
+    """
+    for number, digest in enumerate(call.replies):
+        if digest_of(reply) != digest:
+            return Fault(
+                "replay",
+                "gave another reply when a conversation was repeated: its replies must depend only on the row, the "
+                "seed and the turns",
+            )
+        if number < call.seen:
+            reply = yield from _step(live, call.turns[number])
+    return None
+
+
 def _step(live: _Live, turn: Turn) -> Steps[Reply]:
     arguments = {"turn": turn, "text": turn.text, "calls": turn.calls}
     reply = as_reply((yield from _call(live.environment, "step", arguments)), "step")
-    live.steps += 1
+    live.turns_seen += 1
     return reply
 
 

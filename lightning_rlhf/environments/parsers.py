@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.calls.references import arguments_of, load_function
+from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.expected_errors import RunError, UsageError
 
@@ -198,9 +198,7 @@ class FunctionToolCalls(ToolCallParser):
 
     @cached_property
     def _loaded(self) -> Callable[..., Any]:
-        if isinstance(self.function, str):
-            return load_function(self.function)
-        return self.function
+        return as_function(self.function)
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.host import Spec
 from lightning_rlhf.environments.parsers import ToolCallParser
@@ -86,10 +86,7 @@ class EnvironmentSettings:
         if self.renderer is not None and self.bridge != "renderers":
             raise UsageError(f"renderer {self.renderer!r} needs bridge: renderers, got bridge: {self.bridge}")
         try:
-            if isinstance(self.factory, str):
-                factory = load_function(self.factory)
-            else:
-                factory = self.factory
+            factory = as_function(self.factory)
             inspect.signature(factory).bind(**self.arguments)
         except (TypeError, ValueError) as error:
             raise UsageError(f"environment {self.factory!r}: {error}") from error
@@ -106,19 +103,13 @@ class EnvironmentSettings:
     @property
     def is_agent(self) -> bool:
         """Whether the factory is the class of an agent."""
-        if isinstance(self.factory, str):
-            factory = load_function(self.factory)
-        else:
-            factory = self.factory
+        factory = as_function(self.factory)
         return isinstance(factory, type) and hasattr(factory, "run") and not hasattr(factory, "step")
 
     @property
     def may_finish(self) -> bool:
         """Whether the environment may have a method ``finish``, which is not known of those that a function returns."""
-        if isinstance(self.factory, str):
-            factory = load_function(self.factory)
-        else:
-            factory = self.factory
+        factory = as_function(self.factory)
         finish = getattr(factory, "finish", None)
         return not isinstance(factory, type) or finish not in (None, Environment.finish)
 
@@ -133,10 +124,7 @@ class EnvironmentSettings:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools that the environment has in an attribute ``schemas``; an empty list without it."""
-        if isinstance(self.factory, str):
-            factory = load_function(self.factory)
-        else:
-            factory = self.factory
+        factory = as_function(self.factory)
         if not hasattr(factory, "schemas"):
             return []
         return list(factory(**self.arguments).schemas)

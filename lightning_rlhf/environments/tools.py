@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from lightning_rlhf.calls.references import arguments_of, load_function
+from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.data.tool_methods import tool_methods
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
 from lightning_rlhf.expected_errors import UsageError
@@ -54,7 +54,7 @@ class Tools(Environment):
         self.role = role
         if not functions:
             raise UsageError("Tools needs at least one function")
-        loaded = [load_function(function) if isinstance(function, str) else function for function in functions]
+        loaded = [as_function(function) for function in functions]
         self.functions = {function.__name__: function for function in loaded}
         if len(self.functions) < len(loaded):
             raise UsageError(f"tools need different names, got {[function.__name__ for function in loaded]}")
@@ -130,7 +130,7 @@ class StatefulTools(Environment):
         role: Literal["tool", "user"] = "tool",
         timeout_s: float | Mapping[str, float] | None = None,
     ) -> None:
-        owner = load_function(factory) if isinstance(factory, str) else factory
+        owner = as_function(factory)
         if not isinstance(owner, type):
             raise UsageError(f"factory of StatefulTools must be a class, got {factory!r}")
         self._names = list(tool_methods(owner))

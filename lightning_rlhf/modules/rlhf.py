@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -557,7 +557,7 @@ def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:
     """
     if isinstance(loss, PolicyLoss):
         return loss
-    function = load_function(loss) if isinstance(loss, str) else loss
+    function = as_function(loss)
     if not callable(function):
         raise UsageError(f"policy_loss must be a policy loss, a function or its reference, got {function!r}")
     if isinstance(function, type):

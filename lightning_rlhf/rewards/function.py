@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
@@ -123,9 +123,7 @@ class RewardFunction:
 
     @cached_property
     def _loaded(self) -> Callable[..., Any]:
-        if isinstance(self.function, str):
-            return load_function(self.function)
-        return self.function
+        return as_function(self.function)
 
     @cached_property
     def target(self) -> Callable[..., Any]:

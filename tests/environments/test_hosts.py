@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lightning_rlhf.calls.workers import WorkerPool
 from lightning_rlhf.environments import Environment, Reply, Turn
 from lightning_rlhf.environments.host import Call, Fault, Spec
 from lightning_rlhf.environments.hosts import ProcessHost, ThreadHost, make_host
@@ -205,6 +207,57 @@ class Counting(Environment):
 
     async def step(self, text):
         return text
+
+
+class ClosesNever(Environment):
+    """Waits for ever, or raises, when it is closed."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    async def close(self):
+        if self.error is not None:
+            raise self.error
+        await asyncio.sleep(3600)
+
+    def step(self, text):
+        return text
+
+
+class ClosesNeverInLoop(ClosesNever):
+    """Does the same with an ``async`` step."""
+
+    async def step(self, text):
+        return text
+
+
+def test_close_that_is_cancelled_at_its_limit_is_not_an_error_of_the_environment(host, capfd):
+    instance = host(ClosesNeverInLoop, timeout_s=0.2)
+    talk(instance, "a", "x")
+    instance.release("a")
+    assert instance.call(Call("b", {}, 0)).result(10) == Reply()  # the release has begun
+    instance.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError()])
+@pytest.mark.parametrize("timeout_s", [30.0, None])
+def test_error_while_an_environment_is_closed_does_not_end_the_run(host, timeout_s, error):
+    instance = host(ClosesNever, timeout_s=timeout_s, error=error)
+    assert talk(instance, "a", "x")[1:] == [Reply("x")]
+    assert talk(instance, "b", "x")[1:] == [Reply("x")]
+    instance.release("a")
+    assert talk(instance, "c", "x")[1:] == [Reply("x")]
+    instance.close()
+
+
+def test_broken_pool_that_starts_no_process_is_a_failure(host, monkeypatch):
+    def fail(*arguments, **options):
+        raise BrokenProcessPool("no process")
+
+    monkeypatch.setattr(WorkerPool, "schedule", fail)
+    fault = host(worlds.Echo).call(Call("a", {}, 0)).result(10)
+    assert fault == Fault("died", "has no worker process: no process")
 
 
 class Interrupts(Environment):

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.calls.references import as_function, load_function
 from lightning_rlhf.environments.protocol import Environment, Reply
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 
@@ -40,14 +40,15 @@ class Gymnasium(Environment):
         if make.startswith("gymnasium:") and importlib.util.find_spec("gymnasium") is None:
             raise MissingPackageError("Gymnasium needs gymnasium: run pip install 'lightning-rlhf[gymnasium]'")
         self._environment: Any = load_function(make)(id, **(arguments or {}))
-        self._action = load_function(action) if isinstance(action, str) else action
-        self._observation = load_function(observation) if isinstance(observation, str) else observation
+        self._actions = getattr(self._environment, "action_space", None)
+        if action is not None:
+            self._action = as_function(action)
+        elif hasattr(self._actions, "n"):
+            self._action = int
+        else:
+            self._action = str
+        self._observation = as_function(observation)
         self._invalid = invalid
-        if self._action is None:
-            if hasattr(getattr(self._environment, "action_space", None), "n"):
-                self._action = int
-            else:
-                self._action = str
 
     def reset(self, seed: int) -> Reply:
         """Start an episode; its first observation is appended to the prompt."""
@@ -56,12 +57,11 @@ class Gymnasium(Environment):
 
     def step(self, text: str) -> Reply:
         """Take a step."""
-        assert self._action is not None
         try:
             action = self._action(text.strip())
         except ValueError:
             action = None
-        contains = getattr(getattr(self._environment, "action_space", None), "contains", None)
+        contains = getattr(self._actions, "contains", None)
         if action is None or (contains is not None and not contains(action)):
             return Reply(self._invalid or "", done=self._invalid is None, metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, info = self._environment.step(action)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_rlhf.calls.references import arguments_of, load_function
+from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.environments.protocol import Environment, Reply, Turn
 from lightning_rlhf.environments.tools import Tools
 
@@ -24,10 +24,7 @@ class TRLEnvironment(Environment):
     """
 
     def __init__(self, environment: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
-        if isinstance(environment, str):
-            factory = load_function(environment)
-        else:
-            factory = environment
+        factory = as_function(environment)
         self._environment = factory(**(arguments or {}))
         methods = inspect.getmembers(self._environment, inspect.ismethod)
         tools = [method for name, method in methods if not name.startswith("_") and name not in _NO_TOOLS]
@@ -78,10 +75,7 @@ class SkyRLEnvironment(Environment):
         extras: str | None = None,
         config: Any = None,
     ) -> None:
-        if isinstance(environment, str):
-            self._factory = load_function(environment)
-        else:
-            self._factory = environment
+        self._factory = as_function(environment)
         self._arguments = dict(arguments or {})
         self._extras = extras
         self._config = config

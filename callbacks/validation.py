@@ -273,10 +273,8 @@ class Validation:
                         interval = mean_interval([row for row in known if row])
                     for bound in ("low", "high"):
                         value = interval.get(bound)
-                        if value is None:
-                            metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = math.nan
-                        else:
-                            metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = value
+                        key = f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"
+                        metrics[key] = math.nan if value is None else value
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

@@ -17,6 +17,12 @@ Message = dict[str, Any]
 ROLES = ("user", "tool", "system")  # roles that messages of an environment may have
 LARGEST_TEXT = 1_000_000  # characters of all messages of a reply; the rest is cut
 _FLOAT32_MAX = 3.4028234663852886e38
+_EXPECTED = {
+    "reset": "a Reply, a text or None",
+    "step": "a Reply or a text",
+    "finish": "a Reply, a number or None",
+    "run": "a Reply, a number or None",
+}
 
 
 class ToolError(Exception):
@@ -152,18 +158,15 @@ def as_reply(value: Any, method: str) -> Reply:
     Raises:
         InvalidReplyError: the value is not a reply, or a part of it has a wrong type or value.
     """
-    ignores_messages = method in ("run", "finish")
+    ends_conversation = method in ("run", "finish")
     if value is None and method != "step":
         return Reply()
-    if ignores_messages and isinstance(value, Real) and not isinstance(value, bool):
+    if ends_conversation and isinstance(value, Real) and not isinstance(value, bool):
         value = Reply(reward=cast("float", value))
-    if isinstance(value, str) and not ignores_messages:
+    if isinstance(value, str) and not ends_conversation:
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
-        expected = {"step": "a Reply or a text", "reset": "a Reply, a text or None"}.get(
-            method, "a Reply, a number or None"
-        )
-        raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
+        raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {_EXPECTED[method]}")
     reward: Any = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not _is_within(reward, _FLOAT32_MAX):
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")

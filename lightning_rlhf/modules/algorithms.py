@@ -74,7 +74,7 @@ def _as_config(value: Any, annotation: Any) -> Any:
 
 @with_defaults(advantages=GRPO(), kl_loss=KLTerm(0.04, "k3"), aggregation=SequenceMeanTokenMean())
 class GRPOModule(RLHFModule):
-    """GRPO: the other responses to a prompt are the baseline, there is no critic.
+    """GRPO: the mean reward of all responses to a prompt is the baseline of each of them, and there is no critic.
 
     Rewards are standardised within each group, the clipped surrogate is averaged over each response, and the KL to the
     reference is part of the loss. See "DeepSeekMath", Shao et al. 2024, section 4.1.

@@ -62,7 +62,7 @@ class KLTerm:
         Raises:
             ValueError: ``importance`` without ``old_logprobs``.
         """
-        # Zeros go in where the mask is False: after an infinity, even a gradient that is not asked for is NaN.
+        # An infinity under the mask would give NaN gradients, even multiplied by 0: zeros replace such values.
         logprobs, ref_logprobs = (torch.where(mask, values, 0.0) for values in (logprobs, ref_logprobs))
         estimate = kl_estimate(logprobs, ref_logprobs, self.estimator, self.clamp)
         if not self.importance:

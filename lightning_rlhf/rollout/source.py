@@ -35,7 +35,7 @@ class Request:
     """Responses to some prompts that were requested from the engine.
 
     Args:
-        step: number of finished steps before the one that trains on the responses.
+        step: index, from 0, of the step that trains on the responses.
         prompts: N prompts of this rank.
         sampling: number and kind of the responses to each.
         generation: completions in the order of the prompts.
@@ -139,7 +139,7 @@ class Source(ABC):
 
         Args:
             prompts: prompts of this rank.
-            step: number of finished steps before the one that trains on the responses.
+            step: index, from 0, of the step that trains on the responses.
             in_background: whether the engine begins now, while the caller continues.
         """
 
@@ -165,7 +165,7 @@ class OnPolicy:
 
         Args:
             prompts: prompts of this rank.
-            step: number of finished steps.
+            step: index of the step, from 0.
         """
         self.weights.sync(step)
         requests = self.source.start(prompts, step)

@@ -73,7 +73,7 @@ def exported():
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("refused")], ids=lambda row: row[1])
+@pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("rejected")], ids=lambda row: row[1])
 def test_features_of_automatic_optimization_are_rejected_with_their_replacement(with_feature, row):
     result = with_feature(row)
     assert result.code == 2
@@ -132,7 +132,7 @@ def test_averaged_weights_are_exported(with_feature, config):
 
 def test_every_row_has_a_test():
     tested = {*CHECKS, "best checkpoints", "average of weights"}
-    assert {row[0] for row in ROWS if not row[2].startswith("refused")} == tested
+    assert {row[0] for row in ROWS if not row[2].startswith("rejected")} == tested
 
 
 def test_zero_batches_are_rejected(fit, config):

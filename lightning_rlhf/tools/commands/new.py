@@ -79,6 +79,11 @@ the model, which is read from its directory, or from the name of a model of the 
 
   lightning-rlhf new my_task --kind grpo --model Qwen/Qwen2.5-0.5B-Instruct
 """
+_LORA = """
+      class_path: lightning_rlhf.Pretrained
+      init_args:
+        path: {path}
+        lora: {{rank: 16, alpha: 32}}  # remove this line to train all weights, with lr {full_rate}"""
 _README = """# {title}
 
 {description}. Made by `lightning-rlhf new`.
@@ -202,18 +207,17 @@ def template_values(model: str, size: ModelSize, kind: str = "grpo") -> dict[str
     response = min(row.response_tokens, size.positions // 2)
     text = min(512, size.positions)
     values = {"model": path, "prompt_tokens": str(prompt), "response_tokens": str(response), "text_tokens": str(text)}
-    training = kind if kind in row.full else "rl"
-    length = f"texts of at most {text} tokens" if kind in row.full else f"responses of at most {response} tokens"
+    rates = row.lora or row.full
     weights = "LoRA" if row.lora else "all weights"
-    values["summary"] = f"{weights}, lr {(row.lora or row.full)[training]:g} for {training.upper()}, {length}"
-    for name, rate in (row.lora or row.full).items():
+    if kind in rates:
+        values["summary"] = f"{weights}, lr {rates[kind]:g} for {kind.upper()}, texts of at most {text} tokens"
+    else:
+        values["summary"] = f"{weights}, lr {rates['rl']:g} for RL, responses of at most {response} tokens"
+    for name, rate in rates.items():
         values[f"{name}_lr"] = _yaml(rate)
-        all_weights = f"  # remove this line to train all weights, with lr {_yaml(row.full[name])}"
-        source = f"\n      class_path: lightning_rlhf.Pretrained\n      init_args:\n        path: {path}"
+        values[f"{name}_source"] = f" {path}"
         if row.lora:
-            values[f"{name}_source"] = f"{source}\n        lora: {{rank: 16, alpha: 32}}{all_weights}"
-        else:
-            values[f"{name}_source"] = f" {path}"
+            values[f"{name}_source"] = _LORA.format(path=path, full_rate=_yaml(row.full[name]))
     return values
 
 

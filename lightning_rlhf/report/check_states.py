@@ -40,6 +40,9 @@ _NEEDS = {
     "engine and actor": _Need(3, ("rollout/logprob_diff_mean",)),
     "critic": _Need(20, ("value/explained_variance",)),
     "over-optimisation": _Need(3, ("val/fraction_correct_sampled|val/fraction_correct_greedy|val/score_sampled",)),
+    "worse validation": _Need(
+        2, ("val/fraction_correct_sampled_low|val/fraction_correct_greedy_low|val/score_sampled_low",)
+    ),
     "reward model": _Need(1, ("val/policy_score_mean",)),
     "rising loss": _Need(10, ("train/loss",)),
     "gradient spike": _Need(20, ("grad_norm/actor|grad_norm/critic",)),
@@ -81,11 +84,21 @@ def check_states(
         elif name == "reward model" and not bounds:
             state, note = "not applicable", "only for a reward model with PolicyCheck"
         else:
-            state, note = _state(_NEEDS[name], parts)
+            state, note = _state(_need(name, rewards), parts)
             if name == "critic" and state == "passed" and _is_exempt(parts[False]):
                 state, note = "not applicable", f"{note}, but rewards vary less than half as much as at the start"
         states.append({"name": name, "state": state, "note": note})
     return states
+
+
+def _need(name: str, rewards: Sequence[str]) -> _Need:
+    """Return the metrics of a check; validations of a run with one reward function have its mean in any case."""
+    need = _NEEDS[name]
+    if name in ("over-optimisation", "worse validation") and len(rewards) == 1:
+        (metrics,) = need.metrics
+        ending = "_low" if metrics.endswith("_low") else ""
+        return _Need(need.steps, (f"{metrics}|val/{rewards[0]}_sampled{ending}",))
+    return need
 
 
 def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:

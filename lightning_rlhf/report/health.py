@@ -298,10 +298,34 @@ def _critic(history: RunHistory) -> _Failure | None:
     )
 
 
-def _over_optimisation(history: RunHistory) -> _Failure | None:
+def _quality(history: RunHistory) -> str | None:
+    """Return the name of the metric of validations that measures the policy; None without one."""
     names = ["val/fraction_correct_sampled", "val/fraction_correct_greedy", "val/score_sampled"]
     names += [f"val/{reward}_sampled" for reward in history.rewards] if len(history.rewards) == 1 else []
-    name = next((name for name in names if _has(history, name)), None)
+    return next((name for name in names if _has(history, name)), None)
+
+
+def _worse_validation(history: RunHistory) -> _Failure | None:
+    name = _quality(history)
+    if name is None or not _has(history, f"{name}_low") or not _has(history, f"{name}_high"):
+        return None
+    best, last = max(history.validations, key=lambda row: row[name]), history.validations[-1]
+    if not last[f"{name}_high"] < best[f"{name}_low"]:
+        return None
+    return (
+        name,
+        last[name],
+        best[f"{name}_low"],
+        f"{name} is {last[name]:.3g} (95 % interval {last[f'{name}_low']:.3g} to {last[f'{name}_high']:.3g}), and was "
+        f"{best[name]:.3g} ({best[f'{name}_low']:.3g} to {best[f'{name}_high']:.3g}) at step {best['step']:.0f}: "
+        "training makes the policy worse",
+        "Use the checkpoint of the best validation, and start again with half the learning rate "
+        "(model.init_args.actor_optimizer.init_args.lr); if the training reward has risen, mend the reward instead",
+    )
+
+
+def _over_optimisation(history: RunHistory) -> _Failure | None:
+    name = _quality(history)
     if name is None:
         return None
     values = values_of(history.validations, name)
@@ -406,6 +430,7 @@ CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
     "engine and actor": _engine,
     "critic": _critic,
     "over-optimisation": _over_optimisation,
+    "worse validation": _worse_validation,
     "reward model": _reward_model,
     "rising loss": _loss,
     "gradient spike": _gradient,
@@ -426,6 +451,7 @@ _CAUSES = {
     "entropy collapse": ("lost reward", "KL to the reference"),
     "length drift": ("lost reward", "KL to the reference"),
     "truncation": ("lost reward", "KL to the reference"),
+    "worse validation": ("lost reward", "KL to the reference", "over-optimisation"),
 }
 
 

@@ -44,6 +44,15 @@ def validations(values, reward):
     return rows
 
 
+def with_intervals(values):
+    """Return such steps without training rewards, with intervals of plus and minus 0.1."""
+    bounds = {"val/fraction_correct_sampled_low": -0.1, "val/fraction_correct_sampled_high": 0.1}
+    rows = [row for row in validations(values, lambda i: 0.5) if "reward/mean" not in row]
+    return [
+        {**row, **{name: row["val/fraction_correct_sampled"] + shift for name, shift in bounds.items()}} for row in rows
+    ]
+
+
 # name: rows that fail, the step, value and bound of the failure, rows that do not fail
 CASES = {
     "constant reward": (
@@ -83,6 +92,9 @@ CASES = {
     "over-optimisation": (
         validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.01 * i), 25, 0.5, 0.57,
         validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.5 - 0.01 * i),
+    ),
+    "worse validation": (
+        with_intervals([0.2, 0.5, 0.6, 0.5, 0.39, 0.4]), 25, 0.39, 0.5, with_intervals([0.2, 0.5, 0.6, 0.5, 0.41, 0.4]),
     ),
     "reward model": (
         [{"val/pair_accuracy": 0.9}, {"val/pair_accuracy": 0.96, "val/policy_order": 0.97, **POLICY_CHECK}],

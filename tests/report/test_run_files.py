@@ -236,6 +236,16 @@ def test_check_of_a_run_without_steps_is_too_early():
     assert result["over-optimisation"] == ("too early", "1 of 3 validations")
 
 
+def test_validations_of_the_only_reward_are_checked():
+    names = ("val/a_sampled", "val/a_sampled_low", "val/a_sampled_high")
+    rows = [dict.fromkeys(names, 0.5)] * 3
+    result = states_of(rows, ["a"])
+    assert result["over-optimisation"] == ("passed", "val/a_sampled 0.5")
+    assert result["worse validation"] == ("passed", "val/a_sampled_low 0.5")
+    assert result["worse validation"] == states_of(rows[:2], ["a"])["worse validation"]
+    assert states_of([*rows, *steps(1, other=1.0)], ["a", "b"])["worse validation"][0] == "no data"
+
+
 def test_critic_check_is_skipped_for_nearly_constant_rewards():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
     note = "value/explained_variance -0.5, but rewards vary less than half as much as at the start"

@@ -95,7 +95,8 @@ cd {directory}
 
 {further}
 """
-_NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
+_NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a run prints its remaining time
+if it is more than five minutes.
 
 Measure the prompt before training, with `lightning-rlhf generate` and `lightning-rlhf evaluate`: where nearly no
 response has a reward, worked examples in the prompt help more than any setting.
@@ -252,7 +253,7 @@ def _write(path: Path, directory: Path, values: dict[str, str]) -> None:
 def _commands(directory: Path) -> list[str]:
     """Return the commands that check and run a project."""
     configurations = [name for name in _ORDER if (directory / name).is_file()]
-    tests = ["python -m pytest"] if any(directory.glob("test_*.py")) else []
+    tests = ["python -m pytest  # needs pip install pytest"] if any(directory.glob("test_*.py")) else []
     commands = ["fit"]
     if (directory / "data").is_dir():
         commands = ["check-data", "fit"]

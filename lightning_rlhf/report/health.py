@@ -171,8 +171,8 @@ def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failu
         f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %), and "
         f"the mean reward is {reward:.3g} of at most {largest:.3g}: the policy repeats its answers, right and wrong "
         "ones, and further steps change little",
-        "Resume from a checkpoint before that with half the learning rate, kl_loss with a coef of 0.001 to 0.04, or "
-        "ent_coef; or use other prompts",
+        "Start again from the model, or from an earlier checkpoint (keep_last of RunCheckpoint), with half the "
+        "learning rate; then also with kl_loss: {coef: 0.001}, then with ent_coef: 0.001; or use other prompts",
     )
 
 
@@ -319,8 +319,8 @@ def _worse_validation(history: RunHistory) -> _Failure | None:
         f"{name} is {last[name]:.3g} (95 % interval {last[f'{name}_low']:.3g} to {last[f'{name}_high']:.3g}), and was "
         f"{best[name]:.3g} ({best[f'{name}_low']:.3g} to {best[f'{name}_high']:.3g}) at step {best['step']:.0f}: "
         "training makes the policy worse",
-        "Use the checkpoint of the best validation, and start again with half the learning rate "
-        "(model.init_args.actor_optimizer.init_args.lr); if the training reward has risen, mend the reward instead",
+        "Use the checkpoint of the best validation (keep_last or best of RunCheckpoint), and start again with half "
+        "the learning rate (model.init_args.actor_optimizer.init_args.lr), or mend the reward if it rose in training",
     )
 
 
@@ -344,7 +344,8 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
         bound,
         f"{name} fell from {values[best]:.3g} at step {history.validations[best]['step']:.0f} to {values[-1]:.3g}, "
         "while the training reward rises: the policy exploits the reward",
-        "Use the checkpoint of the best validation, raise the coef of kl_loss or kl_reward, or mend the reward",
+        "Use the checkpoint of the best validation (best of RunCheckpoint), raise the coef of kl_loss or kl_reward, or "
+        "mend the reward",
     )
 
 

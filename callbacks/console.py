@@ -293,9 +293,11 @@ def comparison(directory: Path) -> list[str]:
     compared = before_and_after(read_metrics(directory / "metrics.csv"))
     if compared is None:
         return []
-    first, last, pairs = compared
-    width = max((len(name) for name, _, _ in pairs), default=0)
-    lines = [f"  {name:<{width}}  {before} -> {after}" for name, before, after in pairs]
+    first, last, values = compared
+    width = max((len(name) for name, *_ in values), default=0)
+    lines = []
+    for name, before, after, change in values:
+        lines.append(f"  {name:<{width}}  {before} -> {after}{f', change {change}' if change else ''}")
     if lines:
         return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
     return []

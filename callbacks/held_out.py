@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
+_CHANGE = "_change"  # end of the names of changes since the first validation
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
 _REPEATED = {
     "greedy": "fraction_correct_greedy",
@@ -25,12 +26,13 @@ def shown_names(metrics: Mapping[str, float]) -> list[str]:
         metrics: metrics by name, those of a validation begin with ``val/``.
     """
     names = [name for name in metrics if name.startswith("val/") and not _is_bound(name, metrics)]
+    names = [name for name in names if not name.endswith(_CHANGE)]
     zeros = [name for name in names if "/fault_" in name and not metrics[name]]
     return [name for name in names if name not in zeros and not _is_repeated(name, metrics)]
 
 
 def with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    """Return the value of a metric, and its 95 % interval if there is one.
+    """Return the value of a metric, and its 95 % interval if there is one; changes with their sign.
 
     Args:
         name: name of the metric.
@@ -39,7 +41,8 @@ def with_interval(name: str, metrics: Mapping[str, float]) -> str:
     low, high = (metrics.get(f"{name}{end}", math.nan) for end in BOUNDS)
     if math.isnan(low) or math.isnan(high):
         return number(metrics[name])
-    return f"{metrics[name]:.3f} ({low:.3f} to {high:.3f})"
+    sign = "+" if name.endswith(_CHANGE) else ""
+    return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
 def number(value: float) -> str:
@@ -51,7 +54,7 @@ def number(value: float) -> str:
 
 def before_and_after(
     rows: Sequence[Mapping[str, str]], further: Collection[str] = ()
-) -> tuple[str, str, list[tuple[str, str, str]]] | None:
+) -> tuple[str, str, list[tuple[str, str, str, str]]] | None:
     """Return the first and the last validation of a run; None if it has fewer than two.
 
     Args:
@@ -59,8 +62,9 @@ def before_and_after(
         further: names of further metrics.
 
     Returns:
-        The steps of both, and (metric, value before, value after) for the means of greedy and sampled responses, the
-        loss, the accuracies and the further metrics, those with an interval first.
+        The steps of both, and (metric, value before, value after, change) for the means of greedy and sampled
+        responses, the loss, the accuracies and the further metrics, those with an interval first. The change is that of
+        the same prompts; empty where it is not logged.
     """
     validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
     if len(validations) < 2:
@@ -73,8 +77,11 @@ def before_and_after(
     names = [name for name in last if name in shown and name in first and name.count("/") == 1]
     names = [name for name in names if name.endswith(("_greedy", "_sampled")) or name in {*_LOSSES, *further}]
     names.sort(key=lambda name: f"{name}_low" not in last)
-    pairs = [(name, with_interval(name, first), with_interval(name, last)) for name in names]
-    return validations[0]["step"], validations[-1]["step"], pairs
+    compared = []
+    for name in names:
+        change = with_interval(f"{name}{_CHANGE}", last) if f"{name}{_CHANGE}" in last else ""
+        compared.append((name, with_interval(name, first), with_interval(name, last), change))
+    return validations[0]["step"], validations[-1]["step"], compared
 
 
 def left_to_learn(metrics: Mapping[str, float]) -> str:
@@ -107,7 +114,7 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         )
     if sampled > _NEARLY_ALL:
         return f"{shares}: little is left to learn"
-    if greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
+    if greedy > _NEARLY_ALL or greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
         return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
     if sampled < _FEW:
         return (

@@ -91,12 +91,12 @@ class Report(Callback):
         validations = before_and_after(rows, _LABELS)
         if validations is None or not training:
             return None
-        first, last, pairs = validations
+        first, last, compared = validations
         table = Table(title="Held-out problems, with 95 % intervals", title_justify="left")
-        for heading in ("", f"step {first}", f"step {last}"):
+        for heading in ("", f"step {first}", f"step {last}", "change"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name, *values in pairs:
-            table.add_row(_LABELS.get(name, name.removeprefix("val/")), *values)
+        for name, before, after, change in compared:
+            table.add_row(_LABELS.get(name, name.removeprefix("val/")), before, after, change)
         table.add_section()
         # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
         reward = "reward/mean"

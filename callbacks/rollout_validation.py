@@ -59,6 +59,17 @@ class RolloutValidation(Callback):
         self._parts = parts
         self._executor = executor
         self._validated_step: int | None = None
+        self._first: Tensor | None = None  # values of the first validation of the run, see Validation.table
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the values of the first validation."""
+        if self._first is None:
+            return {}
+        return {"first": self._first}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Restore the values of the first validation."""
+        self._first = state_dict.get("first")
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Validate before the first step."""
@@ -151,5 +162,8 @@ class RolloutValidation(Callback):
         if averages_weights(trainer):  # Lightning will restore the actor's weights
             self._parts.weights.pushed = None
         self._parts.weights.let_engine_sleep()
-        for name, value in self.validation.metrics(pl_module.data_ranks).items():
+        metrics = self.validation.metrics(pl_module.data_ranks, self._first)
+        if self._first is None and not trainer.sanity_checking:
+            self._first = self.validation.table(pl_module.data_ranks)
+        for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name in _BAR_METRICS, batch_size=1)

@@ -18,7 +18,14 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.diagnostics import ordered_fraction
-from lightning_rlhf.functional.samples import draw_sizes, extremes, majorities, mean_interval, passes
+from lightning_rlhf.functional.samples import (
+    draw_sizes,
+    extremes,
+    majorities,
+    mean_difference,
+    mean_interval,
+    passes,
+)
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
 from lightning_rlhf.rollout.clock import means_over_ranks
@@ -140,6 +147,7 @@ class Validation:
         self._truncated = [empty]
         self._answers: list[Sequence[Hashable]] = []
         self._source_numbers: list[int] = []  # of each prompt; -1 without a source
+        self._indices: list[int] = []  # of each prompt's row in the data
         self._conversations: list[MetricSums] = []
         self.samples: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []  # the same prompts and responses with fixed names, for files
@@ -175,6 +183,7 @@ class Validation:
             self._correctness.batches.append(self._table(correct))
         rows = [{name: values[i] for name, values in batch.columns.items()} for i in range(len(batch))]
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(self._sources)}
+        self._indices += batch.indices
         self._source_numbers += [numbers.get(source_of(row), -1) for row in rows]
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
@@ -222,11 +231,56 @@ class Validation:
             row["rewards"]["score"] = score
             row["reward"] = score if len(row["rewards"]) == 1 else row["reward"]
 
-    def metrics(self, ranks: DataRanks) -> dict[str, float]:
+    @property
+    def _quantities(self) -> list[_Quantity]:
+        """All quantities, in the order of the columns of :meth:`table`."""
+        ordered = [self._correctness, *self._rewards.values(), self._score]
+        return [quantity for quantity in ordered if quantity is not None]
+
+    def table(self, ranks: DataRanks) -> Tensor:
+        """Return the values of all prompts of all ranks. All ranks.
+
+        Args:
+            ranks: ranks with different prompts.
+
+        Returns:
+            (prompts, 2 + Q (1 + N)) float64: number of the source, index of the prompt's row in the data, and the
+            values of each of Q quantities, the greedy response first; NaN without a value.
+        """
+        numbers = torch.tensor([self._source_numbers, self._indices], dtype=torch.float64).view(2, -1).T
+        return ranks.gather(torch.cat([numbers, *(quantity.table for quantity in self._quantities)], dim=1))
+
+    def _changes(self, first: Tensor, last: Tensor) -> dict[str, float]:
+        """Return the mean changes of greedy and sampled responses to the prompts that two validations have in common.
+
+        Args:
+            first: :meth:`table` of the first validation; other columns than now, as after a change of the rewards,
+                or fewer than two prompts in common, give an empty result.
+            last: :meth:`table` of this one.
+        """
+        earlier = {int(row[1]): row for row in first.tolist()}
+        common = [(earlier[int(row[1])], row) for row in last.tolist() if int(row[1]) in earlier]
+        if first.shape[1] != last.shape[1] or len(common) < 2:
+            return {}
+        size = 1 + self._val_samples
+        metrics = dict[str, float]()
+        for number, quantity in enumerate(self._quantities):
+            start = 2 + number * size
+            for name, columns in (("greedy", slice(start, start + 1)), ("sampled", slice(start + 1, start + size))):
+                pairs = [[_known(row[columns]) for row in pair] for pair in common]
+                change = mean_difference([before for before, _ in pairs], [after for _, after in pairs])
+                for bound, value in change.items():
+                    ending = "_change" if bound == "mean" else f"_change_{bound}"
+                    key = f"val/{quantity.prefix}{quantity.mean_name}{name}{ending}"
+                    metrics[key] = math.nan if value is None else value
+        return metrics
+
+    def metrics(self, ranks: DataRanks, first: Tensor | None = None) -> dict[str, float]:
         """Return all metrics over all ranks, those of a source under ``val/<source>/``. All ranks.
 
         Args:
             ranks: ranks with different prompts.
+            first: :meth:`table` of the first validation of the run, with which this one is compared; None for none.
         """
         answers = None if self._answer is None else self._answers
         statistics = {"response_tokens_mean": torch.cat(self._lengths)[:, 1:]}
@@ -246,7 +300,10 @@ class Validation:
         metrics = means.means(ranks)
         of_conversations = means_over_ranks(self._conversations)
         metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
-        metrics |= self._intervals(sources, ranks)
+        table = self.table(ranks)
+        metrics |= self._intervals(table)
+        if first is not None:
+            metrics |= self._changes(first, table)
         if self._correctness is not None and self._score is not None:
             metrics |= self._score_order(self._score.table[:, 1:], self._correctness.table[:, 1:], sources, ranks)
         return metrics
@@ -256,18 +313,15 @@ class Validation:
         groups = {"val/": torch.ones_like(sources, dtype=torch.bool)}
         return groups | {f"val/{name}/": sources == number for number, name in enumerate(self._sources)}
 
-    def _intervals(self, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
+    def _intervals(self, table: Tensor) -> dict[str, float]:
         """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
-        others = [*self._rewards.values(), *([] if self._score is None else [self._score])]
-        quantities = [*([] if self._correctness is None else [self._correctness]), *others]
-        columns = [sources.unsqueeze(1).double(), *(quantity.table for quantity in quantities)]
-        first, *tables = ranks.gather(torch.cat(columns, dim=1)).split([column.shape[1] for column in columns], dim=1)
-        groups = self._groups(first[:, 0])
+        groups = self._groups(table[:, 0])
         metrics = dict[str, float]()
-        for quantity, table in zip(quantities, tables, strict=True):
+        parts = table[:, 2:].split(1 + self._val_samples, dim=1)
+        for quantity, part in zip(self._quantities, parts, strict=True):
             for group, rows in groups.items():
-                for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
-                    known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
+                for name, values in (("greedy", part[rows, :1]), ("sampled", part[rows, 1:])):
+                    known = [_known(row) for row in values.tolist()]
                     interval = {}
                     if any(known):
                         interval = mean_interval([row for row in known if row])
@@ -305,6 +359,11 @@ class Validation:
     def _table(self, values: Tensor) -> Tensor:
         """Return (responses,) values as (prompts, 1 + N)."""
         return values.detach().cpu().double().view(-1, 1 + self._val_samples)
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    """Return the values that are not NaN."""
+    return [value for value in values if not math.isnan(value)]
 
 
 def sources_in(data: PromptDataModule) -> list[str]:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 Z = 1.959964  # quantile of the normal distribution for intervals of 95 %
@@ -213,3 +214,25 @@ def mean_interval(samples: Sequence[Sequence[float]]) -> dict[str, Any]:
         return {"mean": mean, "low": None, "high": None, "interval": "none"}
     reach = Z * math.sqrt(squares / (prompts - 1) / prompts)
     return {"mean": mean, "low": mean - reach, "high": mean + reach, "interval": "normal"}
+
+
+def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """Compare two lists of values of the same prompts, prompt by prompt.
+
+    Differences of one prompt vary less than the values of different prompts, so that the interval is narrower than
+    those of the two means. See "Adding Error Bars to Evals", Miller 2024, section 4.
+
+    Args:
+        before: values of each prompt.
+        after: other values of the same prompts, in the same order; their numbers may differ.
+
+    Returns:
+        ``mean`` over prompts of the difference of the means of a prompt's values, and the bounds ``low`` and ``high``
+        of its 95 % interval, mean -+ 1.96 s / sqrt(m), where s is the standard deviation of the m differences. ``low``
+        and ``high`` become None without two prompts that have values in both lists, and ``mean`` without any.
+    """
+    changes = [fmean(new) - fmean(old) for old, new in zip(before, after, strict=True) if old and new]
+    if len(changes) < 2:
+        return {"mean": changes[0] if changes else None, "low": None, "high": None}
+    mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
+    return {"mean": mean, "low": mean - reach, "high": mean + reach}

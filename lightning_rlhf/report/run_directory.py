@@ -24,7 +24,7 @@ from lightning_rlhf.report.run_history import is_validation
 from lightning_rlhf.report.values import parsed
 
 log = logging.getLogger(__name__)
-HEALTH_SETTINGS = "health.json"  # written by HealthChecks
+HEALTH_SETTINGS = "health_settings.json"  # written by HealthChecks
 RUN_END = "end.json"  # written by ReportPage when a run ends
 ROLLOUT_FILE = r"(?P<kind>step|validation)-(?P<step>[0-9]{6,9})(-rank[0-9]{1,6})?\.jsonl"  # written by RolloutLog
 _FILES = ("metrics.csv", "config.yaml", "env.json", HEALTH_SETTINGS, RUN_END)

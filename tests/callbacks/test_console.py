@@ -201,15 +201,19 @@ def test_first_and_last_validation_are_compared():
             "val/fraction_correct_greedy_low": 0.957,
             "val/fraction_correct_greedy_high": 0.999,
             "val/fields_greedy": 1.0,
+            "val/fraction_correct_greedy_change": 0.117,
+            "val/fraction_correct_greedy_change_low": -0.01,
+            "val/fraction_correct_greedy_change_high": 0.244,
         },
     )
+    change = "+0.117 (-0.010 to +0.244)"
     assert before_and_after([row("0"), training, later]) == (
         "0",
         "7",
         [
-            ("val/fraction_correct_greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
-            ("val/exact_greedy", "0.875", "0.875"),
-            ("val/fields_greedy", "0.9", "1"),
+            ("val/fraction_correct_greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)", change),
+            ("val/exact_greedy", "0.875", "0.875", ""),
+            ("val/fields_greedy", "0.9", "1", ""),
         ],
     )
 
@@ -219,7 +223,8 @@ def test_output_ends_with_the_comparison(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("validation at step 0 -> step 2, 95 % intervals in brackets:")
     assert all("->" in line for line in lines[first:])
-    assert any(line.startswith("  val/fraction_correct_greedy") and line.count("to") == 2 for line in lines[first:])
+    assert any(line.startswith("  val/fraction_correct_greedy") and line.count(" to ") == 3 for line in lines[first:])
+    assert any(", change +" in line or ", change -" in line for line in lines[first:])
 
 
 def test_learning_rates_are_printed(run, capsys):

@@ -100,12 +100,12 @@ def test_report_has_the_checks_of_the_run(run, tmp_path, caplog):
     made.module.policy_loss = GSPOLoss()
     made.fit()
     assert RunDirectory(tmp_path).findings() == callbacks[-1].monitor.findings
-    assert json.loads((tmp_path / "health.json").read_text()) == {
+    assert json.loads((tmp_path / "health_settings.json").read_text()) == {
         "rewards": ["half_of_them"],
         "skipped": ["clipping"],
         "bounds": {},
     }
-    (tmp_path / "health.json").unlink()
+    (tmp_path / "health_settings.json").unlink()
     assert "constant reward" in [finding.check for finding in RunDirectory(tmp_path).findings()]
 
 

@@ -63,7 +63,7 @@ def test_metrics_checks_pages_checkpoints_and_the_progress_bar_work(tmp_path):
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
     assert [row["step"] for row in rows if row["val/loss"]] == ["2", "4"]
     assert "train/loss" in (tmp_path / "report.html").read_text()
-    assert (tmp_path / "health.json").is_file()
+    assert (tmp_path / "health_settings.json").is_file()
 
 
 @pytest.mark.filterwarnings("ignore")

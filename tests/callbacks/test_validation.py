@@ -105,6 +105,52 @@ def test_confidence_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
         ) == pytest.approx(wilson_interval(4, 8))
 
 
+# the prompts' means were 1/4 and 3/4 and are 3/4 and 1: changes 1/2 and 1/4, s / sqrt(m) = 1/8; greedy: 0 and 1, 1/2
+LATER = [1, 1, 1, 1, 0, 1, 1, 1, 1, 1]
+CHANGES = {"greedy": (0.5, 0.5 - 1.959964 / 2, 0.5 + 1.959964 / 2)}
+CHANGES["sampled"] = (0.375, 0.375 - 1.959964 / 8, 0.375 + 1.959964 / 8)
+
+
+def changes_in(metrics, reward):
+    ends = ("change", "change_low", "change_high")
+    return {kind: tuple(metrics[f"val/{reward}_{kind}_{end}"] for end in ends) for kind in ("greedy", "sampled")}
+
+
+def test_changes_since_the_first_validation_are_of_the_same_prompts(measured, tokenizer):
+    first = measured.table(ONE_RANK)
+    later = Validation(4, ["given"], "given")
+    batch, rollout = judged(LATER)
+    later.add(batch[::-1], rollout[[5, 6, 7, 8, 9, 0, 1, 2, 3, 4]], tokenizer)  # in another order
+    result = later.metrics(ONE_RANK, first)
+    for reward in ("fraction_correct", "given"):
+        assert changes_in(result, reward) == {kind: pytest.approx(values) for kind, values in CHANGES.items()}
+    assert {name for name in later.metrics(ONE_RANK) if "change" in name} == set()
+
+
+def test_changes_are_over_the_prompts_of_all_ranks(measured, tokenizer):
+    first, (batch, rollout) = measured.table(ONE_RANK), judged(LATER)
+
+    def rank(number, ranks):
+        validation = Validation(4, ["given"], "given")
+        validation.add(batch[number : number + 1], rollout[list(range(5 * number, 5 * number + 5))], tokenizer)
+        return validation.metrics(ranks, first)
+
+    for result in over_ranks(*(partial(rank, number) for number in (0, 1))):
+        assert changes_in(result, "given") == {kind: pytest.approx(values) for kind, values in CHANGES.items()}
+
+
+def test_changes_leave_out_prompts_without_a_value(measured, tokenizer):
+    first = measured.table(ONE_RANK)
+    later = Validation(4, ["given"], "given")
+    later.add(*judged([math.nan, *LATER[1:5], 1, *[math.nan] * 4]), tokenizer)
+    result = later.metrics(ONE_RANK, first)
+    assert result["val/given_greedy_change"] == 1.0  # of the second prompt only
+    assert result["val/given_sampled_change"] == 0.5  # of the first
+    assert math.isnan(result["val/given_greedy_change_low"])
+    other = Validation(3, ["given"], "given").metrics(ONE_RANK, first)  # another number of samples
+    assert not any("change" in name for name in other)
+
+
 def test_interval_needs_the_correctness_of_some_response(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([math.nan] * 10), tokenizer)

@@ -245,7 +245,7 @@ DAMAGED = {
     "metrics.csv": ["step,a\nx,1\n", "a\n1\n", "step,a\n1,2,3\n", "step,a\n1,high\n", "step\n\xff\n"],
     "config.yaml": ["a: [", "- 1\n", "\xff"],
     "env.json": ["{", "[1]", "1"],
-    "health.json": ["{", "[1]", '{"rewards": 1}'],
+    "health_settings.json": ["{", "[1]", '{"rewards": 1}'],
 }
 
 

@@ -86,10 +86,10 @@ def test_links_within_a_run_are_read(run_directory):
     assert len(RunDirectory(folder).rollouts(2)) == len(RESPONSES)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "env.json", "health.json", "rollouts"])
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "health_settings.json", "rollouts"])
 def test_links_out_of_a_run_are_not_read(run_directory, name):
     folder = run_directory("a", ROWS, {1: RESPONSES}, {"k": "secret"}, {"k": "secret"})
-    (folder / "health.json").write_text('{"rewards": ["secret"]}')
+    (folder / "health_settings.json").write_text('{"rewards": ["secret"]}')
     other = folder.with_name("other")
     (folder / name).rename(other)
     (folder / name).symlink_to(other)
@@ -97,7 +97,7 @@ def test_links_out_of_a_run_are_not_read(run_directory, name):
     known = {
         "config.yaml": data["config"],
         "env.json": data["environment"],
-        "health.json": [check["note"] for check in data["checks"] if "secret" in check["note"]],
+        "health_settings.json": [check["note"] for check in data["checks"] if "secret" in check["note"]],
         "rollouts": data["samples"],
     }
     assert not known[name]
@@ -255,7 +255,7 @@ def test_critic_check_is_skipped_for_nearly_constant_rewards():
 
 def test_page_has_the_checks_of_the_run(run_directory):
     folder = run_directory("a", ROWS)
-    (folder / "health.json").write_text('{"rewards": [], "skipped": ["clipping"], "bounds": {}}')
+    (folder / "health_settings.json").write_text('{"rewards": [], "skipped": ["clipping"], "bounds": {}}')
     result = {check["name"]: check["state"] for check in data_of(folder)["checks"]}
     assert result["constant reward"] == result["clipping"] == result["reward model"] == "not applicable"
     assert result["KL to the reference"] == "passed"

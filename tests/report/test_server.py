@@ -80,7 +80,7 @@ def test_unchanged_data_are_not_sent_again(start, run_directory):
         lambda: (folder / "end.json").write_text('{"error": "lost"}'),
         lambda: (folder / "end.json").unlink(),
         lambda: (folder / "config.yaml").write_text("a: 2"),
-        lambda: (folder / "health.json").write_text('{"rewards": []}'),
+        lambda: (folder / "health_settings.json").write_text('{"rewards": []}'),
     )
     for number, change in enumerate(changes):
         change()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
 
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.functional.samples import Z, draw_sizes, majorities, mean_interval, passes
+from lightning_rlhf.functional.samples import draw_sizes, majorities, mean_difference, mean_interval, passes
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.tools.commands.response_rows import ALL, ResponseRow, common_columns
@@ -150,7 +149,9 @@ def _reward_statistics(rows: Sequence[ScoredResponses], name: str, correct_at: f
     return result | {name: mean_interval([[values[name]] for values in of_prompts]) for name in of_prompts[0]}
 
 
-def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]) -> dict[str, dict[str, Any]]:
+def difference(
+    before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]
+) -> dict[str, dict[str, float | None]]:
     """Compare the rewards of two lists of responses to the same prompts, prompt by prompt.
 
     Args:
@@ -158,21 +159,13 @@ def difference(before: Sequence[ScoredResponses], after: Sequence[ScoredResponse
         after: other responses to the same prompts, in the same order.
 
     Returns:
-        For each reward the ``mean`` over prompts of the difference of the mean rewards of a prompt's responses, and the
-        bounds ``low`` and ``high`` of its 95 % interval, mean -+ 1.96 s / sqrt(m), where s is the standard deviation of
-        the m differences. Without two prompts that have this reward in both lists, ``low`` and ``high`` become None;
-        without any, ``mean`` too.
+        For each reward its :func:`~lightning_rlhf.functional.samples.mean_difference`.
     """
-    result: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, float | None]] = {}
     for name in before[0].rewards.keys() & after[0].rewards.keys():
         means = [
             [[value for value in row.rewards[name] if not math.isnan(value)] for row in rows]
             for rows in (before, after)
         ]
-        changes = [fmean(new) - fmean(old) for old, new in zip(*means, strict=True) if old and new]
-        if len(changes) < 2:
-            result[name] = {"mean": changes[0] if changes else None, "low": None, "high": None}
-            continue
-        mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
-        result[name] = {"mean": mean, "low": mean - reach, "high": mean + reach}
+        result[name] = mean_difference(*means)
     return {name: result[name] for name in before[0].rewards if name in result}

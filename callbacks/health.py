@@ -28,8 +28,8 @@ class HealthChecks(Callback):
     """Warns once for each health check that fails, with the number, its bound and the next action.
 
     The checks are in :mod:`lightning_rlhf.report.health`. A resumed run reads ``metrics.csv``, if there is one, and
-    does not repeat its warnings. The file ``health_settings.json`` has the names of the checked rewards and of the checks that
-    do not apply, and the bounds of PolicyCheck, for the report.
+    does not repeat its warnings. The file ``health_settings.json`` has the names of the checked rewards and of the
+    checks that do not apply, and the bounds of PolicyCheck, for the report.
     """
 
     def __init__(self) -> None:

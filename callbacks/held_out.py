@@ -90,7 +90,8 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     Args:
         metrics: metrics of the validation; the fraction of correct responses is read, else the only reward in [0, 1].
     """
-    names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
+    sampled_means = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
+    names = [name for name in sampled_means if name.count("/") == 1]  # the others are of sources
     if "val/fraction_correct" in names:
         measure = "val/fraction_correct"
     elif len(names) == 1:
@@ -121,6 +122,14 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
             f"{shares}: few responses have a reward, so that learning begins slowly. Larger groups, easier prompts or "
             "a lower temperature make it faster"
         )
+    rare = {
+        name.split("/")[1]: metrics[f"{name}_sampled"]
+        for name in sampled_means
+        if name.endswith(f"/{measure.removeprefix('val/')}") and metrics[f"{name}_sampled"] < _FEW
+    }
+    if rare:
+        kinds = ", ".join(f"{source} ({value:.3f} for sampled responses)" for source, value in rare.items())
+        return f"{shares}: there is something to learn, but little from {kinds}, where few responses have a reward"
     return f"{shares}: there is something to learn"
 
 

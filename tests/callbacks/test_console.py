@@ -165,6 +165,7 @@ def test_validation_metrics_are_shown_once():
         (0.25, 0.0, "few responses have a reward, so that learning begins slowly"),
         (0.99, 0.96, "little is left to learn"),
         (0.875, 0.164, "the most likely answers are right already"),
+        (1.0, 0.875, "the most likely answers are right already"),
         (0.4, 0.3, "there is something to learn"),
         (3.0, 0.3, ""),
     ],
@@ -183,6 +184,13 @@ def test_validation_before_training_estimates_the_room_for_improvement(greedy, s
         "val/graded (0.030 for sampled responses) has values to learn from"
     )
     assert "but val/graded (0.030 for" in left_to_learn({**graded, "val/fraction_correct_sampled": 0.02})
+    sources = {"val/fraction_correct_greedy": 0.3, "val/fraction_correct_sampled": 0.2}
+    for source, value in (("am", 0.38), ("pm", 0.02)):
+        sources |= {f"val/{source}/fraction_correct_{kind}": value for kind in ("greedy", "sampled")}
+    assert left_to_learn(sources).endswith(
+        ": there is something to learn, but little from pm (0.020 for sampled responses), where few responses have a "
+        "reward"
+    )
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
     assert left_to_learn({**two, "val/fraction_correct_greedy": 0.5, "val/fraction_correct_sampled": 0.5})

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
@@ -199,12 +199,17 @@ class Console(Callback):
                 print(remaining, flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Print one line with the metrics of the validation."""
+        """Print the metrics of the validation, those of a source or an environment in a separate line."""
         if not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             names = shown_names(metrics)
             self._shown = list(dict.fromkeys([*self._shown, *names]))  # a reward that equals another one later stays
-            self._line(trainer, [name for name in metrics if name in self._shown])
+            lines = defaultdict[str, list[str]](list)
+            for name in metrics:
+                if name in self._shown:
+                    lines[name.rpartition("/")[0]].append(name)
+            for line in lines.values():
+                self._line(trainer, line)
             if trainer.is_global_zero and trainer.global_step == 0 and (sentence := left_to_learn(metrics)):
                 print(sentence, flush=True)
 

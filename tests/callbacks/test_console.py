@@ -226,6 +226,14 @@ def test_first_and_last_validation_are_compared():
     )
 
 
+def test_each_source_has_a_line(run, capsys):
+    rows = [{**row, "source": source} for row, source in zip(ROWS, ("am", "pm", "am", "pm"), strict=True)]
+    run(data={"val": InMemory(rows)}, callbacks=[Console()]).fit()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2: val/")]
+    assert [line.split()[2].rpartition("/")[0] for line in lines] == ["val", "val/am", "val/pm"]
+    assert all("/pm/" not in line for line in lines[:2])
+
+
 def test_output_ends_with_the_comparison(run, capsys):
     run(data={"val": InMemory(ROWS)}, callbacks=[Console(), MetricsCSV()]).fit()
     lines = capsys.readouterr().out.splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.columns import MAX_SOURCES, source_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import DataRanks
@@ -37,8 +38,6 @@ from .rollout_rows import end_of, segments_of
 log = logging.getLogger(__name__)
 Answer = Callable[[list[str]], Sequence[Hashable]]
 _MAX_STORED_SAMPLES = 64
-_SOURCE_COLUMNS = ("source", "data_source")  # ours, then verl's
-_MAX_SOURCES = 32
 
 
 @dataclass
@@ -376,17 +375,12 @@ def sources_in(data: PromptDataModule) -> list[str]:
         data: data module, all of whose validation rows are read, so that every rank returns the same.
     """
     sources = {source_of(example.columns) for example in data.examples.get("val", [])} - {None}
-    if len(sources) > _MAX_SOURCES:
+    if len(sources) > MAX_SOURCES:
         log.info("the validation data has %d sources, too many for separate metrics", len(sources))
         return []
     if len(sources) > 1:
         return sorted(str(name) for name in sources)
     return []
-
-
-def source_of(columns: Mapping[str, Any]) -> str | None:
-    """Return the source of a row of the data, if it has one."""
-    return next((str(columns[name]) for name in _SOURCE_COLUMNS if columns.get(name) is not None), None)
 
 
 def averages_weights(trainer: Trainer) -> bool:

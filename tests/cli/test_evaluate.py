@@ -186,6 +186,17 @@ def test_names_of_sources_are_shown_unchanged(evaluate):
     assert "[bold]math[/bold] :smile:" in evaluate("--reward", "rewards.py:length", rows=rows)[2]
 
 
+@pytest.mark.parametrize("column", ["source", "data_source"])
+def test_rows_have_sources_unless_there_are_too_many(evaluate, column):
+    def sources(names):
+        rows = [{"prompt": "p", "answer": "1", column: name, "responses": ["1"]} for name in names]
+        return set(evaluate("--reward", "rewards.py:length", rows=rows)[1]["sources"])
+
+    assert sources("xyx") == {"x", "y", "all"}
+    assert sources(range(32)) == {*map(str, range(32)), "all"}
+    assert sources(range(33)) == {"data"}
+
+
 def test_report_directory_is_created(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:length")
     arguments = ["responses.jsonl", "--reward", "rewards.py:length", "--json", "new/folder/report.json"]
@@ -296,7 +307,7 @@ def test_pass_at_k_is_limited_by_the_smallest_number_of_responses():
             ["--reward", "rewards.py:length"],
             [{**row, "data_source": s} for row, s in zip(ROWS, ("all", "b", "c"), strict=True)],
             2,
-            "a data_source is called 'all', the name of the statistics over all sources: rename it",
+            "a source is called 'all', the name of the statistics over all sources: rename it",
         ),
         (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: no row can be used"),
         (["--reward", "rewards.py:length", "--correct-at", "nan"], ROWS, 2, "--correct-at must be a number, got nan"),

@@ -157,7 +157,7 @@ def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow
         )
     sources = {row.source for row in rows}
     if len(sources) > 1 and ALL in sources:
-        raise UsageError(f"a data_source is called {ALL!r}, the name of the statistics over all sources: rename it")
+        raise UsageError(f"a source is called {ALL!r}, the name of the statistics over all sources: rename it")
     check_rewards(rewards, sorted({name for row in rows for name in row.columns}), of_conversations)
     for reward in rewards:
         if "completion_ids" in reward.required:

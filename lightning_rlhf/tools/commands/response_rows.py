@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
+from lightning_rlhf.data.columns import MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.tools.commands.responses_file import (
@@ -20,7 +20,7 @@ from lightning_rlhf.tools.commands.responses_file import (
 )
 
 ALL = "all"  # name of the statistics over all sources
-NO_SOURCE = "data"  # source of rows without a column data_source
+NO_SOURCE = "data"  # source of rows without a column source or data_source
 _NOT_FOR_REWARDS = ("prompt", "messages", "responses", *OUTPUT_COLUMNS)
 
 
@@ -41,13 +41,13 @@ class ResponseRow:
     of_conversations: dict[str, list[Any]]
 
 
-def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[ResponseRow]:
+def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> list[ResponseRow]:
     """Read rows with responses.
 
     Raises:
         ValueError: rows have no responses, and ``on_bad_row`` is ``error``.
     """
-    finder = Columns(columns, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS))
+    finder = Columns(configured, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS))
 
     def convert(row: Row) -> ResponseRow:
         fields = finder.find(row)
@@ -64,19 +64,22 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
             messages = messages_of(prompt, "prompt")
         tokens = _list_of(row, TOKENS, len(responses))
         reasons = _list_of(row, FINISH_REASONS, len(responses))
+        columns = finder.other_columns(fields, exclude=_NOT_FOR_REWARDS)
         return ResponseRow(
             prompt=prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in messages),
             messages=messages,
             responses=responses,
             tokens=[value for value in tokens if isinstance(value, int)],
             truncated=[reason == "length" for reason in reasons],
-            source=str(fields["data_source"]) if "data_source" in fields else NO_SOURCE,
-            columns=finder.other_columns(fields, exclude=_NOT_FOR_REWARDS),
+            source=source_of(columns) or NO_SOURCE,
+            columns=columns,
             of_conversations=_conversation_columns(row, len(responses)),
         )
 
     rows, report = use_rows(path, path, convert, on_bad_row)
     print(report)
+    if len({row.source for row in rows}) > MAX_SOURCES:
+        return [replace(row, source=NO_SOURCE) for row in rows]
     return rows
 
 

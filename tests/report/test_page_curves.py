@@ -233,6 +233,17 @@ def test_summary_has_held_out_rewards_that_differ_from_correctness(show):
     assert "val/exact_greedy" not in shown
 
 
+def test_summary_has_the_change_of_the_same_prompts(show):
+    values = {"val/loss": [3.0, 2.0], "val/fraction_correct_greedy": [0.25, 0.75]}
+    changes = {"change": [None, 0.5], "change_low": [None, -0.125], "change_high": [None, 1.125]}
+    values |= {f"val/fraction_correct_greedy_{end}": numbers for end, numbers in changes.items()}
+    names = "[...document.querySelectorAll('.figure')].map((own) => own.innerText.split('\\n'))"
+    browser = show(page(run(validation={"step": [0, 4], **values})))
+    shown = {name: further for _, name, *further in browser.evaluate(names)}
+    assert shown["val/fraction_correct_greedy"] == ["change +0.5 (-0.125 to +1.125)"]
+    assert shown["val/loss"] == []
+
+
 @pytest.mark.parametrize(("state", "message"), [("passed", "No check failed."), ("too early", "No check has run yet.")])
 def test_run_without_finished_checks_is_not_called_healthy(show, state, message):
     browser = show(page(run(checks=[{"name": "clipping", "state": state, "note": ""}])))

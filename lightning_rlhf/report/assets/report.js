@@ -12,6 +12,13 @@
     return present.length > 1 ? `${short(present[0])} → ${short(present.at(-1))}` : present.map(short).join("");
   };
 
+  /** The last change of a metric since the first validation, with its 95 % interval; empty where it is not logged. */
+  const changeOfPrompts = ({ validation }, name) => {
+    const signed = (value) => `${value > 0 ? "+" : ""}${short(value)}`;
+    const [mean, low, high] = ["", "_low", "_high"].map((end) => known(own(validation, `${name}_change${end}`)).at(-1));
+    return low === undefined ? [] : [element("div", { class: "muted", text: `change ${signed(mean)} (${signed(low)} to ${signed(high)})` })];
+  };
+
   // -- header ---------------------------------------------------------------------------------------------------------
   page.append(element("h1", { text: labelled ? `Report of ${runs.length} runs` : `Report of ${runs[0].name}` }));
   page.append(element("p", { class: "runs" }, ...runs.map((run, i) => element("span", { title: run.path }, key(i), run.path))));
@@ -54,7 +61,7 @@
     } else {
       const [run] = figures;
       summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) => element("div", { class: `figure ${kind(run, name)}` },
-        element("b", { text: run[name] }), element("span", { class: "muted", text: name })))));
+        element("b", { text: run[name] }), element("span", { class: "muted", text: name }), ...changeOfPrompts(runs[0], name)))));
     }
   }
   fills.push(summarise);

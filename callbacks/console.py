@@ -85,17 +85,17 @@ class Console(Callback):
         check_module(self, pl_module, RoleModule)
         if stage == "fit":
             if _rollout_loop(trainer) is None:
-                self._doing = "the models load"
+                self._doing = "loading the models"
             else:
-                self._doing = "the engine starts, the models load"
+                self._doing = "starting the engine, loading the models"
             self._print_regularly(trainer, lambda: self._doing, _WAITING_SECONDS)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Update the line about the work in progress: the models are loaded."""
         if _rollout_loop(trainer) is None:
-            self._doing = "the run is prepared"
+            self._doing = "preparing the run"
         else:
-            self._doing = "the engine starts"
+            self._doing = "starting the engine"
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
@@ -286,7 +286,7 @@ def _print_until(ended: threading.Event, doing: Callable[[], str], seconds: floa
     count = 0
     while not ended.wait(seconds):
         count += 1
-        print(f"{doing()} for {count * seconds:.0f} s", flush=True)
+        print(f"{doing()} ({count * seconds:.0f} s)", flush=True)
 
 
 def comparison(directory: Path) -> list[str]:

@@ -117,15 +117,15 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         return f"{shares}: little is left to learn"
     if greedy > _NEARLY_ALL or greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
         return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
-    if sampled < _FEW:
+    if sampled == 0 or metrics.get(f"{measure}_sampled_high", sampled) < _FEW:
         return (
-            f"{shares}: few responses have a reward, so that learning begins slowly. Larger groups, easier prompts or "
-            "a lower temperature make it faster"
+            f"{shares}: few responses have a reward, so that learning begins slowly. Groups of 16 or 32 responses, or "
+            "easier prompts, make it faster"
         )
     rare = {
         name.split("/")[1]: metrics[f"{name}_sampled"]
         for name in sampled_means
-        if name.endswith(f"/{measure.removeprefix('val/')}") and metrics[f"{name}_sampled"] < _FEW
+        if name not in names and name.endswith(f"/{measure.removeprefix('val/')}") and metrics[f"{name}_sampled"] < _FEW
     }
     if rare:
         kinds = ", ".join(f"{source} ({value:.3f} for sampled responses)" for source, value in rare.items())

@@ -111,7 +111,7 @@ def test_long_step_prints_its_progress(run, capsys, monkeypatch):
     made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))  # it precedes the rollout
     made.fit()
     lines = capsys.readouterr().out.splitlines()
-    assert "step 1: running for 0 s" in lines
+    assert "step 1: running (0 s)" in lines
     time.sleep(0.3)
     assert "running" not in capsys.readouterr().out
 
@@ -123,7 +123,7 @@ def test_waiting_before_the_first_step_is_explained(run, capsys, monkeypatch):
     made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))
     made.fit()
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("validation, batch 1 of ") and line.endswith(" for 0 s") for line in lines)
+    assert any(line.startswith("validation, batch 1 of ") and line.endswith(" (0 s)") for line in lines)
 
 
 METRICS = {
@@ -146,6 +146,13 @@ def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "val/parts_sampled 0.75" in first
     assert "val/parts_sampled 0.5" in second
+
+
+def test_few_responses_with_a_reward_are_reported_if_the_interval_excludes_more():
+    metrics = {"val/fraction_correct_greedy": 0.141, "val/fraction_correct_sampled": 0.047}
+    assert "begins slowly" in left_to_learn(metrics)
+    assert "begins slowly" in left_to_learn({**metrics, "val/fraction_correct_sampled_high": 0.049})
+    assert left_to_learn({**metrics, "val/fraction_correct_sampled_high": 0.098}).endswith("something to learn")
 
 
 def test_validation_metrics_are_shown_once():

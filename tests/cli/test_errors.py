@@ -46,12 +46,8 @@ def _by_dotted_path():
         ({"accelerator": "tpu"}, "Requirement 'torch_xla"),
         ({"devices": 0}, "`Trainer(devices=0)` value is not a valid input using cpu accelerator."),
         ({"limit_train_batches": 1.5}, "You have passed invalid value 1.5 for limit_train_batches, it has to be in [0"),
-        (
-            {"val_check_interval": 100},
-            "`val_check_interval` (100) must be less than or equal to the number of the trai",
-        ),
     ],
-    ids=["accelerator", "devices", "limit", "interval"],
+    ids=["accelerator", "devices", "limit"],
 )
 def test_settings_that_lightning_rejects_before_training_give_one_line_and_code_2(fit, config, settings, message):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]

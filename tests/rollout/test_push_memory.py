@@ -40,7 +40,7 @@ MEASURE = """
         for _ in range(2):  # the first write makes the memory, the second reuses it
             sender.write(parameters(count, large))
         sender.close()
-        sent, peak, before_chunks = peak - before, 0, own()
+        sent, peak, before_chunks = peak - before, 0, private()
         for chunk in chunks(parameters(count, large), 32 << 20):
             peak = max(peak, private())
             del chunk

@@ -95,7 +95,7 @@ cd {directory}
 
 {further}
 """
-_NEXT = """Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a run prints its remaining time
+_NEXT = """`--trainer.max_steps 4` tries everything in a few minutes. After three steps, a run prints its remaining time
 if it is more than five minutes.
 
 Measure the prompt before training, with `lightning-rlhf generate` and `lightning-rlhf evaluate`: where nearly no

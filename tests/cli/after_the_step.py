@@ -22,7 +22,7 @@ class RecordAfterStep(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         (loop,) = (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
-        loop.sync_weights(trainer, pl_module)
+        loop.parts.weights.sync(trainer.global_step)
         actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
         sampled = generate(loop.engine, PROMPTS, SamplingParams(12), range(4))
         likeliest = generate(loop.engine, PROMPTS, SamplingParams(12, temperature=0), range(4))

@@ -22,10 +22,10 @@ from .rollout_rows import own_parts
 
 _LABELS = {
     "val/fraction_correct_greedy": "correct answers, greedy",
-    "val/fraction_correct_sampled": "correct answers, sampled at temperature 1",
+    "val/fraction_correct_sampled": "correct answers, sampled",
     "val/score_greedy": "reward model's score, greedy",
     "val/score_sampled": "reward model's score, sampled",
-    "val/score_orders_correct_first": "reward model orders correct before wrong",
+    "val/score_orders_correct_first": "score orders correct first",
     "val/response_tokens_mean": "tokens per response",
     "val/truncated_fraction": "cut at the length limit",
 }
@@ -92,17 +92,20 @@ class Report(Callback):
         if validations is None or not training:
             return None
         first, last, compared = validations
-        table = Table(title="Held-out problems, with 95 % intervals", title_justify="left")
+        table = Table(title="Held-out problems; changes with 95 % intervals", title_justify="left")
         for heading in ("", f"step {first}", f"step {last}", "change"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name, before, after, change in compared:
+        for name, *values, change in compared:
+            if change:  # its interval takes the place of those of the two means
+                values = [value.partition(" (")[0] for value in values]
+            before, after = values
             table.add_row(_LABELS.get(name, name.removeprefix("val/")), before, after, change)
         table.add_section()
         # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
         reward = "reward/mean"
         if training[0].get("reward/generated_mean"):
             reward = "reward/generated_mean"
-        for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats per response")):
+        for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats")):
             if training[0].get(name):
                 table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
         speed = [float(row["perf/tokens_per_s"]) for row in training if row.get("perf/tokens_per_s")]

@@ -49,9 +49,10 @@ ROW = {
 
 def test_progress_compares_the_first_and_the_last_validation():
     change = {"val/fraction_correct_greedy_change": "0.5"}
+    interval = {"val/fraction_correct_greedy_low": "0.2", "val/fraction_correct_greedy_high": "0.3"}
     change |= {"val/fraction_correct_greedy_change_low": "0.25", "val/fraction_correct_greedy_change_high": "0.75"}
     rows = [
-        {**ROW, "val/fraction_correct_greedy": "0.25", "val/fraction_correct_sampled": "0.125"},
+        {**ROW, "val/fraction_correct_greedy": "0.25", "val/fraction_correct_sampled": "0.125", **interval},
         {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.0"},
         {**ROW, "step": "2", "reward/mean": "3.0", "kl/ref": "0.5"},
         {**ROW, "step": "2", "val/fraction_correct_greedy": "0.75", "val/fraction_correct_sampled": "0.5", **change},
@@ -59,7 +60,7 @@ def test_progress_compares_the_first_and_the_last_validation():
     table = Report().progress(rows)
     assert [column.header for column in table.columns] == ["", "step 0", "step 2", "change"]
     changed = "+0.500 (+0.250 to +0.750)"
-    assert words(table, "correct answers, greedy") == ["correct answers, greedy", "0.25", "0.75", changed]
+    assert words(table, "correct answers, greedy") == ["correct answers, greedy", "0.250", "0.75", changed]
     assert words(table, "training reward")[:3] == ["training reward", "1.000", "3.000"]
     assert words(table, "KL to the reference")[1:3] == ["0.000", "0.500"]
 

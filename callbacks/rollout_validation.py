@@ -164,6 +164,6 @@ class RolloutValidation(Callback):
         self._parts.weights.let_engine_sleep()
         metrics = self.validation.metrics(pl_module.data_ranks, self._first)
         if self._first is None and not trainer.sanity_checking:
-            self._first = self.validation.table(pl_module.data_ranks)
+            self._first = self.validation.table(pl_module.data_ranks).cpu()
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name in _BAR_METRICS, batch_size=1)

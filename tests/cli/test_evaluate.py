@@ -190,11 +190,12 @@ def test_names_of_sources_are_shown_unchanged(evaluate):
 def test_rows_have_sources_unless_there_are_too_many(evaluate, column):
     def sources(names):
         rows = [{"prompt": "p", "answer": "1", column: name, "responses": ["1"]} for name in names]
-        return set(evaluate("--reward", "rewards.py:length", rows=rows)[1]["sources"])
+        _, report, shown = evaluate("--reward", "rewards.py:length", rows=rows)
+        return set(report["sources"]), "33 sources, too many for separate figures" in shown
 
-    assert sources("xyx") == {"x", "y", "all"}
-    assert sources(range(32)) == {*map(str, range(32)), "all"}
-    assert sources(range(33)) == {"data"}
+    assert sources("xyx") == ({"x", "y", "all"}, False)
+    assert sources(range(32)) == ({*map(str, range(32)), "all"}, False)
+    assert sources(range(33)) == ({"data"}, True)
 
 
 def test_report_directory_is_created(evaluate):

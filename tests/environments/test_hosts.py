@@ -209,8 +209,8 @@ class Counting(Environment):
         return text
 
 
-class ClosesNever(Environment):
-    """Waits for ever, or raises, when it is closed."""
+class FailsToClose(Environment):
+    """Raises an error when it is closed; without one, waits until it is cancelled."""
 
     def __init__(self, error=None):
         self.error = error
@@ -224,7 +224,7 @@ class ClosesNever(Environment):
         return text
 
 
-class ClosesNeverInLoop(ClosesNever):
+class FailsToCloseInLoop(FailsToClose):
     """Does the same with an ``async`` step."""
 
     async def step(self, text):
@@ -232,7 +232,7 @@ class ClosesNeverInLoop(ClosesNever):
 
 
 def test_close_that_is_cancelled_at_its_limit_is_not_an_error_of_the_environment(host, capfd):
-    instance = host(ClosesNeverInLoop, timeout_s=0.2)
+    instance = host(FailsToCloseInLoop, timeout_s=0.2)
     talk(instance, "a", "x")
     instance.release("a")
     assert instance.call(Call("b", {}, 0)).result(10) == Reply()  # the release has begun
@@ -243,7 +243,7 @@ def test_close_that_is_cancelled_at_its_limit_is_not_an_error_of_the_environment
 @pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError()])
 @pytest.mark.parametrize("timeout_s", [30.0, None])
 def test_error_while_an_environment_is_closed_does_not_end_the_run(host, timeout_s, error):
-    instance = host(ClosesNever, timeout_s=timeout_s, error=error)
+    instance = host(FailsToClose, timeout_s=timeout_s, error=error)
     assert talk(instance, "a", "x")[1:] == [Reply("x")]
     assert talk(instance, "b", "x")[1:] == [Reply("x")]
     instance.release("a")

@@ -45,7 +45,7 @@ def validations(values, reward):
 
 
 def with_intervals(values):
-    """Return such steps without training rewards, with intervals of plus and minus 0.1."""
+    """Return validations after every fifth step, with intervals of plus and minus 0.1, and no training steps."""
     bounds = {"val/fraction_correct_sampled_low": -0.1, "val/fraction_correct_sampled_high": 0.1}
     rows = [row for row in validations(values, lambda i: 0.5) if "reward/mean" not in row]
     return [

@@ -78,7 +78,8 @@ def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> li
 
     rows, report = use_rows(path, path, convert, on_bad_row)
     print(report)
-    if len({row.source for row in rows}) > MAX_SOURCES:
+    if (count := len({row.source for row in rows})) > MAX_SOURCES:
+        print(f"{path} has {count} sources, too many for separate figures")
         return [replace(row, source=NO_SOURCE) for row in rows]
     return rows
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_rlhf.expected_errors import UsageError
 
 FinishReason = Literal["stop", "length"]
+LEAST_REST = 1e-7  # least probability of all tokens but the top ones; float32 has no digits below
 _Batch = TypeVar("_Batch", bound="TensorBatch")
 
 
@@ -366,6 +367,36 @@ class StepRollout:
         if self.rewards is None:
             return self.rollout
         return self.rewards.add_to(self.rollout)
+
+
+@dataclass(frozen=True)
+class TopTokens(TensorBatch):
+    """Most likely tokens of each of a teacher's distributions; all others are one event.
+
+    Args:
+        ids: (..., K) int64, different tokens.
+        logprobs: (..., K) float32, their log-probabilities.
+        rest: (...) float32, log-probability of all other tokens together.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    rest: Tensor
+
+    def __post_init__(self) -> None:
+        expect_shape("TopTokens.logprobs", self.logprobs, self.ids.shape)
+        expect_shape("TopTokens.rest", self.rest, self.ids.shape[:-1])
+
+    @classmethod
+    def of(cls, ids: Tensor, logprobs: Tensor) -> TopTokens:
+        """Return the tokens with the rest of their distribution, computed from their log-probabilities.
+
+        Args:
+            ids: (..., K) int64.
+            logprobs: (..., K) float32.
+        """
+        rest = 1 - logprobs.exp().sum(dim=-1)
+        return cls(ids, logprobs, rest.clamp(min=LEAST_REST).log())
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class _HeadScores(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)
             if wants_weight:
-                weight_gradient = _add_product(weight_gradient, gradient.to(hidden.dtype).T, states)
+                weight_gradient = add_product(weight_gradient, gradient.to(hidden.dtype).T, states)
         if wants_weight:
             if weight_gradient is None:
                 weight_gradient = torch.zeros_like(weight)
@@ -262,10 +262,16 @@ def _memory(hidden: Tensor, weight: Tensor, tokens: int) -> Tensor:
     return hidden.new_empty(0).float().new_empty(tokens, len(weight))
 
 
-def _add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
-    """Return a float32 sum of matrix products with one more; it is changed in place, and None is an empty sum."""
+def add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
+    """Return a sum of matrix products with one more, in float32 or better; changed in place, and None is an empty sum.
+
+    Args:
+        total: (V, H) sum so far, or None.
+        first: (V, N).
+        second: (N, H).
+    """
     if total is None:
-        return linear(first, second.T).float()
+        return linear(first, second.T).to(torch.promote_types(first.dtype, torch.float32))
     if total.dtype == second.dtype:
         return total.addmm_(first, second)
     return total.add_(first @ second)

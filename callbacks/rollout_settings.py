@@ -73,7 +73,7 @@ class RolloutSettings:
         count = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
         check_loops(type(module).__name__, count, provided=True)
         labels = list(self.reward_weights)
-        if not labels and "reward_model" not in module.sources:
+        if not labels and "reward_model" not in module.sources and module.needs_rewards:
             raise UsageError(
                 "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
             )
@@ -111,7 +111,8 @@ class RolloutSettings:
                 f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
                 f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
             )
-        if self.max_staleness and module.correction.level is None and not module.correction.bypass:
+        is_corrected = module.correction.level is not None or module.correction.bypass
+        if self.max_staleness and module.needs_current_rollouts and not is_corrected:
             log.warning(
                 "max_staleness is %d, so responses are from older weights, and the module does not correct for that: "
                 "set correction of the module to RolloutCorrection with level token or sequence",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.algorithms import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.algorithms import RLOOModule as RLOOModule
     from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
+    from lightning_rlhf.modules.distillation import DistillationModule as DistillationModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
     from lightning_rlhf.modules.kto import KTOModule as KTOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
@@ -49,6 +50,7 @@ _HOME = {
     "Pretrained": "lightning_rlhf.models.loading",
     "CISPOModule": "lightning_rlhf.modules.algorithms",
     "DAPOModule": "lightning_rlhf.modules.algorithms",
+    "DistillationModule": "lightning_rlhf.modules.distillation",
     "DPOModule": "lightning_rlhf.modules.dpo",
     "DrGRPOModule": "lightning_rlhf.modules.algorithms",
     "GMPOModule": "lightning_rlhf.modules.algorithms",

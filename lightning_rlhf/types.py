@@ -419,6 +419,7 @@ class Experience(TensorBatch):
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
         entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats; None where
             the actor did not evaluate the responses.
+        teacher: (B, T, K) most likely tokens of a teacher, anything where the mask is False; None without them.
     """
 
     rollout: Rollout
@@ -433,12 +434,16 @@ class Experience(TensorBatch):
     weights: Tensor
     selected_tokens: Tensor
     entropies: Tensor | None = None
+    teacher: TopTokens | None = None
 
     def __post_init__(self) -> None:
         expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
+        tokens = self.rollout.response_mask.shape
         for field in dataclasses.fields(self)[2:]:
-            if (value := getattr(self, field.name)) is not None:
-                expect_shape(f"Experience.{field.name}", value, self.rollout.response_mask.shape)
+            if isinstance(value := getattr(self, field.name), Tensor):
+                expect_shape(f"Experience.{field.name}", value, tokens)
+        if self.teacher is not None:
+            expect_shape("Experience.teacher.rest", self.teacher.rest, tokens)
 
     @property
     def total_lengths(self) -> Tensor:

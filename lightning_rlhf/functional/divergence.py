@@ -14,7 +14,7 @@ from lightning_rlhf.functional.logprobs import add_product, chunk_bytes_on, head
 from lightning_rlhf.functional.products import linear
 from lightning_rlhf.types import LEAST_REST, TopTokens
 
-DEFAULT_MEMORY_BYTES = 192 << 20  # of the logits and gradients that distillation computes at a time
+DEFAULT_MEMORY_BYTES = 150 << 20  # of the logits and gradients that distillation computes at a time
 
 
 class TeacherHead(NamedTuple):
@@ -22,15 +22,14 @@ class TeacherHead(NamedTuple):
 
     Args:
         states: (N, H) last hidden states of the teacher that predict the tokens.
-        weight: (V, H) weight of its head, which may have other padding tokens at its end than the student's; None for
-            the student's own head.
+        weight: (V, H) weight of its head; it may have other padding tokens at its end than the student's.
         bias: (V,) or None.
         scale: factor of the logits, divided by the temperature.
         softcap: soft cap of the logits, see :func:`~lightning_rlhf.functional.logprobs.head_logits`.
     """
 
     states: Tensor
-    weight: Tensor | None
+    weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
@@ -330,18 +329,49 @@ def top_tokens(
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """Teacher's distributions of the tokens of some rows, and how a student is compared with them.
+class TeacherOutputs:
+    """Outputs of a language model as a teacher.
 
     Args:
-        teacher: distributions of the N tokens whose weight is not 0, in the order of the rows; without a weight of the
-            head, those of the student's own head.
-        token_weights: (B, T) weight of each token's divergence in the loss; 0 for tokens without it.
+        top_k: number of most likely tokens of each distribution; None for hidden states, from which whole distributions
+            are computed together with the student's.
+        vocabulary: number of tokens of the student; the teacher's padding tokens after them are left out.
+    """
+
+    top_k: int | None
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Teacher's distributions of the tokens of some rows, with which a student is compared.
+
+    Args:
+        teacher: distributions of the N tokens of the mask, in their order.
+        mask: (B, T) bool, tokens with a teacher.
+        token_weights: (B, T) weight of each token's divergence in the loss.
         beta: interpolation, see :func:`distillation_scores`.
         memory_bytes: memory of the logits and of their gradients at a time.
     """
 
     teacher: TeacherHead | TopTokens
+    mask: Tensor
     token_weights: Tensor
     beta: float
     memory_bytes: int = DEFAULT_MEMORY_BYTES
+
+
+class DistilledScores(NamedTuple):
+    """Scores of a student's tokens, some of which have a teacher.
+
+    Args:
+        logprobs: (B, T) log-probability of each token; without gradient for tokens with a teacher.
+        entropy: (B, T) entropy of its distribution, nats; without gradient for tokens with a teacher.
+        divergence: (B, T) divergence from the teacher, nats, without gradient; 0 without a teacher.
+        loss: () weighted sum of the divergences, with gradient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    divergence: Tensor
+    loss: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ class ActorModule(Protocol):
     def evaluated_actor(self, rollout: Rollout) -> TokenScores:
         """Return the actor's scores of a rollout, in micro-batches. All ranks."""
 
-    def actor_scores(self, role: str, rollout: Rollout) -> TokenScores:
-        """Return the actor's scores of a micro-batch."""
+    def update_scores(self, rows: Experience) -> Any:
+        """Return the actor's scores of a micro-batch, with gradient."""
 
-    def policy_objective(self, rows: Experience, scores: TokenScores, means: MeanAccumulator) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
         """Return the actor's loss of a micro-batch from its scores."""
 
 
@@ -105,10 +105,10 @@ class FirstForward(OldScores):
 
     def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute the actor's loss, with the log-probs of this forward pass as old ones in the first mini-batch."""
-        scores = self.module.actor_scores("actor", rows.rollout)
+        scores = self.module.update_scores(rows)
         return self.module.policy_objective(self._recorded(rows, scores), scores, means)
 
-    def _recorded(self, rows: Experience, scores: TokenScores) -> Experience:
+    def _recorded(self, rows: Experience, scores: Any) -> Experience:
         """Store the old log-probs and entropies of a micro-batch, and return its rows with these log-probs."""
         position = rows.rollout.position
         is_first = torch.isin(position, self.first).unsqueeze(1)

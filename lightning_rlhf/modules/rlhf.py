@@ -103,6 +103,8 @@ class RLHFModule(RoleModule):
     trained_roles: tuple[str, ...] = ("actor",)
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
+    needs_rewards = True  # whether there is nothing to learn from without a reward
+    needs_current_rollouts = True  # whether responses of older weights need a correction
     last_rollout: Rollout | None = None  # the last one that was received, for callbacks
     last_step: TrainedStep | None = None  # the last training step, for callbacks
 
@@ -219,7 +221,7 @@ class RLHFModule(RoleModule):
         """
         experience = evaluation.experience
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
-        metrics = describe(experience, roles, self.data_ranks)
+        metrics = self.rollout_metrics(experience, roles)
         metrics |= {**evaluation.metrics, **updates.means.means(self.data_ranks), "kl/coef": self.kl_coef}
         if self.correction.bypass:  # old and rollout log-probs are both the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
@@ -233,6 +235,15 @@ class RLHFModule(RoleModule):
             times=times,
         )
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
+
+    def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
+        """Return the metrics of a rollout over all ranks. All ranks.
+
+        Args:
+            experience: rows of this rank.
+            roles: names of the roles that exist.
+        """
+        return describe(experience, roles, self.data_ranks)
 
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
@@ -306,10 +317,14 @@ class RLHFModule(RoleModule):
 
     def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
-        return self.policy_objective(rows, self.actor_scores("actor", rows.rollout), means)
+        return self.policy_objective(rows, self.update_scores(rows), means)
 
-    def policy_objective(self, rows: Experience, scores: TokenScores, means: MeanAccumulator) -> Tensor:
-        """Compute the loss of :meth:`actor_loss` from the actor's scores of the rows."""
+    def update_scores(self, rows: Experience) -> Any:
+        """Return the actor's scores of the rows in an update, with gradient."""
+        return self.actor_scores("actor", rows.rollout)
+
+    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
+        """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
         logprobs, entropy, _ = scores
         mask = rows.mask
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
@@ -504,20 +519,30 @@ class RLHFModule(RoleModule):
             rollout: rows to evaluate.
             squares: whether to return the sum of squared probabilities too.
         """
+        scores: TokenScores = self.call_language_model(role, rollout, squares=squares)
+        return scores
+
+    def call_language_model(self, role: str, rollout: Rollout, mask: Tensor | None = None, **options: Any) -> Any:
+        """Return the result of a language-model role for the tokens of some rows; see :meth:`.CausalLM.forward`.
+
+        Args:
+            role: name of the role; one without its own model is the actor without its adapters.
+            rollout: rows to evaluate.
+            mask: (B, T) bool, the tokens; None for all that the policy sampled.
+            **options: further arguments of the model.
+        """
         input_ids, index, packing = self.layout.lay_out(rollout)
-        adapters = role != "ref" or "ref" in self.sources
-        model = self.role_strategy.role(role if adapters else "actor")
-        scores: TokenScores = model(
+        adapters = role in self.sources
+        return self.role_strategy.role(role if adapters else "actor")(
             input_ids,
             index,
             rollout.response_ids,
-            rollout.response_mask,
+            rollout.response_mask if mask is None else mask,
             temperature=rollout.temperature,
-            squares=squares,
             adapters=adapters,
             packing=packing,
+            **options,
         )
-        return scores
 
     # -- models -----------------------------------------------------------------------------------------------
 

@@ -103,8 +103,8 @@ class RoleModule(LightningModule):
     def set_sources(self, **sources: str | ModelSource | None) -> None:
         """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
 
-        If the actor has LoRA and the reference has the same source, the actor without its adapters is the reference:
-        no second copy is loaded, and ``ref`` is not a role.
+        If the actor has LoRA and the reference or teacher has the same source, it is the actor without its adapters:
+        no second copy is loaded, and it is not a role.
 
         Args:
             **sources: directory, hub id or model source of each role; None for a role that does not exist.
@@ -113,9 +113,10 @@ class RoleModule(LightningModule):
             ValueError: a frozen role has LoRA.
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
-        actor, ref = self.sources["actor"], self.sources.get("ref")
-        if actor.lora is not None and ref in (actor, replace(actor, lora=None)):
-            del self.sources["ref"]
+        actor = self.sources["actor"]
+        for name in ("ref", "teacher"):
+            if actor.lora is not None and self.sources.get(name) in (actor, replace(actor, lora=None)):
+                del self.sources[name]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:
             if self.sources[name].lora is not None:

@@ -13,6 +13,15 @@ from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 
 @dataclass(frozen=True)
+class NoAdvantages(AdvantageEstimator):
+    """Advantages and returns of 0, for losses that do not use rewards."""
+
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
+        """See :class:`AdvantageEstimator`."""
+        return torch.zeros_like(inputs.token_rewards), torch.zeros_like(inputs.token_rewards)
+
+
+@dataclass(frozen=True)
 class GAE(AdvantageEstimator):
     """Generalized advantage estimation.
 

@@ -40,7 +40,8 @@ class OffloadsIdle(RoleStrategy):
         if self.offload_idle and self.module.uses_frozen_in_updates:
             raise UsageError(
                 f"offload_idle moves frozen models to host memory between phases of a step, but "
-                f"{type(self.module).__name__} uses its reference in every micro-batch: set offload_idle to false"
+                f"{type(self.module).__name__} uses its {self.module.frozen_roles[0]} in every micro-batch: set "
+                f"offload_idle to false"
             )
         return super().build_role(name, build)
 

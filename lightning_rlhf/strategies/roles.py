@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS
@@ -122,6 +123,20 @@ class RoleStrategy:
         for parameter_name, parameter in self.iter_unmerged_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
         yield from persistent_buffers(getattr(self.module, name).lm)
+
+    def full_head(self, name: str) -> Head:
+        """Return the output head of a language-model role with full weights, without gradients. All ranks.
+
+        A strategy that shards weights gathers a copy, which is valid until the role's weights change.
+        """
+        lm = getattr(self.module, name).lm
+        head, outputs = head_of(lm), lm.get_output_embeddings()
+        parts = {"weight": outputs.weight, "bias": getattr(outputs, "bias", None)}
+        names = {key: part for part, value in parts.items() for key, p in lm.named_parameters() if p is value}
+        wanted = self.iter_unmerged_params(name, names.__contains__)
+        full = {names[key]: value if value is parts[names[key]] else value.clone() for key, value in wanted}
+        full = {part: value.detach()[: len(head.weight)] for part, value in full.items()}
+        return head._replace(**full)
 
     @property
     def is_group_leader(self) -> bool:

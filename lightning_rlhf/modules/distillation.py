@@ -1,0 +1,179 @@
+"""Distillation: a student learns the token distributions of a teacher, on responses that it sampled itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.divergence import DistilledScores, Distillation, TeacherHead, TeacherOutputs
+from lightning_rlhf.models.heads import Head
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.models.vocabulary import vocab_size
+from lightning_rlhf.modules.evaluation import Evaluation
+from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.objectives.advantages import NoAdvantages
+from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.objectives.distillation import Divergence
+from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
+
+
+class DistillationModule(RLHFModule):
+    """Trains a policy, the student, to have the token distributions of a frozen teacher on its own responses.
+
+    Rewards are only measured. See "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+    Agarwal et al. 2023.
+
+    Args:
+        actor: student to train: directory, hub id or ``FromConfig``.
+        teacher: frozen teacher with the same tokenizer.
+        divergence: divergence of the student's distributions from the teacher's.
+        aggregation: reduction of the divergences of tokens to one loss.
+        actor_optimizer: factory of the student's optimizer.
+        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
+        update_epochs: passes over each rollout, at least 1.
+        minibatch_size: responses per optimizer step, over all ranks, at least 1.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
+        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
+        max_grad_norm: global norm that the gradient is clipped to; None does not clip.
+    """
+
+    needs_rewards = False
+    needs_current_rollouts = False
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        teacher: str | ModelSource,
+        divergence: Divergence = Divergence(),
+        aggregation: Aggregation = TokenMean(),
+        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
+        actor_lr_scheduler: LRSchedulerCallable | None = None,
+        update_epochs: int = 1,
+        minibatch_size: int = 64,
+        micro_batch_tokens: int | None = None,
+        packing: bool = True,
+        keep_groups: bool = False,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(
+            actor,
+            advantages=NoAdvantages(),
+            aggregation=aggregation,
+            actor_optimizer=actor_optimizer,
+            actor_lr_scheduler=actor_lr_scheduler,
+            update_epochs=update_epochs,
+            minibatch_size=minibatch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            packing=packing,
+            keep_groups=keep_groups,
+            max_grad_norm=max_grad_norm,
+        )
+        self.set_sources(**self.sources, teacher=teacher)
+        self.divergence = divergence
+        self.uses_frozen_in_updates = divergence.top_k is None
+        self._teacher_head: Head | None = None  # full weights, during a step
+
+    def setup(self, stage: str) -> None:
+        """Validate the divergence against the vocabularies."""
+        super().setup(stage)
+        tokens = self._common_tokens
+        if self.divergence.top_k is not None and self.divergence.top_k > tokens:
+            raise UsageError(
+                f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} tokens "
+                f"in common: set top_k to at most {tokens}, or to null to compare all tokens"
+            )
+
+    @property
+    def _common_tokens(self) -> int:
+        """Number of tokens of both models; one may have more padding tokens after those of the tokenizer."""
+        return min(vocab_size(source) for source in self.sources.values())
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, received: StepRollout) -> Evaluation:
+        """Add the teacher's top tokens to the evaluation of a rollout, or get its head for the updates. All ranks."""
+        evaluation = super().evaluate(received)
+        self._get_teacher_head()
+        if self.divergence.top_k is None:
+            return evaluation
+        experience = evaluation.experience
+        tokens = TopTokens(*self.micro_batches.map(self._top_tokens, experience.rollout))
+        return replace(evaluation, experience=replace(experience, teacher=tokens))
+
+    def _get_teacher_head(self) -> None:
+        """Set the head from which whole distributions are computed. All ranks."""
+        if self.divergence.top_k is None:
+            self._teacher_head = self.role_strategy.full_head("teacher" if "teacher" in self.sources else "actor")
+
+    def _top_tokens(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the fields of the teacher's (B, T, K) top tokens. All ranks."""
+        outputs = TeacherOutputs(self.divergence.top_k, self._common_tokens)
+        tokens: TopTokens = self.call_language_model("teacher", rollout, teacher=outputs)
+        return tokens.ids, tokens.logprobs, tokens.rest
+
+    def update_scores(self, rows: Experience) -> DistilledScores:
+        """Return the student's scores with their divergence from the teacher, with gradient. All ranks."""
+        return self.compared(rows.rollout, rows.mask, rows.teacher)
+
+    def compared(self, rollout: Rollout, mask: Tensor, tokens: TopTokens | None) -> DistilledScores:
+        """Return the student's scores of some rows with their divergence from the teacher. All ranks.
+
+        Args:
+            rollout: rows.
+            mask: (B, T) bool, the tokens that are compared.
+            tokens: (B, T, K) top tokens of the teacher; None for whole distributions.
+        """
+        distillation = Distillation(
+            teacher=self._distributions(rollout, mask) if tokens is None else tokens.map(lambda values: values[mask]),
+            mask=mask,
+            token_weights=self.aggregation.weights(mask),
+            beta=self.divergence.beta,
+            memory_bytes=self.divergence.memory_mb << 20,
+        )
+        scores: DistilledScores = self.call_language_model("actor", rollout, distillation=distillation)
+        return scores
+
+    @torch.no_grad()
+    def _distributions(self, rollout: Rollout, mask: Tensor) -> TeacherHead:
+        """Return the teacher's whole distributions of the tokens of a mask. All ranks."""
+        head = self._teacher_head
+        assert head is not None
+        states = self.call_language_model("teacher", rollout, mask, teacher=TeacherOutputs(None, self._common_tokens))
+        return TeacherHead(states, head.weight, head.bias, head.scale / rollout.temperature, head.softcap)
+
+    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
+        """Return the summed divergence of some rows."""
+        means.add("loss/distillation", scores.divergence, rows.mask)
+        means.add("policy/entropy", scores.entropy, rows.mask)
+        loss: Tensor = scores.loss
+        return loss
+
+    def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
+        """Return the metrics of a rollout without those of advantages, and of rewards if there are none."""
+        metrics = super().rollout_metrics(experience, roles)
+        absent = ["advantage/", "return/"]
+        if not experience.rollout.rewards:
+            absent += ["reward/", "group/"]
+        return {name: value for name, value in metrics.items() if not name.startswith(tuple(absent))}
+
+    @torch.no_grad()
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Log the divergence on the responses to held-out prompts, the mean over tokens."""
+        rollout, means = self.pop_rollout().rollout, MeanAccumulator()
+        self._get_teacher_head()
+
+        def divergence(rows: Rollout) -> tuple[Tensor]:
+            tokens = None if self.divergence.top_k is None else TopTokens(*self._top_tokens(rows))
+            return (self.compared(rows, rows.response_mask, tokens).divergence,)
+
+        means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], rollout.response_mask)
+        self.log_validation(means, rollout.response_mask.sum(), bar="val/divergence")
+        return {}

@@ -1,0 +1,176 @@
+"""Distillation: the update of a student, compared with all logits at once; teachers of every kind."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import DistillationModule
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
+from lightning_rlhf.objectives.distillation import Divergence
+from tests.helpers import assert_close
+from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
+
+pytestmark = pytest.mark.usefixtures("exact")
+RATE = 0.1
+STUDENT = TinyModel(dtype="float64")
+TEACHER = TinyModel(dtype="float64", seed=7, architecture={**TINY_LLAMA, "num_hidden_layers": 1})
+ROWS = responses(6, seed=8, observations=True)
+
+
+def distilled(teacher=TEACHER, rollout=None, student=STUDENT, **options):
+    """Return a module after one step of plain gradient descent, with its first weights and its metrics."""
+    options = {
+        "actor_optimizer": partial(torch.optim.SGD, lr=RATE),
+        "max_grad_norm": None,
+        "micro_batch_tokens": 30,
+        **options,
+    }
+    module = DistillationModule(student, teacher, **options)
+    rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7) if rollout is None else rollout
+    module.metrics = fit(module, [rollout]).callback_metrics
+    return module
+
+
+def expected_gradients(beta, aggregation, rows=ROWS, teacher=TEACHER, top_k=None):
+    """Return the gradient of the aggregated divergence by name, from all logits of each response."""
+    student, other = STUDENT.causal().lm, teacher.causal().lm
+    losses, counts = [], []
+    for row in rows:
+        ids = torch.tensor([row.prompt + row.tokens])
+        p, q = (lm(ids).logits[0, len(row.prompt) - 1 : -1] / 0.7 for lm in (student, other))
+        p, q = p.log_softmax(-1), q[:, : p.shape[1]].detach().log_softmax(-1)
+        if top_k:
+            ids = q.topk(top_k).indices
+            p, q = (torch.cat([t := x.gather(-1, ids), (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
+        mixture = torch.logsumexp(torch.stack([p + torch.tensor(1 - beta).log(), q + torch.tensor(beta).log()]), dim=0)
+        if beta == 1:
+            divergence = (p.exp() * (p - q)).sum(-1)
+        elif beta == 0:
+            divergence = (q.exp() * (q - p)).sum(-1)
+        else:
+            from_teacher, from_student = ((x.exp() * (x - mixture)).sum(-1) for x in (q, p))
+            divergence = beta * from_teacher + (1 - beta) * from_student
+        mask = torch.tensor(row.mask)
+        losses.append(divergence[mask].sum())
+        counts.append(int(mask.sum()))
+    if isinstance(aggregation, TokenMean):
+        loss = sum(losses) / sum(counts)
+    else:
+        loss = sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses)
+    loss.backward()
+    return float(sum(losses).detach() / sum(counts)), {name: p.grad for name, p in student.named_parameters()}
+
+
+def change(module):
+    """Return the change of each weight of the student, divided by the rate: its negative gradient."""
+    first = dict(STUDENT.causal().lm.named_parameters())
+    return {name: (first[name] - p.detach()) / RATE for name, p in module.actor.lm.named_parameters()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_update_is_that_of_all_logits_at_once(beta, top_k, packing):
+    module = distilled(divergence=Divergence(beta, top_k), packing=packing)
+    loss, gradients = expected_gradients(beta, TokenMean(), top_k=top_k)
+    assert_close(module.metrics["loss/distillation"], loss, rtol=1e-6)
+    for name, value in change(module).items():
+        assert_close(value, gradients[name], rtol=1e-8, atol=1e-11)
+
+
+def test_losses_of_tokens_are_aggregated_as_configured():
+    module = distilled(aggregation=SequenceMeanTokenMean())
+    _, gradients = expected_gradients(1.0, SequenceMeanTokenMean())
+    for name, value in change(module).items():
+        assert_close(value, gradients[name], rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("tokens", [5, 1000])
+@pytest.mark.parametrize("memory_mb", [1, 150])
+def test_update_does_not_depend_on_micro_batches(tokens, memory_mb):
+    expected = change(distilled())
+    actual = change(distilled(micro_batch_tokens=tokens, divergence=Divergence(memory_mb=memory_mb)))
+    for name, value in actual.items():
+        assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_excluded_responses_are_not_learnt_from():
+    rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7)
+    rollout.included[1::2] = False
+    _, gradients = expected_gradients(1.0, TokenMean(), ROWS[::2])
+    for name, value in change(distilled(rollout=rollout)).items():
+        assert_close(value, gradients[name], rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_student_equal_to_its_teacher_does_not_change(top_k):
+    module = distilled(STUDENT, divergence=Divergence(0.5, top_k))
+    assert_close(module.metrics["loss/distillation"], 0.0, atol=1e-12)
+    for value in change(module).values():
+        assert_close(value, torch.zeros_like(value), atol=1e-10)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_student_with_adapters_learns_from_itself_without_them(top_k):
+    student = replace(STUDENT, lora=LoRA(rank=2, alpha=4))
+    module = distilled(STUDENT, student=student, divergence=Divergence(1.0, top_k))
+    assert "teacher" not in module.sources
+    assert_close(module.metrics["loss/distillation"], 0.0, atol=1e-12)  # adapters begin as 0
+
+
+def test_teacher_is_frozen_and_not_in_the_checkpoint():
+    module = distilled()
+    assert module.frozen_roles == ("teacher",)
+    assert not any(p.requires_grad for p in module.teacher.parameters())
+
+
+def test_metrics_are_those_of_the_teacher_and_not_of_advantages():
+    rollout = replace(rollout_of(ROWS, dtype=torch.float64), rewards={})
+    metrics = distilled(rollout=rollout).metrics
+    assert {"loss/distillation", "policy/entropy", "rollout/logprob_diff_mean"} <= set(metrics)
+    assert not [name for name in metrics if name.startswith(("advantage/", "return/", "reward/", "group/"))]
+    assert "reward/given" in distilled().metrics
+
+
+def test_several_mini_batches_and_epochs_are_exact_for_the_engine_gap():
+    metrics = distilled(minibatch_size=2, update_epochs=2).metrics
+    assert metrics["policy/updates"] == 6
+    assert metrics["rollout/logprob_diff_mean"] == distilled().metrics["rollout/logprob_diff_mean"]
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_held_out_divergence_is_logged(top_k):
+    from lightning.pytorch import Callback
+
+    rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7)
+
+    class HandOverInValidation(Callback):
+        def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+            module.receive(batch)
+
+    module = DistillationModule(STUDENT, TEACHER, Divergence(top_k=top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0))
+    trainer = fit(module, [rollout], [rollout], callbacks=[HandOverInValidation()])
+    loss, _ = expected_gradients(1.0, TokenMean(), top_k=top_k)
+    assert_close(trainer.callback_metrics["val/divergence"], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1.5}, r"beta of a divergence must be in \[0, 1\], got 1.5"),
+        ({"top_k": 0}, "top_k of a divergence must be at least 1 or null, got 0"),
+        ({"memory_mb": 0}, "memory_mb of a divergence must be at least 1, got 0"),
+    ],
+)
+def test_invalid_divergence_raises(options, message):
+    with pytest.raises(UsageError, match=message):
+        Divergence(**options)
+
+
+def test_more_top_tokens_than_common_ones_raise():
+    with pytest.raises(UsageError, match="top_k of the divergence is 12, but student and teacher have only 11 tokens"):
+        distilled(divergence=Divergence(top_k=12))

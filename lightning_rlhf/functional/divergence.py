@@ -69,7 +69,8 @@ def distillation_scores(
     With the teacher's probabilities q, the student's p, and m = beta q + (1 - beta) p:
 
     D = beta KL(q || m) + (1 - beta) KL(p || m);   beta = 0: KL(q || p);   beta = 1: KL(p || q)
-    d D / d logits_v = p_v (g_v - sum_u p_u g_u),  g = (1 - beta) log(p / m);   beta = 0: p - q;   beta = 1: g = log(p/q)
+    d D / d logits_v = p_v (g_v - sum_u p_u g_u)  with  g = (1 - beta) log(p / m);   beta = 0: p_v - q_v;
+    beta = 1: g = log(p / q)
 
     Gradients are computed together with the loss, so that no logits are computed twice; the backward pass multiplies
     them by the gradient of the loss. Where student and teacher have different numbers of tokens, which are padding in
@@ -97,8 +98,8 @@ def distillation_scores(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with_gradient = torch.is_grad_enabled()
-    options = (teacher, beta, scale, softcap, memory_bytes, with_gradient)
-    return DistillationScores(*_HeadDivergence.apply(hidden, weight, bias, targets, token_weights, options))
+    options = (token_weights, teacher, beta, scale, softcap, memory_bytes, with_gradient)
+    return DistillationScores(*_HeadDivergence.apply(hidden, weight, bias, targets, options))
 
 
 class _HeadDivergence(torch.autograd.Function):
@@ -106,10 +107,10 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor, options: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the scores, and the gradients of the loss."""
-        teacher, beta, scale, softcap, memory_bytes, with_gradient = options
+        weights, teacher, beta, scale, softcap, memory_bytes, with_gradient = options
         wants_hidden, wants_weight, wants_bias = (with_gradient and wants for wants in ctx.needs_input_grad[:3])
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         chunk, block = _sizes(hidden, weight, memory_bytes)
@@ -121,10 +122,12 @@ class _HeadDivergence(torch.autograd.Function):
             for first in range(begin, begin + len(states), chunk):
                 part = slice(first, min(first + chunk, begin + len(states)))
                 gradient = buffers.gradients[first - begin : part.stop - begin]
-                logits = head_logits(hidden[part], weight, bias, scale, softcap, out=buffers.student[: len(gradient)])
+                memory = buffers.student[: len(gradient)]
+                logits = head_logits(hidden[part], weight, bias, scale=scale, softcap=softcap, out=memory)
                 slope = None if softcap is None else 1 - (logits / (scale * softcap)).square()
                 compare = _with_head if isinstance(teacher, TeacherHead) else _with_top_tokens
-                scores.append(compare(logits, targets[part], _part(teacher, part), beta, gradient, buffers))
+                chunk_of = _Chunk(logits, targets[part], beta, gradient, buffers)
+                scores.append(compare(chunk_of, _part(teacher, part)))
                 gradient.mul_((scale * weights[part]).unsqueeze(-1).to(gradient.dtype))
                 if slope is not None:
                     gradient.mul_(slope)
@@ -152,7 +155,7 @@ class _HeadDivergence(torch.autograd.Function):
         """Multiply the gradients of hidden states, weight and bias by that of the loss."""
         # In place: the gradient of the weight is as large as the head.
         gradients = (None if value is None else value.mul_(of_loss) for value in ctx.saved_tensors)
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 class _Buffers(NamedTuple):
@@ -190,68 +193,76 @@ def _part(teacher: Any, part: slice) -> Any:
     return teacher.map(lambda values: values[part])
 
 
-def _with_head(
-    logits: Tensor, targets: Tensor, teacher: TeacherHead, beta: float, gradient: Tensor, buffers: _Buffers
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Chunk(NamedTuple):
+    """Student's logits of a chunk of tokens, and memory.
+
+    Args:
+        logits: (N, V), changed in place.
+        targets: (N,) int64.
+        beta: interpolation of the divergence.
+        gradient: (N, V) memory of the gradient of each divergence in the logits.
+        buffers: further memory.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    beta: float
+    gradient: Tensor
+    buffers: _Buffers
+
+    @property
+    def spare(self) -> Tensor:
+        """(N, V) memory."""
+        return self.buffers.spare[: len(self.logits)]
+
+    def scores(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Subtract the largest logit from each; return exp(logits), and each token's log-probs and entropies."""
+        # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
+        self.logits.clamp_(min=torch.finfo(self.logits.dtype).min / 4)
+        self.logits.sub_(self.logits.amax(dim=-1, keepdim=True))
+        torch.exp(self.logits, out=self.gradient)
+        total = self.gradient.sum(dim=-1)
+        mean = torch.mul(self.gradient, self.logits, out=self.spare).sum(dim=-1) / total
+        logprobs = self.logits.gather(-1, self.targets.unsqueeze(-1)).squeeze(-1) - total.log()
+        return self.gradient, logprobs, total.log() - mean
+
+
+def _with_head(chunk: _Chunk, teacher: TeacherHead) -> tuple[Tensor, Tensor, Tensor]:
     """Return divergences, log-probs and entropies of a chunk, and set the gradient of its logits."""
-    weights, logprobs, entropy = _of_student(logits, targets, gradient, buffers.spare[: len(logits)])
-    common = min(logits.shape[1], len(teacher.weight))
-    student = logits[:, :common].sub_(weights[:, :common].sum(dim=-1, keepdim=True).log())
+    weights, logprobs, entropy = chunk.scores()
+    tokens = len(chunk.logits)
+    common = min(chunk.logits.shape[1], len(teacher.weight))
+    student = chunk.logits[:, :common].sub_(weights[:, :common].sum(dim=-1, keepdim=True).log())
     bias = None if teacher.bias is None else teacher.bias[:common]
+    memory = chunk.buffers.teacher[:tokens, :common]
     other = head_logits(
-        teacher.states,
-        teacher.weight[:common],
-        bias,
-        teacher.scale,
-        teacher.softcap,
-        out=buffers.teacher[: len(logits), :common],
+        teacher.states, teacher.weight[:common], bias, scale=teacher.scale, softcap=teacher.softcap, out=memory
     )
     other.clamp_(min=torch.finfo(other.dtype).min / 4)
     other.sub_(other.amax(dim=-1, keepdim=True))
-    spare = buffers.spare[: len(logits), :common]
+    spare = chunk.spare[:, :common]
     other.sub_(torch.exp(other, out=spare).sum(dim=-1, keepdim=True).log())
-    divergence = divergence_with_gradient(student, other, beta, gradient[:, :common], spare)
-    gradient[:, common:] = 0
+    divergence = divergence_with_gradient(student, other, chunk.beta, chunk.gradient[:, :common], spare)
+    chunk.gradient[:, common:] = 0
     return divergence, logprobs, entropy
 
 
-def _with_top_tokens(
-    logits: Tensor, targets: Tensor, teacher: TopTokens, beta: float, gradient: Tensor, buffers: _Buffers
-) -> tuple[Tensor, Tensor, Tensor]:
+def _with_top_tokens(chunk: _Chunk, teacher: TopTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Return divergences, log-probs and entropies of a chunk, and set the gradient of its logits."""
-    weights, logprobs, entropy = _of_student(logits, targets, gradient, buffers.spare[: len(logits)])
+    weights, logprobs, entropy = chunk.scores()
     normalizer = weights.sum(dim=-1, keepdim=True).log()
-    top = logits.gather(-1, teacher.ids)
+    top = chunk.logits.gather(-1, teacher.ids)
     rest = weights.scatter_(-1, teacher.ids, 0).sum(dim=-1, keepdim=True)
     # Where the rest has no probability, as with all tokens in the top ones, it is one that both agree on.
     rest = rest.clamp(min=torch.finfo(rest.dtype).tiny)
     student = torch.cat([top - normalizer, (rest.log() - normalizer).clamp(min=math.log(LEAST_REST))], dim=-1)
     other = torch.cat([teacher.logprobs, teacher.rest.unsqueeze(-1)], dim=-1).to(student.dtype)
     of_events, spare = torch.empty_like(student), torch.empty_like(student)
-    divergence = divergence_with_gradient(student, other, beta, of_events, spare)
+    divergence = divergence_with_gradient(student, other, chunk.beta, of_events, spare)
     # The gradient of the rest is divided among its tokens by their probabilities.
-    torch.mul(weights, of_events[:, -1:] / rest, out=gradient)
-    gradient.scatter_(-1, teacher.ids, of_events[:, :-1])
+    chunk.gradient.mul_(of_events[:, -1:] / rest)
+    chunk.gradient.scatter_(-1, teacher.ids, of_events[:, :-1])
     return divergence, logprobs, entropy
-
-
-def _of_student(logits: Tensor, targets: Tensor, weights: Tensor, spare: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract the largest logit from each; return exp(logits), and each token's log-probs and entropies.
-
-    Args:
-        logits: (N, V), changed in place.
-        targets: (N,) int64.
-        weights: (N, V) memory of the exponentials.
-        spare: (N, V) memory.
-    """
-    # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
-    logits.clamp_(min=torch.finfo(logits.dtype).min / 4)
-    logits.sub_(logits.amax(dim=-1, keepdim=True))
-    torch.exp(logits, out=weights)
-    total = weights.sum(dim=-1)
-    mean = torch.mul(weights, logits, out=spare).sum(dim=-1) / total
-    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - total.log()
-    return weights, logprobs, total.log() - mean
 
 
 def divergence_with_gradient(log_p: Tensor, log_q: Tensor, beta: float, gradient: Tensor, spare: Tensor) -> Tensor:
@@ -311,13 +322,14 @@ def top_tokens(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     chunk = max(1, chunk_bytes_on(device) // (len(weight) * dtype.itemsize))
     buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
     parts = []
     for states in hidden.split(chunk) if len(hidden) else ():
-        logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
+        logits = head_logits(states, weight, bias, scale=scale, softcap=softcap, out=buffer[: len(states)])
         logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
         logprobs, ids = logits.topk(count, dim=-1)
         rest = logits.scatter_(-1, ids, -math.inf).logsumexp(dim=-1).clamp(min=math.log(LEAST_REST))

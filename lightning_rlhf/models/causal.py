@@ -1,6 +1,7 @@
 """The language model of the roles actor and reference, which computes log-probabilities of tokens."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from transformers import PreTrainedModel
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import (
-    DistilledScores,
     Distillation,
+    DistilledScores,
     TeacherOutputs,
     distillation_scores,
     top_tokens,
@@ -91,18 +92,17 @@ class CausalLM(nn.Module):
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         head = head_of(self.lm)
         states = hidden[flat.flatten()[scored]]
-        states = states if head.transform is None else head.transform(states)
-        if teacher is not None:
-            return _as_teacher(states, head, scored, mask, temperature, teacher)
-        ids, scale = targets.flatten()[scored], head.scale / temperature
-        if distillation is not None:
-            return _distilled(states, head, ids, scale, scored, mask, distillation)
-        scores = chunked_token_scores(
-            states, head.weight, head.bias, ids, scale=scale, softcap=head.softcap, squares=squares
+        if head.transform is not None:
+            states = head.transform(states)
+        tokens = _Tokens(
+            states, targets.flatten()[scored], head, scale=head.scale / temperature, positions=scored, mask=mask
         )
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        scattered = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
-        return TokenScores(*scattered)  # type: ignore[arg-type]
+        if teacher is not None:
+            return tokens.of_teacher(teacher)
+        if distillation is not None:
+            return tokens.distilled(distillation)
+        scores = tokens.scores(slice(None), squares)
+        return TokenScores(*(None if values is None else tokens.scatter(values) for values in scores))  # type: ignore[arg-type]
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load.
@@ -115,78 +115,78 @@ class CausalLM(nn.Module):
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
 
 
-def _as_teacher(
-    states: Tensor, head: Head, scored: Tensor, mask: Tensor, temperature: float, outputs: TeacherOutputs
-) -> Tensor | TopTokens:
-    """Return a teacher's hidden states, or its (B, T, K) top tokens.
+@dataclass(frozen=True)
+class _Tokens:
+    """Targets of a mask with the hidden states that predict them.
 
     Args:
-        states: (N, H) hidden states that predict the targets.
+        states: (N, H) hidden states.
+        targets: (N,) int64 token ids.
         head: head of the model.
-        scored: (N,) positions of the targets in the flat mask.
-        mask: (B, T) bool.
-        temperature: divisor of the logits.
-        outputs: requested outputs.
-    """
-    if outputs.top_k is None:
-        return states
-    tokens = top_tokens(
-        states,
-        head.weight[: outputs.vocabulary],
-        None if head.bias is None else head.bias[: outputs.vocabulary],
-        outputs.top_k,
-        scale=head.scale / temperature,
-        softcap=head.softcap,
-    )
-
-    def scattered(values: Tensor) -> Tensor:
-        rows = values.new_zeros(mask.numel(), *values.shape[1:])
-        return rows.index_copy(0, scored, values).view(*mask.shape, *values.shape[1:])
-
-    return tokens.map(scattered)
-
-
-def _distilled(
-    states: Tensor, head: Head, ids: Tensor, scale: float, scored: Tensor, mask: Tensor, distillation: Distillation
-) -> DistilledScores:
-    """Return the (B, T) scores of a student, with the loss of the tokens that have a teacher.
-
-    Args:
-        states: (N, H) hidden states that predict the targets.
-        head: head of the model.
-        ids: (N,) targets.
         scale: factor of the logits.
-        scored: (N,) positions of the targets in the flat mask.
+        positions: (N,) int64 positions in the flat mask.
         mask: (B, T) bool.
-        distillation: teacher's distributions.
     """
-    taught = distillation.mask.flatten()[scored]
-    ours, others = taught.nonzero().squeeze(1), (~taught).nonzero().squeeze(1)
-    distilled = distillation_scores(
-        states[ours],
-        head.weight,
-        head.bias,
-        ids[ours],
-        distillation.teacher,
-        distillation.token_weights.flatten()[scored[ours]],
-        beta=distillation.beta,
-        scale=scale,
-        softcap=head.softcap,
-        memory_bytes=distillation.memory_bytes,
-    )
-    zeros = torch.zeros(mask.numel(), device=mask.device)
-    logprobs, entropy, divergence = (
-        zeros.index_copy(0, scored[ours], values.to(zeros.dtype))
-        for values in (distilled.logprobs, distilled.entropy, distilled.divergence)
-    )
-    if len(others):
-        scores = chunked_token_scores(
-            states[others], head.weight, head.bias, ids[others], scale=scale, softcap=head.softcap
+
+    states: Tensor
+    targets: Tensor
+    head: Head
+    scale: float
+    positions: Tensor
+    mask: Tensor
+
+    def scores(self, part: slice | Tensor, squares: bool = False) -> TokenScores:
+        """Return the scores of some of the N targets."""
+        return chunked_token_scores(
+            self.states[part],
+            self.head.weight,
+            self.head.bias,
+            self.targets[part],
+            scale=self.scale,
+            softcap=self.head.softcap,
+            squares=squares,
         )
-        logprobs = logprobs.index_copy(0, scored[others], scores.logprobs)
-        entropy = entropy.index_copy(0, scored[others], scores.entropy)
-    shape = mask.shape
-    return DistilledScores(logprobs.view(shape), entropy.view(shape), divergence.view(shape), distilled.loss)
+
+    def scatter(self, values: Tensor, part: slice | Tensor = slice(None)) -> Tensor:
+        """Return (B, T, ...) values of some of the N targets, and 0 elsewhere."""
+        rows = values.new_zeros(self.mask.numel(), *values.shape[1:])
+        return rows.index_copy(0, self.positions[part], values).view(*self.mask.shape, *values.shape[1:])
+
+    def of_teacher(self, outputs: TeacherOutputs) -> Tensor | TopTokens:
+        """Return the outputs of a teacher: (N, H) hidden states, or (B, T, K) top tokens."""
+        if outputs.top_k is None:
+            return self.states
+        weight, bias = self.head.weight[: outputs.vocabulary], self.head.bias
+        if bias is not None:
+            bias = bias[: outputs.vocabulary]
+        softcap = self.head.softcap
+        tokens = top_tokens(self.states, weight, bias, outputs.top_k, scale=self.scale, softcap=softcap)
+        return tokens.map(self.scatter)
+
+    def distilled(self, distillation: Distillation) -> DistilledScores:
+        """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""
+        is_taught = distillation.mask.flatten()[self.positions]
+        taught, others = is_taught.nonzero().squeeze(1), (~is_taught).nonzero().squeeze(1)
+        scores = distillation_scores(
+            self.states[taught],
+            self.head.weight,
+            self.head.bias,
+            self.targets[taught],
+            teacher=distillation.teacher,
+            token_weights=distillation.token_weights.flatten()[self.positions[taught]],
+            beta=distillation.beta,
+            scale=self.scale,
+            softcap=self.head.softcap,
+            memory_bytes=distillation.memory_bytes,
+        )
+        logprobs, entropy, divergence = (
+            self.scatter(values, taught) for values in (scores.logprobs, scores.entropy, scores.divergence)
+        )
+        if len(others):
+            untaught = self.scores(others)
+            logprobs = logprobs + self.scatter(untaught.logprobs, others)
+            entropy = entropy + self.scatter(untaught.entropy, others)
+        return DistilledScores(logprobs, entropy, divergence, scores.loss)
 
 
 def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.functional.divergence import DistilledScores, Distillation, TeacherHead, TeacherOutputs
+from lightning_rlhf.functional.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.models.heads import Head
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
@@ -19,8 +19,38 @@ from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.objectives.distillation import Divergence
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Generalized Jensen-Shannon divergence of the student's token distributions p from the teacher's q.
+
+    With m = beta q + (1 - beta) p:  D = beta KL(q || m) + (1 - beta) KL(p || m), nats;  beta = 0: KL(q || p);
+    beta = 1: KL(p || q). Both are distributions at the temperature of the sampling. The formula is computed by
+    :func:`~lightning_rlhf.functional.divergence.distillation_scores`.
+    See "On-Policy Distillation of Language Models", Agarwal et al. 2023, equation 1 and section 3.
+
+    Args:
+        beta: interpolation, in [0, 1]. With 0, the forward KL, the student covers every text that the teacher may
+            write; with 1, the reverse KL, it avoids texts that the teacher would not write.
+        top_k: number of the teacher's most likely tokens that are compared one by one, all others as one event; None
+            compares all tokens.
+        memory_mb: memory of the logits and of their gradients at a time, MiB, at least 1; more of it makes large
+            vocabularies faster on a GPU.
+    """
+
+    beta: float = 1.0
+    top_k: int | None = None
+    memory_mb: int = 150
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise UsageError(f"beta of a divergence must be in [0, 1], got {self.beta}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k of a divergence must be at least 1 or null, got {self.top_k}")
+        if self.memory_mb < 1:
+            raise UsageError(f"memory_mb of a divergence must be at least 1, got {self.memory_mb}")
 
 
 class DistillationModule(RLHFModule):
@@ -86,8 +116,8 @@ class DistillationModule(RLHFModule):
         tokens = self._common_tokens
         if self.divergence.top_k is not None and self.divergence.top_k > tokens:
             raise UsageError(
-                f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} tokens "
-                f"in common: set top_k to at most {tokens}, or to null to compare all tokens"
+                f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} "
+                f"tokens in common: set top_k to at most {tokens}, or to null to compare all tokens"
             )
 
     @property
@@ -157,7 +187,7 @@ class DistillationModule(RLHFModule):
         return loss
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
-        """Return the metrics of a rollout without those of advantages, and of rewards if there are none."""
+        """Return the metrics of a rollout without those of advantages, and of rewards if it has none."""
         metrics = super().rollout_metrics(experience, roles)
         absent = ["advantage/", "return/"]
         if not experience.rollout.rewards:

@@ -136,7 +136,7 @@ class RoleStrategy:
         wanted = self.iter_unmerged_params(name, names.__contains__)
         full = {names[key]: value if value is parts[names[key]] else value.clone() for key, value in wanted}
         full = {part: value.detach()[: len(head.weight)] for part, value in full.items()}
-        return head._replace(**full)
+        return head._replace(weight=full["weight"], bias=full.get("bias"))
 
     @property
     def is_group_leader(self) -> bool:

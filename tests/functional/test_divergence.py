@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -94,7 +95,9 @@ def test_divergence_follows_the_definition(seed, beta, softcap, top_k):
     )
     pairs = [(p.tolist(), q.tolist()) for p, q in zip(logits.softmax(-1), expected, strict=True)]
     if top_k:
-        pairs = [(events(p, ids), events(q, ids)) for (p, q), ids in zip(pairs, distributions.ids.tolist(), strict=True)]
+        pairs = [
+            (events(p, ids), events(q, ids)) for (p, q), ids in zip(pairs, distributions.ids.tolist(), strict=True)
+        ]
     divergence = float64([loop(p, q, beta) for p, q in pairs])
     assert_close(scores.divergence, divergence, rtol=1e-11, atol=1e-12)
     assert_close(scores.loss, (weights * divergence).sum(), rtol=1e-11, atol=1e-12)
@@ -225,7 +228,7 @@ def test_all_tokens_as_top_ones_are_the_whole_distribution_and_fewer_hide_some_o
         for count in range(1, VOCABULARY + 1)
     ]
     assert_close(by_count[-1], whole.divergence, rtol=1e-5, atol=1e-6)  # the rest has at least 1e-7
-    for fewer, more in zip(by_count[:-1], by_count[1:], strict=True):
+    for fewer, more in itertools.pairwise(by_count):
         assert (fewer <= more + 1e-6).all()
     assert (whole.divergence >= 0).all()
 
@@ -312,6 +315,6 @@ def test_memory_of_a_large_vocabulary_stays_below_200_mb_at_any_length(tokens):
         targets = torch.zeros(tokens, dtype=torch.long)
         with _Allocations() as seen:
             distillation_scores(hidden, weight, None, targets, teacher, torch.ones(tokens), beta=0.5)
-    assert max(seen.empty) > 50e6  # the chunks are no smaller than the memory allows
+    assert max(seen.empty) > 50e6  # the chunks are as large as the memory allows
     assert sum(seen.empty) < 200e6
     assert max(seen.computed) <= max(seen.empty)  # nothing else is as large

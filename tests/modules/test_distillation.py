@@ -9,8 +9,8 @@ import torch
 from lightning_rlhf import DistillationModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
-from lightning_rlhf.objectives.distillation import Divergence
 from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
 
@@ -152,7 +152,9 @@ def test_held_out_divergence_is_logged(top_k):
         def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
             module.receive(batch)
 
-    module = DistillationModule(STUDENT, TEACHER, Divergence(top_k=top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0))
+    module = DistillationModule(
+        STUDENT, TEACHER, Divergence(top_k=top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0)
+    )
     trainer = fit(module, [rollout], [rollout], callbacks=[HandOverInValidation()])
     loss, _ = expected_gradients(1.0, TokenMean(), top_k=top_k)
     assert_close(trainer.callback_metrics["val/divergence"], loss, rtol=1e-6)

@@ -8,6 +8,7 @@ from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from .checkpoint import RunCheckpoint
 from .console import Console, StepProgressBar
 from .defaults import complete
+from .entropy_control import EntropyControl
 from .graceful_shutdown import GracefulShutdown
 from .health import HealthChecks
 from .hf_export import HFExport
@@ -24,6 +25,7 @@ from .throughput import Throughput
 __all__ = [
     "Console",
     "DynamicSampling",
+    "EntropyControl",
     "GracefulShutdown",
     "HFExport",
     "HealthChecks",

@@ -9,6 +9,7 @@ from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from .checkpoint import RunCheckpoint
 from .console import Console, StepProgressBar
 from .defaults import complete
+from .entropy_control import EntropyControl
 from .graceful_shutdown import GracefulShutdown
 from .health import HealthChecks
 from .hf_export import HFExport
@@ -25,6 +26,7 @@ from .throughput import Throughput
 __all__ = [
     "Console",
     "DynamicSampling",
+    "EntropyControl",
     "GracefulShutdown",
     "HFExport",
     "HealthChecks",

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import concat_texts
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
@@ -27,7 +28,8 @@ class DPOModule(PairModule):
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
         ref: frozen reference; None takes the actor's source. With LoRA that is the actor without its
-            adapters, and no second copy is loaded.
+            adapters, and no second copy is loaded. ``none``: no reference, and log-probs take the place of log-ratios;
+            losses such as SimPO have none anyway.
         loss: loss of a pair from its log-ratios.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
@@ -35,6 +37,8 @@ class DPOModule(PairModule):
             :class:`~lightning_rlhf.modules.role_module.RoleModule`.
         micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that gradients are clipped to; None does not clip.
+        sft_coef: weight of the supervised loss of the preferred response, its mean over tokens, at least 0; see
+            "Iterative Reasoning Preference Optimization", Pang et al. 2024, equation 1.
     """
 
     trained_roles = ("actor",)
@@ -50,9 +54,17 @@ class DPOModule(PairModule):
         packing: bool = True,
         micro_batch_tokens: int | None = None,
         max_grad_norm: float | None = 1.0,
+        sft_coef: float = 0.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
-        self.set_sources(actor=actor, ref=actor if ref is None else ref)
+        if not sft_coef >= 0:
+            raise UsageError(f"sft_coef must be at least 0, got {sft_coef}")
+        if not loss.uses_reference and ref not in (None, "none"):
+            raise UsageError(f"{type(loss).__name__} uses no reference: remove ref, got {ref!r}")
+        self.has_reference = loss.uses_reference and ref != "none"
+        reference = actor if ref is None else ref
+        self.set_sources(actor=actor, ref=reference if self.has_reference else None)
+        self.sft_coef = sft_coef
         self.loss: Any = loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -63,19 +75,28 @@ class DPOModule(PairModule):
         return (*log_ratios.chunk(2), *logprobs.chunk(2))
 
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks."""
-        with torch.no_grad():
-            reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
+        """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks.
+
+        Without a reference, both are the log-prob.
+        """
+        reference: Tensor | float = 0.0
+        if self.has_reference:
+            with torch.no_grad():
+                reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
         logprobs = text_scores(self, "actor", texts)[0].logprobs.sum(dim=1)
         return logprobs - reference, logprobs
 
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """Return (B,) the loss of each pair."""
         ratios, logprobs = scores[:2], scores[2:]
+        tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
         if self.loss.length_normalized:
-            tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
             ratios = [ratio / count for ratio, count in zip(ratios, tokens, strict=True)]
         losses: Tensor = self.loss(*ratios)
+        if self.sft_coef > 0:
+            supervised = -logprobs[0] / tokens[0]
+            means.add(f"{prefix}/sft_loss", supervised)
+            losses = losses + self.sft_coef * supervised
         means.add(f"{prefix}/loss", losses)
         means.add(f"{prefix}/pair_accuracy", (scores[0] > scores[1]).float())
         means.add(f"{prefix}/score_margin", self.differences(scores))

@@ -35,6 +35,8 @@ class KTOModule(DPOModule):
 
     def __init__(self, actor: str | ModelSource, loss: KTOLoss = KTOLoss(), **kwargs: Any) -> None:
         super().__init__(actor, **kwargs)
+        if not self.has_reference or self.sft_coef:
+            raise UsageError("KTO needs a reference and has no supervised term: remove ref: none and sft_coef")
         self.loss = loss
 
     def setup(self, stage: str) -> None:

@@ -146,6 +146,10 @@ class OnlineDPOModule(ResponsePairsModule):
     needs_ref = True
 
     def __init__(self, actor: str | ModelSource, loss: DirectLoss = DPOLoss(), **kwargs: Any) -> None:
+        if not loss.uses_reference:
+            raise UsageError(
+                f"OnlineDPOModule compares with a reference, which {type(loss).__name__} does not use: use another loss"
+            )
         super().__init__(actor, BestAgainstWorst(), kl_reward=KLTerm(), **kwargs)
         self.loss = loss
 

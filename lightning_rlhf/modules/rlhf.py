@@ -293,13 +293,15 @@ class RLHFModule(RoleModule):
         """Return the mini-batch with the tokens that the policy loss selects, if it does. All ranks."""
         if not self.policy_loss.selects_tokens:
             return minibatch
+        scores = self.evaluated_actor(minibatch.rollout)
         selected_tokens = self.policy_loss.select_tokens(
-            logprobs=self.evaluated_actor(minibatch.rollout).logprobs,
+            logprobs=scores.logprobs,
             old_logprobs=minibatch.old_logprobs,
             advantages=minibatch.advantages,
             mask=minibatch.mask,
             generator=torch.Generator().manual_seed(seed),
             ranks=self.data_ranks,
+            entropies=scores.entropy,
         )
         return replace(minibatch, selected_tokens=selected_tokens)
 
@@ -327,7 +329,14 @@ class RLHFModule(RoleModule):
         """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
         logprobs, entropy, _ = scores
         mask = rows.mask
-        policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
+        policy, diagnostics = self.policy_loss(
+            logprobs,
+            rows.old_logprobs,
+            rows.advantages,
+            mask,
+            selected_tokens=rows.selected_tokens,
+            rollout_logprobs=rows.rollout.rollout_logprobs,
+        )
         loss = policy = policy * self.importance_weights(logprobs, rows, means)
         if self.ent_coef > 0:
             loss = loss - self.ent_coef * entropy

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.role_module import RoleModule
@@ -21,6 +22,9 @@ class SFTModule(RoleModule):
 
     Args:
         actor: model to train: directory, hub id or ``FromConfig``.
+        loss: ``cross_entropy``, or ``dft``: the cross-entropy of each token times its probability, without a gradient
+            through that, so that tokens which the model finds unlikely pull less. See "On the Generalization of SFT: A
+            Reinforcement Learning Perspective with Reward Rectification", Wu et al. 2025, equation 9.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
         packing: whether the texts of a forward pass are laid out in one row without padding; see
@@ -35,6 +39,7 @@ class SFTModule(RoleModule):
     def __init__(
         self,
         actor: str | ModelSource,
+        loss: Literal["cross_entropy", "dft"] = "cross_entropy",
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
         packing: bool = True,
@@ -42,7 +47,10 @@ class SFTModule(RoleModule):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
+        if loss not in ("cross_entropy", "dft"):
+            raise UsageError(f"loss of SFTModule must be cross_entropy or dft, got {loss!r}")
         self.set_sources(actor=actor)
+        self.loss = loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
 
@@ -59,10 +67,12 @@ class SFTModule(RoleModule):
         self.log_validation(means, batch.loss_mask.sum(), bar="val/loss")
 
     def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:
-        """Compute the negative log-likelihood, summed over the marked tokens of some rows."""
+        """Compute the loss, summed over the marked tokens of some rows; the metric is the negative log-likelihood."""
         (logprobs, entropy, _), mask = text_scores(self, "actor", rows)
         means.add(f"{prefix}/loss", -logprobs, mask)
         means.add(f"{prefix}/entropy", entropy, mask)
+        if self.loss == "dft":
+            return -(logprobs.detach().exp() * logprobs).sum()
         return -logprobs.sum()
 
     def build_role(self, name: str) -> nn.Module:

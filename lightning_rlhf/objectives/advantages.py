@@ -31,6 +31,11 @@ class GAE(AdvantageEstimator):
     *policy* token.
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
 
+    With ``critic_lambda`` and ``length_alpha``, returns have a separate lambda, and that of the policy is
+    1 - 1 / (alpha l) for a response of l policy tokens, at least 0, so that the reward reaches the first tokens of long
+    responses. See "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks", Yue et al. 2025,
+    section 4.1 and equation 8, with a critic lambda of 1 and an alpha of 0.05.
+
     Args:
         gamma: discount per token, in [0, 1].
         gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
@@ -38,6 +43,9 @@ class GAE(AdvantageEstimator):
             Returns are computed before.
         bootstrap_truncated: whether the critic's value after the last token replaces 0 there, for responses that the
             length limit cut.
+        critic_lambda: lambda of the returns, in [0, 1]; None uses that of the advantages.
+        length_alpha: alpha of the length-adaptive lambda of the advantages, positive, which replaces ``gae_lambda``;
+            None does not adapt it.
     """
 
     needs_critic: ClassVar[bool] = True
@@ -46,11 +54,16 @@ class GAE(AdvantageEstimator):
     gae_lambda: float = 0.95
     whiten: bool = True
     bootstrap_truncated: bool = False
+    critic_lambda: float | None = None
+    length_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda", "critic_lambda"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(f"{name} must lie in [0, 1], got {value}")
+        if self.length_alpha is not None and not self.length_alpha > 0:
+            raise UsageError(f"length_alpha must be positive or null, got {self.length_alpha}")
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
@@ -62,8 +75,28 @@ class GAE(AdvantageEstimator):
         if inputs.values is None:
             raise UsageError("GAE needs the values of a critic")
         dtype = inputs.token_rewards.dtype
-        token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards
         values = inputs.values.double()
+        gae_lambda = torch.full_like(values[:, 0], self.gae_lambda)
+        if self.length_alpha is not None:
+            gae_lambda = (1 - 1 / (self.length_alpha * mask.sum(dim=1).double().clamp(min=1))).clamp(min=0)
+        advantages = of_critic = self._sums(inputs, values, gae_lambda)
+        if self.critic_lambda is not None:
+            of_critic = self._sums(inputs, values, torch.full_like(gae_lambda, self.critic_lambda))
+        returns = (of_critic + values).masked_fill(~mask, 0)
+        if self.whiten:
+            advantages = masked_whiten(advantages, mask, ranks)
+        return advantages.to(dtype), returns.to(dtype)
+
+    def _sums(self, inputs: AdvantageInputs, values: Tensor, gae_lambda: Tensor) -> Tensor:
+        """Return (B, T) the discounted sums of the differences delta, 0 where the mask is False.
+
+        Args:
+            inputs: responses of this rank.
+            values: (B, T) float64 values of the critic.
+            gae_lambda: (B,) float64 lambda of each response.
+        """
+        mask = inputs.mask
+        token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards
         advantages = torch.zeros_like(token_rewards)
         next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
         if self.bootstrap_truncated:
@@ -72,12 +105,8 @@ class GAE(AdvantageEstimator):
             next_value = inputs.final_values.to(next_value.dtype)  # 0 for responses that were not cut
         for t in reversed(range(token_rewards.shape[1])):
             delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
-            advantage = delta + self.gamma * self.gae_lambda * next_advantage
+            advantage = delta + self.gamma * gae_lambda * next_advantage
             next_value = torch.where(mask[:, t], values[:, t], next_value)
             next_advantage = torch.where(mask[:, t], advantage, next_advantage)
             advantages[:, t] = advantage
-        advantages = advantages.masked_fill(~mask, 0)
-        returns = (advantages + values).masked_fill(~mask, 0)
-        if self.whiten:
-            advantages = masked_whiten(advantages, mask, ranks)
-        return advantages.to(dtype), returns.to(dtype)
+        return advantages.masked_fill(~mask, 0)

@@ -92,6 +92,7 @@ class PolicyTokens:
         advantages: (B, T) advantages.
         mask: (B, T) bool, the tokens to learn from.
         selected_tokens: (B, T) bool, rows of the result of :meth:`PolicyLoss.select_tokens`; False without selection.
+        rollout_logprobs: (B, T) log-probabilities of the engine that sampled the tokens.
     """
 
     logprobs: Tensor
@@ -99,6 +100,7 @@ class PolicyTokens:
     advantages: Tensor
     mask: Tensor
     selected_tokens: Tensor
+    rollout_logprobs: Tensor
 
     @classmethod
     def of(
@@ -108,18 +110,22 @@ class PolicyTokens:
         advantages: Tensor,
         mask: Tensor,
         selected_tokens: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
     ) -> PolicyTokens:
         """Fill tensors with 0 outside of the mask and clamp log-probabilities to [-1e4, 1e4]; NaN inside stays NaN.
 
         They are filled before anything is computed, because infinity times a gradient of 0 is NaN, and clamped, so
-        that an impossible token has no infinite loss.
+        that an impossible token has no infinite loss. Without ``rollout_logprobs``, those are ``old_logprobs``.
         """
+        old = old_logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4)
+        rollout = old if rollout_logprobs is None else rollout_logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4)
         return cls(
             logprobs=logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4),
-            old_logprobs=old_logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4),
+            old_logprobs=old,
             advantages=advantages.masked_fill(~mask, 0),
             mask=mask,
             selected_tokens=torch.zeros_like(mask) if selected_tokens is None else selected_tokens,
+            rollout_logprobs=rollout,
         )
 
     @property
@@ -150,13 +156,15 @@ class PolicyLoss(ABC):
         advantages: Tensor,
         mask: Tensor,
         selected_tokens: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token; see :class:`PolicyTokens` for the arguments.
 
         Values where the mask is False are ignored. The diagnostics contain an estimate of KL(old || new), named
         ``approx_kl``.
         """
-        tokens = PolicyTokens.of(logprobs, old_logprobs, advantages, mask, selected_tokens)
+        optional = {"selected_tokens": selected_tokens, "rollout_logprobs": rollout_logprobs}
+        tokens = PolicyTokens.of(logprobs, old_logprobs, advantages, mask, **optional)
         losses, diagnostics = self.token_losses(tokens)
         return losses, {**diagnostics, "approx_kl": approx_kl(tokens.log_ratio)}
 
@@ -168,6 +176,7 @@ class PolicyLoss(ABC):
         mask: Tensor,
         generator: torch.Generator,
         ranks: DataRanks = ONE_RANK,
+        entropies: Tensor | None = None,
     ) -> Tensor:
         """(B, T) bool, tokens of a whole mini-batch that the loss treats differently.
 
@@ -178,6 +187,7 @@ class PolicyLoss(ABC):
             mask: (B, T) bool.
             generator: random generator, seeded differently on each rank.
             ranks: ranks that hold the other rows.
+            entropies: (B, T) entropies of the actor's distributions at the mini-batch's start, nats, without gradient.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Policy losses that keep the entropy: a few tokens of each mini-batch, selected by covariance, are held back.
+"""Policy losses that select tokens of a whole mini-batch: by covariance, to keep the entropy, or by entropy.
 
 A token's covariance is (A - mean A) (logprob - mean logprob), with means over the tokens of the whole mini-batch and
 all ranks. Entropy falls where it is large: where likely tokens are rewarded. See "The Entropy Mechanism of
@@ -58,6 +58,7 @@ class ClipCovLoss(ClippedPolicyLoss):
         mask: Tensor,
         generator: torch.Generator,
         ranks: DataRanks = ONE_RANK,
+        entropies: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         _, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
@@ -105,6 +106,7 @@ class KLCovLoss(PolicyLoss):
         mask: Tensor,
         generator: torch.Generator,
         ranks: DataRanks = ONE_RANK,
+        entropies: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         large = covariance(logprobs, advantages, mask, ranks)
@@ -118,6 +120,49 @@ class KLCovLoss(PolicyLoss):
         size = huber_loss(tokens.logprobs, tokens.old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
         loss = torch.where(tokens.selected_tokens, loss + self.kl_coef * size, loss)
         return loss, {"chosen_fraction": tokens.selected_tokens.to(loss.dtype)}
+
+
+@dataclass(frozen=True)
+class HighEntropyLoss(ClippedPolicyLoss):
+    """:class:`ClippedPolicyLoss` on the tokens of highest entropy alone, where a response could have gone another way.
+
+    Of all tokens of the mini-batch and all ranks, ``fraction``, but at least one, are kept. The loss of the others is
+    0, and they still count in the denominator. Of tokens that tie for the last places, random ones are kept.
+    See "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM Reasoning",
+    Wang et al. 2025, equation 4.
+
+    Args:
+        fraction: fraction of all tokens, in (0, 1].
+    """
+
+    selects_tokens: ClassVar[bool] = True
+
+    fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction(self.fraction)
+
+    def select_tokens(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        generator: torch.Generator,
+        ranks: DataRanks = ONE_RANK,
+        entropies: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`PolicyLoss.select_tokens`."""
+        if entropies is None:
+            raise UsageError("HighEntropyLoss needs the entropies of the tokens")
+        return select_largest(entropies.double(), mask, _count(self.fraction, mask, ranks), generator, ranks)
+
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were kept."""
+        loss, diagnostics = super().token_losses(tokens)
+        chosen_fraction = tokens.selected_tokens.to(loss.dtype)
+        return loss.masked_fill(~tokens.selected_tokens, 0), {**diagnostics, "chosen_fraction": chosen_fraction}
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:

@@ -106,6 +106,31 @@ class GRPOPassK(GRPO):
 
 
 @dataclass(frozen=True)
+class MaxRL(GroupAdvantage):
+    """Maximum likelihood with rewards of 0 and 1: A = (R - mean of the group) / mean of the group.
+
+    The gradient of log P(correct) weights a prompt by 1 / P(correct), so that prompts with few correct answers count
+    more. For rewards that are at least 0; where the mean is not above eps, A is 0.
+    See "Maximum Likelihood Reinforcement Learning", Tajwar et al. 2026, section 4.
+
+    Args:
+        eps: reward units, positive.
+    """
+
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        size = segment_sum(member, inputs.group)
+        mean = segment_sum(inputs.reward.double() * member, inputs.group) / size.clamp(min=1)
+        centered = segment_centered(inputs.reward, inputs.group, member)
+        return torch.where(mean > self.eps, centered / mean.clamp(min=self.eps), 0.0)
+
+
+@dataclass(frozen=True)
 class RLOO(GroupAdvantage):
     """REINFORCE leave-one-out: A = R - mean of the group's other rewards.
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class DirectLoss(ABC):
         length_normalized: whether each log-ratio is divided by the answer's number of tokens, so that long and short
             answers count the same.
     """
+
+    uses_reference: ClassVar[bool] = True  # False: log-probs of the policy take the place of log-ratios
 
     beta: float = 0.1
     length_normalized: bool = False
@@ -148,6 +151,86 @@ class IPOLoss(DirectLoss):
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """See :class:`DirectLoss`; squared nats."""
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2
+
+
+@dataclass(frozen=True)
+class APOZeroLoss(DirectLoss):
+    """Anchored preference optimization for preferred answers that are better than the policy's.
+
+    L = 1 - sigmoid(beta chosen) + sigmoid(beta rejected): the preferred answer becomes more likely, the other less.
+    See "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
+    D'Oosterlinck et al. 2024, equation 7.
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; in [0, 2]."""
+        return 1 - (self.beta * chosen).sigmoid() + (self.beta * rejected).sigmoid()
+
+
+@dataclass(frozen=True)
+class APODownLoss(DirectLoss):
+    """Anchored preference optimization for preferred answers that are worse than the policy's.
+
+    L = sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected)): both answers become less likely, the rejected one
+    more so. See D'Oosterlinck et al. 2024, equation 8.
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; in [0, 2]."""
+        return (self.beta * chosen).sigmoid() + 1 - (self.beta * (chosen - rejected)).sigmoid()
+
+
+@dataclass(frozen=True)
+class SimPOLoss(DirectLoss):
+    """Simple preference optimization: the mean log-probability of a token is the reward, and there is no reference.
+
+    L = -log sigmoid(beta (chosen - rejected) - margin).
+    See "SimPO: Simple Preference Optimization with a Reference-Free Reward", Meng et al. 2024, equation 6, where the
+    margin is gamma. The paper's learning rates are 3e-7 to 1e-6.
+
+    Args:
+        margin: difference of the rewards from which on a pair teaches less, reward units, at least 0.
+    """
+
+    uses_reference: ClassVar[bool] = False
+
+    beta: float = 2.0
+    length_normalized: bool = True
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.margin >= 0:
+            raise UsageError(f"margin must be at least 0, got {self.margin}")
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; nats."""
+        return -logsigmoid(self.beta * (chosen - rejected) - self.margin)
+
+
+@dataclass(frozen=True)
+class ORPOLoss(DirectLoss):
+    """Odds ratio preference optimization, without a reference: the odds of the preferred answer are to be larger.
+
+    L = -beta log sigmoid(log odds(chosen) - log odds(rejected)),  log odds = l - log(1 - exp(l)) with l the mean
+    log-probability of a token. The paper adds the supervised loss of the preferred answer, with ``sft_coef: 1`` of
+    DPOModule. See "ORPO: Monolithic Preference Optimization without Reference Model", Hong et al. 2024, equations 6 and
+    7, where beta is lambda.
+    """
+
+    uses_reference: ClassVar[bool] = False
+
+    length_normalized: bool = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; nats."""
+        return -self.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of log-probabilities, which are clamped below 0, where the odds are infinite."""
+    logprobs = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return logprobs - torch.log(-torch.expm1(logprobs))
 
 
 @dataclass(frozen=True)

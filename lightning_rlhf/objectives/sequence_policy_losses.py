@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -154,3 +155,31 @@ class TOPRLoss(PolicyLoss):
         truncated = torch.exp(tokens.log_ratio.detach().sum(dim=1, keepdim=True).clamp(max=0))
         weight = torch.where(tokens.advantages >= 0, torch.ones_like(truncated), truncated)
         return -weight * tokens.advantages * tokens.logprobs, {"sequence_weight": weight}
+
+
+@dataclass(frozen=True)
+class OffPolicyMaskLoss(ClippedPolicyLoss):
+    """:class:`ClippedPolicyLoss` without responses of negative advantage that the current policy would hardly write.
+
+    The loss of a token is 0 where A < 0 and mean over the response's tokens of log(rollout / current) > threshold: bad
+    responses of an older policy say little about what the current one writes. All tokens still count in
+    the denominator, and responses of positive advantage always have their loss.
+    See "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, equations 8 and 9.
+
+    Args:
+        threshold: largest mean of log(rollout / current) of a response, nats per token, positive.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.threshold > 0:
+            raise UsageError(f"threshold must be positive, got {self.threshold}")
+
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`ClippedPolicyLoss.token_losses`; ``off_policy_fraction`` is 1 on the tokens that are left out."""
+        loss, diagnostics = super().token_losses(tokens)
+        gap = response_mean(tokens.rollout_logprobs - tokens.logprobs.detach(), tokens.mask)
+        left_out = (tokens.advantages < 0) & (gap > self.threshold)
+        return loss.masked_fill(left_out, 0), {**diagnostics, "off_policy_fraction": left_out.to(loss.dtype)}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from lightning_rlhf import DPOModule, IPOModule
+from lightning_rlhf import DPOModule, IPOModule, KTOModule, OnlineDPOModule
 from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.objectives.preference_losses import DPOLoss, IPOLoss
+from lightning_rlhf.objectives.preference_losses import DPOLoss, IPOLoss, ORPOLoss, SimPOLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close, over_ranks
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
@@ -171,3 +171,61 @@ def test_short_fit_learns_the_preferences():
 def test_reference_with_adapters_is_rejected():
     with pytest.raises(ValueError, match=r"^the ref is not trained, so its source cannot have lora"):
         DPOModule(TinyModel(), ref=TinyModel(seed=1, lora=LoRA(2, alpha=4)))
+
+
+# -- without a reference, and with a supervised term ------------------------------------------------------------------
+
+
+def token_means(batch, lm):
+    """Return the mean log-probability of the tokens of each preferred and each other answer."""
+    return [logprobs(texts, lm) / texts.loss_mask.sum(dim=1) for texts in (batch.chosen, batch.rejected)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "expected"),
+    [
+        (SimPOLoss(), {}, lambda a, b: -logsigmoid(2 * (a - b) - 1)),
+        (
+            ORPOLoss(0.5),
+            {"sft_coef": 1.0},
+            lambda a, b: -0.5 * logsigmoid((a - b) - (1 - a.exp()).log() + (1 - b.exp()).log()) - a,
+        ),
+        (DPOLoss(0.3, length_normalized=True), {"ref": "none"}, lambda a, b: -logsigmoid(0.3 * (a - b))),
+    ],
+)
+def test_update_without_reference_is_that_of_the_policys_log_probs(loss, options, expected):
+    batch, (lm, _) = pairs(), models()
+    expected(*token_means(batch, lm)).mean().backward()
+    module = DPOModule(
+        TinyModel(), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.5), max_grad_norm=None, **options
+    )
+    assert module.frozen_roles == ()
+    before = {name: p.detach().clone() for name, p in lm.named_parameters()}
+    fit(module, [batch])
+    for name, parameter in module.actor.lm.named_parameters():
+        assert_close((before[name] - parameter) / 0.5, lm.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def test_supervised_term_is_added_to_the_loss_of_each_pair():
+    batch = pairs()
+    metrics = {coef: fit(dpo(lr=0.0, sft_coef=coef), [batch]).callback_metrics for coef in (0.0, 0.25)}
+    actor, _ = models()
+    supervised = -token_means(batch, actor)[0].mean()
+    assert_close(metrics[0.25]["train/sft_loss"], supervised, rtol=1e-5)
+    assert_close(metrics[0.25]["train/loss"], metrics[0.0]["train/loss"] + 0.25 * supervised, rtol=1e-5)
+    assert "train/sft_loss" not in metrics[0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DPOModule, {"loss": SimPOLoss(), "ref": TinyModel()}, "SimPOLoss uses no reference: remove ref"),
+        (DPOModule, {"sft_coef": -1}, "sft_coef must be at least 0, got -1"),
+        (KTOModule, {"ref": "none"}, "KTO needs a reference and has no supervised term"),
+        (KTOModule, {"sft_coef": 1.0}, "KTO needs a reference and has no supervised term"),
+        (OnlineDPOModule, {"loss": SimPOLoss()}, "OnlineDPOModule compares with a reference, which SimPOLoss does not"),
+    ],
+)
+def test_losses_and_references_that_do_not_fit_raise(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(TinyModel(), **options)

@@ -119,3 +119,31 @@ def test_wrong_data_module_is_reported_before_its_columns_are_read():
         ValueError, match=r"^SFTModule cannot train on the rows of PreferenceDataModule: use ConversationDataModule as"
     ):
         quiet_trainer().fit(SFTModule(TinyModel()), datamodule=data)
+
+
+# -- dynamic fine-tuning ----------------------------------------------------------------------------------------------
+
+
+def test_dynamic_fine_tuning_weights_each_token_by_its_probability():
+    batch = texts([5, 9, 3], seed=0)
+    lm = TinyModel().causal().lm
+    total, tokens = torch.zeros(()), 0
+    for ids, length, marked in zip(batch.input_ids, batch.lengths, batch.loss_mask, strict=True):
+        scores = lm(ids[None, :length]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:length, None]).squeeze(1)
+        for logprob in scores[marked[1:length]]:
+            total = total - float(logprob.detach().exp()) * logprob
+            tokens += 1
+    (total / tokens).backward()
+    module = SFTModule(TinyModel(), loss="dft", optimizer=partial(torch.optim.SGD, lr=0.5), max_grad_norm=None)
+    metrics = fit(module, [batch]).callback_metrics
+    before = TinyModel().causal().lm
+    for name, parameter in module.actor.lm.named_parameters():
+        gradient = (before.get_parameter(name) - parameter) / 0.5
+        assert_close(gradient, lm.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    plain = SFTModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.0))
+    assert_close(metrics["train/loss"], fit(plain, [batch]).callback_metrics["train/loss"])  # the same measure
+
+
+def test_unknown_loss_raises():
+    with pytest.raises(ValueError, match="loss of SFTModule must be cross_entropy or dft, got 'sum'"):
+        SFTModule(TinyModel(), loss="sum")

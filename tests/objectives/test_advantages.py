@@ -252,3 +252,40 @@ def test_gae_accumulates_in_float64_for_any_dtype():
     advantages, returns = GAE(gae_lambda=1.0, whiten=False)(inputs)
     assert advantages.dtype == returns.dtype == torch.bfloat16
     assert float(advantages[0, 0]) == pytest.approx(float(rewards.double().sum()), rel=0.005)
+
+
+# -- decoupled and length-adaptive lambda -----------------------------------------------------------------------------
+
+
+def test_decoupled_lambda_of_a_case_worked_by_hand():
+    # Reward 8 at the last of three tokens, values 0: delta = 0, 0, 8. Policy: alpha 2/3 and 3 tokens give lambda
+    # 1 - 1/2 = 1/2: advantages 2, 4, 8. Critic: lambda 1: returns 8, 8, 8.
+    inputs = _inputs(float64([[0, 0, 8]]), float64([[0, 0, 0]]), torch.ones(1, 3, dtype=torch.bool))
+    gae = GAE(whiten=False, critic_lambda=1.0, length_alpha=2 / 3)
+    advantages, returns = gae(inputs)
+    assert_close(advantages, [[2, 4, 8]])
+    assert_close(returns, [[8, 8, 8]])
+
+
+@properties
+@given(masks(), seeds, st.sampled_from([0.05, 0.4, 3.0]))
+def test_length_adaptive_lambda_is_that_of_each_response_alone(mask, seed, alpha):
+    rewards, values = (normal(*mask.shape, seed=seed + i) for i in range(2))
+    gae = GAE(0.9, whiten=False, critic_lambda=0.7, length_alpha=alpha)
+    advantages, returns = gae(_inputs(rewards, values, mask))
+    for row in range(len(mask)):
+        own = max(0.0, 1 - 1 / (alpha * max(1, int(mask[row].sum()))))
+        alone = _inputs(rewards[row : row + 1], values[row : row + 1], mask[row : row + 1])
+        assert_close(advantages[row], GAE(0.9, own, whiten=False)(alone)[0][0], rtol=1e-12, atol=1e-12)
+        assert_close(returns[row], GAE(0.9, 0.7, whiten=False)(alone)[1][0], rtol=1e-12, atol=1e-12)
+
+
+def test_short_responses_have_a_lambda_of_at_least_0():
+    inputs = _inputs(float64([[1, 2]]), float64([[0, 0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert_close(GAE(whiten=False, length_alpha=0.05)(inputs)[0], [[1, 2]])
+
+
+@pytest.mark.parametrize(("name", "value"), [("critic_lambda", 1.5), ("length_alpha", 0.0)])
+def test_invalid_decoupled_lambda_raises(name, value):
+    with pytest.raises(ValueError, match=name):
+        GAE(**{name: value})

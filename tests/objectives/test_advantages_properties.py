@@ -15,6 +15,7 @@ from lightning_rlhf.objectives.group_advantages import (
     OPO,
     RLOO,
     GRPOPassK,
+    MaxRL,
     ReinforcePlusPlusBaseline,
 )
 from lightning_rlhf.objectives.return_advantages import (
@@ -28,9 +29,11 @@ from tests.objectives.advantage_inputs import TOKEN_FIELDS, batches, padded, ran
 
 ESTIMATORS = [
     GAE(0.9, 0.8, bootstrap_truncated=True),
+    GAE(0.9, 0.8, critic_lambda=1.0, length_alpha=0.5),
     GRPO(),
     GRPO(normalize_std=False),
     GRPOPassK(),
+    MaxRL(),
     RLOO(),
     OPO(),
     GPG(),

@@ -7,8 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.aggregation import TokenMean
-from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss, covariance, select_largest
+from lightning_rlhf.objectives.covariance_policy_losses import (
+    ClipCovLoss,
+    HighEntropyLoss,
+    KLCovLoss,
+    covariance,
+    select_largest,
+)
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, properties, seeds, with_garbage
 from tests.objectives.paper_loops import Case, over_tokens, ppo
@@ -32,6 +39,13 @@ CASES = {
             lambda new, old, a, selected_tokens: (
                 -a * (new - old).exp() + (0.3 * abs(new - old) if selected_tokens else 0)
             )
+        ),
+    ),
+    "high_entropy": Case(
+        HighEntropyLoss(0.2, 0.1, 0.4, 1.5),
+        TokenMean(),
+        over_tokens(
+            lambda new, old, a, selected_tokens: ppo(new, old, a, selected_tokens) if selected_tokens else 0 * new
         ),
     ),
 }
@@ -365,3 +379,47 @@ def test_defaults_equal_those_of_the_papers():
 def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
     with pytest.raises(ValueError, match=message):
         objective(**arguments)
+
+
+# -- tokens of high entropy -------------------------------------------------------------------------------------------
+
+
+def high_entropy(entropies, mask, fraction, seed=0, ranks=ONE_RANK):
+    zeros = torch.zeros_like(entropies)
+    loss = HighEntropyLoss(fraction=fraction)
+    return loss.select_tokens(zeros, zeros, zeros, mask, seeded(seed), ranks, entropies=entropies)
+
+
+def test_high_entropy_selects_the_most_uncertain_tokens_of_the_whole_mini_batch():
+    # 6 tokens in the mask, of which a third is 2: 0.9 and 0.8, both in the second response; 5.0 is padding.
+    entropies = float64([[0.1, 0.7, 0.2, 5.0], [0.9, 0.8, 0.3, 5.0]])
+    mask = torch.tensor([[True, True, True, False]] * 2)
+    assert high_entropy(entropies, mask, 1 / 3).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0]]
+    assert high_entropy(entropies, mask, 0.01).int().sum() == 1
+    assert torch.equal(high_entropy(entropies, mask, 1.0), mask)
+
+
+@properties
+@given(mask=masks(min_rows=2), seed=seeds, fraction=st.sampled_from([0.2, 0.5, 0.9]))
+def test_high_entropy_selects_the_same_tokens_on_two_ranks_as_on_one(mask, seed, fraction):
+    entropies = normal(*mask.shape, seed=seed).abs()
+    half = len(mask) // 2
+    whole = high_entropy(entropies, mask, fraction)
+    parts = over_ranks(
+        lambda ranks: high_entropy(entropies[:half], mask[:half], fraction, ranks=ranks),
+        lambda ranks: high_entropy(entropies[half:], mask[half:], fraction, seed=1, ranks=ranks),
+    )
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_high_entropy_mask_is_that_of_trl(number):
+    case = golden("policy_masks")["high_entropy"][number]
+    mask, entropies = float64(case["mask"]).bool(), float64(case["entropies"])
+    assert torch.equal(high_entropy(entropies, mask, case["fraction"]), float64(case["keep"]).bool())
+
+
+def test_high_entropy_without_entropies_raises():
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="HighEntropyLoss needs the entropies"):
+        HighEntropyLoss().select_tokens(zeros, zeros, zeros, mask, seeded())

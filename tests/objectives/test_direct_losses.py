@@ -8,7 +8,18 @@ from hypothesis import given
 
 from lightning_rlhf.objectives.base import AdvantageInputs
 from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
-from lightning_rlhf.objectives.preference_losses import DPOLoss, HingeLoss, IPOLoss, KTOLoss, REBELLoss, RobustDPOLoss
+from lightning_rlhf.objectives.preference_losses import (
+    APODownLoss,
+    APOZeroLoss,
+    DPOLoss,
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    REBELLoss,
+    RobustDPOLoss,
+    SimPOLoss,
+)
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 RECORDED = golden("preferences")
@@ -276,3 +287,81 @@ def test_excluded_response_is_neither_best_nor_worst():
     mask = torch.tensor([[True], [True], [True], [False]] * 2)
     marks, _ = BestAgainstWorst()(AdvantageInputs(rewards, mask, torch.tensor([0] * 4 + [1] * 4)))
     assert marks[:, 0].tolist() == [1, 0, -1, 0, 1, -1, 0, 0]
+
+
+# -- anchored losses, and losses without a reference ------------------------------------------------------------------
+
+
+def test_anchored_losses_worked_by_hand():
+    # beta 1: sigmoid(ln 3) = 3/4, sigmoid(-ln 3) = 1/4, sigmoid(2 ln 3) = 9/10
+    chosen, rejected = float64([math.log(3)]), float64([-math.log(3)])
+    assert_close(APOZeroLoss(1.0)(chosen, rejected), [1 - 3 / 4 + 1 / 4])
+    assert_close(APODownLoss(1.0)(chosen, rejected), [3 / 4 + 1 - 9 / 10])
+    assert_close(APOZeroLoss(1.0)(rejected, chosen), [1 - 1 / 4 + 3 / 4])
+    assert_close(APODownLoss(1.0)(rejected, chosen), [1 / 4 + 1 - 1 / 10])
+
+
+def test_losses_without_reference_worked_by_hand():
+    # SimPO: beta 2, margin 1: 2 (-0.5 + 1) - 1 = 0: ln 2.   ORPO: odds 1 and 1/3, log odds ratio ln 3: -ln(3/4)
+    assert_close(SimPOLoss()(float64([-0.5]), float64([-1.0])), [math.log(2)])
+    assert_close(SimPOLoss(2.0, margin=0.0)(float64([-0.5]), float64([-1.0])), [math.log(1 + math.exp(-1))])
+    half, quarter = float64([0.5]).log(), float64([0.25]).log()
+    assert_close(ORPOLoss(1.0)(half, quarter), [math.log(4 / 3)])
+    assert_close(ORPOLoss(0.1)(quarter, half), [0.1 * math.log(4)])
+    assert ORPOLoss()(float64([0.0]), float64([0.0])).isfinite()
+
+
+@properties
+@given(seeds)
+def test_anchored_losses_and_those_without_reference_equal_loops_from_the_papers(seed):
+    chosen, rejected = (3 * normal(4, seed=seed + i) for i in range(2))
+    formulas = (
+        (APOZeroLoss(0.3), lambda a, b: 1 - sigmoid(0.3 * a) + sigmoid(0.3 * b)),
+        (APODownLoss(0.3), lambda a, b: sigmoid(0.3 * a) + 1 - sigmoid(0.3 * (a - b))),
+        (SimPOLoss(1.5, margin=0.4), lambda a, b: -math.log(sigmoid(1.5 * (a - b) - 0.4))),
+    )
+    for loss, formula in formulas:
+        expected = [formula(a, b) for a, b in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+        assert_close(loss(chosen, rejected), expected, rtol=1e-9)
+        swapped = [formula(b, a) for a, b in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+        assert_close(loss(rejected, chosen), swapped, rtol=1e-9)
+    good, bad = ((-each.abs() - 0.01).exp().tolist() for each in (chosen, rejected))
+    expected = [
+        -0.3 * math.log(sigmoid(math.log(a / (1 - a)) - math.log(b / (1 - b)))) for a, b in zip(good, bad, strict=True)
+    ]
+    assert_close(ORPOLoss(0.3)(-chosen.abs() - 0.01, -rejected.abs() - 0.01), expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_anchored_losses_are_those_of_trl(number):
+    case = golden("reference_free")["anchored"][number]
+    kind = {"apo_zero": APOZeroLoss, "apo_down": APODownLoss}[case["kind"]]
+    logprobs = float64(case["logprobs"]).requires_grad_()
+    loss = kind(case["beta"])(*(logprobs - float64(case["ref"])).sum(dim=1).chunk(2)).mean()
+    assert_close(loss, case["loss"], rtol=1e-5)
+    inside = float64(case["logprobs"]) != 0  # after the last token there is no gradient here
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert_close(gradient[inside], float64(case["gradient"])[inside], rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_losses_without_reference_are_those_of_trl(number):
+    case = golden("reference_free")["without_reference"][number]
+    loss = SimPOLoss(case["beta"], margin=case["margin"]) if case["kind"] == "simpo" else ORPOLoss(case["beta"])
+    chosen, rejected = (float64(case[name]).requires_grad_() for name in ("chosen", "rejected"))
+    losses = loss(chosen, rejected)
+    assert_close(losses, case["losses"], rtol=1e-5)
+    gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
+    assert_close(gradients[0], case["chosen_gradient"], rtol=1e-4)
+    assert_close(gradients[1], case["rejected_gradient"], rtol=1e-4)
+
+
+def test_only_simpo_and_orpo_have_no_reference():
+    every = (*EVERY, APOZeroLoss(), APODownLoss(), SimPOLoss(), ORPOLoss())
+    assert [type(loss) for loss in every if not loss.uses_reference] == [SimPOLoss, ORPOLoss]
+    assert all(loss.length_normalized for loss in every if not loss.uses_reference)
+
+
+def test_invalid_margin_raises():
+    with pytest.raises(ValueError, match="margin must be at least 0, got -1"):
+        SimPOLoss(margin=-1)

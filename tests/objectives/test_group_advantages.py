@@ -16,6 +16,7 @@ from lightning_rlhf.objectives.group_advantages import (
     OPO,
     RLOO,
     GRPOPassK,
+    MaxRL,
     ReinforcePlusPlusBaseline,
 )
 from tests.helpers import assert_close, float64, golden, over_ranks, properties
@@ -74,6 +75,11 @@ def _pass_k_normalized(r, _):
     return [x / (statistics.stdev(r) + 1e-6) for x in _pass_k(r, _)] if len(r) > 1 else [0.0]
 
 
+def _max_rl(r, _):
+    mean = statistics.fmean(r)
+    return [(x - mean) / mean if mean > 1e-6 else 0.0 for x in r]
+
+
 def _rloo(r, _):
     return [x - statistics.fmean(r[:i] + r[i + 1 :]) if len(r) > 1 else 0.0 for i, x in enumerate(r)]
 
@@ -91,6 +97,8 @@ def _opo(r, lengths):
         (GRPO(normalize_std=False), [-2, -1, 0, 3]),
         (GRPOPassK(), [0, 0, 0, 3 / (DEVIATION + 1e-6)]),
         (GRPOPassK(normalize_std=False), [0, 0, 0, 3]),
+        # (R - 2) / 2
+        (MaxRL(), [-1, -0.5, 0, 1.5]),
         # The others' means: 8/3, 7/3, 2, 1
         (RLOO(), [-8 / 3, -4 / 3, 0, 4]),
         # Lengths 1, 2, 1, 4: baseline (0 + 2 + 2 + 20) / 8 = 3
@@ -148,6 +156,21 @@ def test_advantages_are_those_of_a_loop_over_groups(estimator, rule):
         assert_close(_of_rows(estimator, inputs), float64(_expect(inputs, rule)), rtol=1e-9, atol=1e-11)
 
     check()
+
+
+@properties
+@given(batches())
+def test_maximum_likelihood_is_that_of_a_loop_over_groups(inputs):
+    inputs = AdvantageInputs(inputs.token_rewards.abs(), inputs.mask, inputs.group)
+    assert_close(_of_rows(MaxRL(), inputs), float64(_expect(inputs, _max_rl)), rtol=1e-9, atol=1e-11)
+
+
+def test_maximum_likelihood_sums_to_the_gradient_of_the_log_of_the_fraction_correct():
+    # d log p = (d p) / p: with rewards of 0 and 1, correct responses have (1 - p) / p, the others -1.
+    inputs = outcomes([1, 0, 0, 0], [3] * 4)
+    assert_close(_of_rows(MaxRL(), inputs), [3, -1, -1, -1], rtol=1e-12)
+    assert not _of_rows(MaxRL(), outcomes([0, 0, 0, 0], [3] * 4)).any()
+    assert not _of_rows(MaxRL(), outcomes([1, 1, 1, 1], [3] * 4)).any()
 
 
 @properties
@@ -241,7 +264,17 @@ def test_grpo_and_rloo_of_a_weighted_sum_of_rewards_equal_those_of_trl(name, est
     assert_close(_of_rows(estimator, inputs), float64(theirs["advantages"]), rtol=1e-12, atol=1e-14)
 
 
-ESTIMATORS = [GRPO(), GRPO(False), GRPOPassK(), RLOO(), OPO(), GPG(), ReinforcePlusPlusBaseline(), GDPO(("only",))]
+ESTIMATORS = [
+    GRPO(),
+    GRPO(False),
+    GRPOPassK(),
+    MaxRL(),
+    RLOO(),
+    OPO(),
+    GPG(),
+    ReinforcePlusPlusBaseline(),
+    GDPO(("only",)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -324,7 +357,7 @@ def test_statistics_of_the_batch_are_those_of_all_ranks(estimator):
 def test_shifting_the_rewards_of_a_group_changes_nothing():
     rewards, group = [0.5, 1.5, 4.0, 1.0, -2.0], [0, 0, 0, 1, 1]
     shifted = [value + (1e6 if number else -7.0) for value, number in zip(rewards, group, strict=True)]
-    for estimator in ESTIMATORS:
+    for estimator in [each for each in ESTIMATORS if not isinstance(each, MaxRL)]:  # whose scale is the mean
         ours = (_of_rows(estimator, outcomes(values, group, [1, 2, 3, 1, 2])) for values in (rewards, shifted))
         assert_close(*ours, rtol=1e-8, atol=1e-9)
 

@@ -17,7 +17,7 @@ from lightning_rlhf.objectives.aggregation import (
     TokenSum,
 )
 from lightning_rlhf.objectives.base import PolicyLoss
-from lightning_rlhf.objectives.covariance_policy_losses import KLCovLoss
+from lightning_rlhf.objectives.covariance_policy_losses import HighEntropyLoss, KLCovLoss
 from lightning_rlhf.objectives.policy_losses import (
     DROLoss,
 )
@@ -59,6 +59,11 @@ def make_batch(mask, seed, whole):
     if whole:
         advantages = advantages[:, :1].expand(mask.shape)
     return Batch(new, old, advantages, mask, mask & (normal(*mask.shape, seed=seed + 3) > 0.5))
+
+
+def without_change(case, mask):
+    """Return the selection with which a loss is the same for all tokens."""
+    return mask.clone() if isinstance(case.loss, HighEntropyLoss) else torch.zeros_like(mask)
 
 
 def value_and_gradient(case, batch, pieces=None):
@@ -141,7 +146,7 @@ def test_values_outside_the_mask_may_be_anything(case, mask, seed):
 @given(mask=masks(), seed=seeds)
 def test_at_ratio_1_the_gradient_is_the_policy_gradient(case, mask, seed):
     batch = make_batch(mask, seed, case.whole)
-    batch = batch._replace(old_logprobs=batch.logprobs, selected_tokens=torch.zeros_like(mask))
+    batch = batch._replace(old_logprobs=batch.logprobs, selected_tokens=without_change(case, mask))
     _, gradient = value_and_gradient(case, batch)
     weights = case.aggregation.weights(mask) / case.aggregation.denominator(mask)
     assert_close(gradient, -batch.advantages * weights, rtol=1e-9, atol=1e-12)
@@ -187,7 +192,7 @@ def test_infinite_and_huge_differences_give_finite_losses_and_gradients(case, ad
 def test_nan_is_not_hidden(case, seed):
     batch = make_batch(torch.ones(2, 3, dtype=torch.bool), seed, case.whole)
     batch.logprobs[0, 1] = torch.nan
-    loss, _ = case.loss(*batch._replace(selected_tokens=torch.zeros_like(batch.mask)))
+    loss, _ = case.loss(*batch._replace(selected_tokens=without_change(case, batch.mask)))
     assert loss[0].isnan().any()
     assert loss[1].isfinite().all()
 
@@ -234,8 +239,9 @@ def test_hyper_parameters_are_immutable(case):
         case.loss.clip_range_low = 0.5
 
 
-def test_only_the_covariance_losses_select_tokens():
-    assert [name for name, case in CASES.items() if case.loss.selects_tokens] == ["clip_cov", "kl_cov"]
+def test_only_the_losses_of_a_whole_mini_batch_select_tokens():
+    names = [name for name, case in CASES.items() if case.loss.selects_tokens]
+    assert names == ["clip_cov", "kl_cov", "high_entropy"]
 
 
 def test_only_the_plain_policy_gradient_has_no_ratio():

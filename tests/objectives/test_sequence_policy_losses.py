@@ -7,9 +7,16 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, LUSPOLoss, TOPRLoss, VESPOLoss
+from lightning_rlhf.objectives.sequence_policy_losses import (
+    GMPOLoss,
+    GSPOLoss,
+    LUSPOLoss,
+    OffPolicyMaskLoss,
+    TOPRLoss,
+    VESPOLoss,
+)
 from tests.helpers import assert_close, float64, golden, masks, normal, properties, seeds
-from tests.objectives.paper_loops import Case, bounded, clipped, over_responses
+from tests.objectives.paper_loops import Case, bounded, clipped, of_mean_token, over_responses, ppo
 
 LN2, LN3 = math.log(2), math.log(3)
 RECORDED = golden("policy_losses")
@@ -39,6 +46,11 @@ def topr(new, old, a, selected_tokens):
     return -(1.0 if a[0] >= 0 else min(whole, 1.0)) * a[0] * sum(new)
 
 
+def off_policy_mask(new, old, a, selected_tokens):
+    gap = sum((o - n).item() for n, o in zip(new, old, strict=True)) / len(new)
+    return 0 * sum(new) if a[0] < 0 and gap > 0.1 else of_mean_token(ppo)(new, old, a, selected_tokens)
+
+
 CASES = {
     "gspo": Case(GSPOLoss(0.05, 0.1), SequenceMeanTokenMean(), over_responses(gspo), whole=True),
     "luspo": Case(
@@ -50,6 +62,12 @@ CASES = {
     "gmpo": Case(GMPOLoss(0.3, 0.4), SequenceMeanTokenMean(), over_responses(gmpo), whole=True),
     "vespo": Case(VESPOLoss(), SequenceMeanTokenSum(), over_responses(vespo), whole=True),
     "topr": Case(TOPRLoss(), SequenceMeanTokenSum(), over_responses(topr), whole=True),
+    "off_policy_mask": Case(
+        OffPolicyMaskLoss(0.2, 0.1, 0.4, 1.5, threshold=0.1),
+        SequenceMeanTokenMean(),
+        over_responses(off_policy_mask),
+        whole=True,
+    ),
 }
 
 
@@ -283,3 +301,35 @@ def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
 def test_bounds_at_the_edge_of_their_ranges_are_allowed():
     GSPOLoss(clip_range_low=1.0, clip_range_high=1e-6)
     GMPOLoss(clip_range_low=5.0, clip_range_high=1e-6)
+
+
+def test_off_policy_mask_of_a_case_worked_by_hand():
+    # log(rollout / current): mean (1.2 + 0.0) / 2 = 0.6 in the first two, 0.3 in the third and fourth; threshold 0.5.
+    # Only the first has a negative advantage and a mean above it. Current equals old, so that the others' loss is -A.
+    logprobs = torch.full((4, 2), -1.0, dtype=torch.float64).requires_grad_()
+    mask, advantages = torch.ones(4, 2, dtype=torch.bool), float64([[-2, -2], [2, 2], [-2, -2], [2, 2]])
+    rollout = float64([[0.2, -1.0], [0.2, -1.0], [-0.4, -1.0], [-0.4, -1.0]])
+    losses, diagnostics = OffPolicyMaskLoss(threshold=0.5)(
+        logprobs, torch.full_like(rollout, -1), advantages, mask, rollout_logprobs=rollout
+    )
+    assert_close(losses, [[0, 0], [-2, -2], [2, 2], [-2, -2]])
+    assert_close(diagnostics["off_policy_fraction"], [[1, 1], [0, 0], [0, 0], [0, 0]])
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert_close(gradient, [[0, 0], [-2, -2], [2, 2], [-2, -2]])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_off_policy_mask_is_that_of_trl(number):
+    case = golden("policy_masks")["off_policy"][number]
+    logprobs, rollout, advantages = (float64(case[name]) for name in ("logprobs", "rollout_logprobs", "advantages"))
+    mask = float64(case["mask"]).bool()
+    _, diagnostics = OffPolicyMaskLoss(threshold=case["threshold"])(
+        logprobs, logprobs, advantages.expand(mask.shape), mask, rollout_logprobs=rollout
+    )
+    left_out = ~float64(case["keep"]).bool().expand(mask.shape)
+    assert torch.equal((diagnostics["off_policy_fraction"] == 1) & mask, left_out & mask)
+
+
+def test_invalid_threshold_of_the_off_policy_mask_raises():
+    with pytest.raises(ValueError, match="threshold must be positive, got 0"):
+        OffPolicyMaskLoss(threshold=0)

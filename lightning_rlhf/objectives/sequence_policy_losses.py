@@ -161,9 +161,8 @@ class TOPRLoss(PolicyLoss):
 class OffPolicyMaskLoss(ClippedPolicyLoss):
     """:class:`ClippedPolicyLoss` without responses of negative advantage that the current policy would hardly write.
 
-    The loss of a token is 0 where A < 0 and mean over the response's tokens of log(rollout / current) > threshold: bad
-    responses of an older policy say little about what the current one writes. All tokens still count in
-    the denominator, and responses of positive advantage always have their loss.
+    The loss of a token is 0 where A < 0 and the mean over the response's tokens of log(rollout / current) is above the
+    threshold: such a response is a mistake of an older policy. All tokens still count in the denominator.
     See "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, equations 8 and 9.
 
     Args:

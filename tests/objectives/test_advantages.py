@@ -274,9 +274,9 @@ def test_length_adaptive_lambda_is_that_of_each_response_alone(mask, seed, alpha
     gae = GAE(0.9, whiten=False, critic_lambda=0.7, length_alpha=alpha)
     advantages, returns = gae(_inputs(rewards, values, mask))
     for row in range(len(mask)):
-        own = max(0.0, 1 - 1 / (alpha * max(1, int(mask[row].sum()))))
+        expected = max(0.0, 1 - 1 / (alpha * max(1, int(mask[row].sum()))))
         alone = _inputs(rewards[row : row + 1], values[row : row + 1], mask[row : row + 1])
-        assert_close(advantages[row], GAE(0.9, own, whiten=False)(alone)[0][0], rtol=1e-12, atol=1e-12)
+        assert_close(advantages[row], GAE(0.9, expected, whiten=False)(alone)[0][0], rtol=1e-12, atol=1e-12)
         assert_close(returns[row], GAE(0.9, 0.7, whiten=False)(alone)[1][0], rtol=1e-12, atol=1e-12)
 
 

@@ -20,6 +20,7 @@ from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
+from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.rollout.weights import check_finite
 from lightning_rlhf.types import ConversationRecord, PromptBatch, SamplingParams
 
@@ -67,6 +68,9 @@ class RolloutLoop(Callback):
             responses of the next k steps while the module learns; docs/asynchrony.md describes the schedule.
         environment: environment that replies to the policy, so that a response is a conversation of several turns;
             ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
+        teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the
+            data with text or messages, or a function of the same arguments as a reward function, which returns one for
+            each response. None gives the teacher the student's prompt.
     """
 
     provides_rollouts = True
@@ -88,6 +92,7 @@ class RolloutLoop(Callback):
         dynamic_sampling: DynamicSampling | None = None,
         max_staleness: int = 0,
         environment: EnvironmentSettings | None = None,
+        teacher_prompt: TeacherPrompt | None = None,
     ) -> None:
         check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
         check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
@@ -112,6 +117,7 @@ class RolloutLoop(Callback):
         self.dynamic_sampling = dynamic_sampling
         self.max_staleness = max_staleness
         self.environment = environment
+        self.teacher_prompt = teacher_prompt
         self._engine_choice = engine
         self._engine: RunEngine | None = None
         self._sampler: ResponseSampler | None = None
@@ -181,6 +187,7 @@ class RolloutLoop(Callback):
             max_staleness=self.max_staleness,
             environment=self.environment,
             val_metric=self.val_metric,
+            teacher_prompt=self.teacher_prompt,
         )
 
     def _add_validation(self, trainer: Any) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rlhf.data.resumable import ResumableLoader
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
@@ -22,6 +23,7 @@ from lightning_rlhf.rollout.dynamic_sampling import WithContrast
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
+from lightning_rlhf.rollout.teacher_prompts import TeacherPrompts, WithTeacherPrompts
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.types import PromptBatch
 
@@ -41,6 +43,7 @@ class RolloutParts:
         checks: comparisons of engine and actor that are not finished.
         rollouts: function of the prompts and the step that returns the rollout of a step.
         clock: clock of the step.
+        teacher_prompts: prompts of a teacher that has others than the student; None without them.
     """
 
     sampler: ResponseSampler
@@ -48,6 +51,7 @@ class RolloutParts:
     checks: PushChecks
     rollouts: OnPolicy | Ahead
     clock: Clock
+    teacher_prompts: TeacherPrompts | None = None
 
     @property
     def ahead(self) -> Ahead | None:
@@ -111,6 +115,12 @@ def make_parts(
         clock=clock,
     )
     source: Source = sampled
+    teacher_prompts = None
+    if settings.teacher_prompt is not None:
+        limits = [max_positions(source.hf_config()) for source in module.sources.values()]
+        limit = min((each for each in limits if each is not None), default=None)
+        teacher_prompts = TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit)
+        source = WithTeacherPrompts(source, teacher_prompts, roles)
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
@@ -128,7 +138,7 @@ def make_parts(
             waits_before_push=settings.environment is not None and not engine.engine.traits.mixes_versions,
             clock=clock,
         )
-    return RolloutParts(sampler, weights, checks, rollouts, clock)
+    return RolloutParts(sampler, weights, checks, rollouts, clock, teacher_prompts)
 
 
 def upcoming_batches(trainer: Trainer, count: int) -> Iterator[tuple[int, PromptBatch]]:

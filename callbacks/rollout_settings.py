@@ -18,6 +18,7 @@ from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.scorer import check_reward_functions
+from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 
 from .checks import tensor_ranks
@@ -40,6 +41,7 @@ class RolloutSettings:
     max_staleness: int
     environment: EnvironmentSettings | None
     val_metric: str | None
+    teacher_prompt: TeacherPrompt | None
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -80,6 +82,11 @@ class RolloutSettings:
         if self.environment is not None and ENVIRONMENT in [reward.label for reward in self.rewards]:
             raise UsageError(
                 f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"
+            )
+        if self.teacher_prompt is not None and not module.reads_teacher_prompts:
+            raise UsageError(
+                f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
+                f"DistillationModule"
             )
         check_val_metric(self.val_metric, labels)
         if self.val_metric is not None and "val" not in data.reports:

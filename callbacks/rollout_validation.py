@@ -138,7 +138,10 @@ class RolloutValidation(Callback):
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * samples : (i + 1) * samples])]
 
         def scored() -> Rollout:
-            return scorer.add_rewards(assemble(batch, ordered, 1.0, environment), scorer.score(ordered))
+            rollout = scorer.add_rewards(assemble(batch, ordered, 1.0, environment), scorer.score(ordered))
+            if self._parts.teacher_prompts is None:
+                return rollout
+            return self._parts.teacher_prompts.add(rollout, scorer.columns(ordered))
 
         return roles.run_on_group_leader(scored), sampled, greedy
 

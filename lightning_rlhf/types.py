@@ -284,6 +284,8 @@ class Rollout(TensorBatch):
             turn's last token, 0 elsewhere; None without an environment.
         text_starts: (B, T) bool, True at the first token of a further text in a response, which is computed without the
             tokens before it: the prompt of another branch of an agent. None without an agent.
+        teacher_prompt_ids: (B, P') int64, right-padded prompts of a teacher; None if they are those of the student.
+        teacher_prompt_lengths: (B,) int64, their lengths; None without them.
     """
 
     prompt_ids: Tensor
@@ -302,11 +304,15 @@ class Rollout(TensorBatch):
     temperature: float = 1.0
     step_rewards: Tensor | None = None
     text_starts: Tensor | None = None
+    teacher_prompt_ids: Tensor | None = None
+    teacher_prompt_lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape}
+        if self.teacher_prompt_ids is not None:
+            shapes["teacher_prompt_ids"] = torch.Size((rows, *self.teacher_prompt_ids.shape[1:]))
         shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
         shapes |= dict.fromkeys(("step_rewards", "text_starts"), tokens)
         for name, value in vars(self).items():
@@ -324,6 +330,18 @@ class Rollout(TensorBatch):
     def sampled_lengths(self) -> Tensor:
         """(B,) tokens of the response that the policy sampled."""
         return self.response_mask.sum(dim=1)
+
+    def of_teacher(self) -> Rollout:
+        """Return the responses with the prompts of the teacher."""
+        if self.teacher_prompt_ids is None or self.teacher_prompt_lengths is None:
+            return self
+        return dataclasses.replace(
+            self,
+            prompt_ids=self.teacher_prompt_ids,
+            prompt_lengths=self.teacher_prompt_lengths,
+            teacher_prompt_ids=None,
+            teacher_prompt_lengths=None,
+        )
 
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.

@@ -61,7 +61,8 @@ class DistillationModule(RLHFModule):
 
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
-        teacher: frozen teacher with the same tokenizer.
+        teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
+            another prompt (``teacher_prompt`` of RolloutLoop); this needs ``top_k`` of the divergence.
         divergence: divergence of the student's distributions from the teacher's.
         aggregation: reduction of the divergences of tokens to one loss.
         actor_optimizer: factory of the student's optimizer.
@@ -75,6 +76,7 @@ class DistillationModule(RLHFModule):
     """
 
     needs_rewards = False
+    reads_teacher_prompts = True
     needs_current_rollouts = False
 
     def __init__(
@@ -105,14 +107,27 @@ class DistillationModule(RLHFModule):
             keep_groups=keep_groups,
             max_grad_norm=max_grad_norm,
         )
-        self.set_sources(**self.sources, teacher=teacher)
+        self.teaches_itself = teacher == "actor"
+        if self.teaches_itself and divergence.top_k is None:
+            raise UsageError(
+                "teacher: actor is evaluated before the updates, which change it, and its whole distributions cannot be "
+                "stored: set divergence.top_k, for example to 64"
+            )
+        self.set_sources(**self.sources, teacher=None if self.teaches_itself else teacher)
         self.divergence = divergence
-        self.uses_frozen_in_updates = divergence.top_k is None
+        self.uses_frozen_in_updates = divergence.top_k is None and "teacher" in self.sources
         self._teacher_head: Head | None = None  # full weights, during a step
 
     def setup(self, stage: str) -> None:
-        """Validate the divergence against the vocabularies."""
+        """Validate the divergence against the vocabularies, and that a student has another prompt as its teacher."""
         super().setup(stage)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        loops = [callback for callback in callbacks if hasattr(callback, "teacher_prompt")]
+        if self.teaches_itself and loops and all(loop.teacher_prompt is None for loop in loops):
+            raise UsageError(
+                "teacher: actor with the same prompt has nothing to teach: set teacher_prompt of RolloutLoop, or name "
+                "another teacher"
+            )
         tokens = self._common_tokens
         if self.divergence.top_k is not None and self.divergence.top_k > tokens:
             raise UsageError(
@@ -146,7 +161,8 @@ class DistillationModule(RLHFModule):
     def _top_tokens(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         """Return the fields of the teacher's (B, T, K) top tokens. All ranks."""
         outputs = TeacherOutputs(self.divergence.top_k, self._common_tokens)
-        tokens: TopTokens = self.call_language_model("teacher", rollout, teacher=outputs)
+        role = "actor" if self.teaches_itself else "teacher"
+        tokens: TopTokens = self.call_language_model(role, rollout.of_teacher(), teacher=outputs)
         return tokens.ids, tokens.logprobs, tokens.rest
 
     def update_scores(self, rows: Experience) -> DistilledScores:
@@ -176,7 +192,8 @@ class DistillationModule(RLHFModule):
         """Return the teacher's whole distributions of the tokens of a mask. All ranks."""
         head = self._teacher_head
         assert head is not None
-        states = self.call_language_model("teacher", rollout, mask, teacher=TeacherOutputs(None, self._common_tokens))
+        outputs = TeacherOutputs(None, self._common_tokens)
+        states = self.call_language_model("teacher", rollout.of_teacher(), mask, teacher=outputs)
         return TeacherHead(states, head.weight, head.bias, head.scale / rollout.temperature, head.softcap)
 
     def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:

@@ -104,6 +104,7 @@ class RLHFModule(RoleModule):
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     needs_rewards = True  # whether there is nothing to learn from without a reward
+    reads_teacher_prompts = False  # whether a teacher reads the prompts of a RolloutLoop's teacher_prompt
     needs_current_rollouts = True  # whether responses of older weights need a correction
     last_rollout: Rollout | None = None  # the last one that was received, for callbacks
     last_step: TrainedStep | None = None  # the last training step, for callbacks

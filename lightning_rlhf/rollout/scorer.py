@@ -117,6 +117,10 @@ class Scorer:
         completions = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in responses]
         self._executor.dry_run(self._columns(range(len(completions)), completions))
 
+    def columns(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """Return the values that reward functions can have as arguments, for all completions."""
+        return self._columns(range(len(completions)), completions)
+
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""
         prompts = self._prompts

@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_rlhf import DistillationModule
+from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
@@ -35,13 +37,16 @@ def distilled(teacher=TEACHER, rollout=None, student=STUDENT, **options):
     return module
 
 
-def expected_gradients(beta, aggregation, rows=ROWS, teacher=TEACHER, top_k=None):
+def expected_gradients(beta, aggregation, rows=ROWS, teacher=TEACHER, top_k=None, teacher_prompts=None):
     """Return the gradient of the aggregated divergence by name, from all logits of each response."""
     student, other = STUDENT.causal().lm, teacher.causal().lm
     losses, counts = [], []
-    for row in rows:
-        ids = torch.tensor([row.prompt + row.tokens])
-        p, q = (lm(ids).logits[0, len(row.prompt) - 1 : -1] / 0.7 for lm in (student, other))
+    for number, row in enumerate(rows):
+        prompts = [row.prompt, row.prompt if teacher_prompts is None else teacher_prompts[number]]
+        p, q = (
+            lm(torch.tensor([prompt + row.tokens])).logits[0, len(prompt) - 1 : -1] / 0.7
+            for lm, prompt in zip((student, other), prompts, strict=True)
+        )
         p, q = p.log_softmax(-1), q[:, : p.shape[1]].detach().log_softmax(-1)
         if top_k:
             ids = q.topk(top_k).indices
@@ -144,8 +149,6 @@ def test_several_mini_batches_and_epochs_are_exact_for_the_engine_gap():
 
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_held_out_divergence_is_logged(top_k):
-    from lightning.pytorch import Callback
-
     rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7)
 
     class HandOverInValidation(Callback):
@@ -176,3 +179,53 @@ def test_invalid_divergence_raises(options, message):
 def test_more_top_tokens_than_common_ones_raise():
     with pytest.raises(UsageError, match="top_k of the divergence is 12, but student and teacher have only 11 tokens"):
         distilled(divergence=Divergence(top_k=12))
+
+
+# -- prompts of the teacher -------------------------------------------------------------------------------------------
+
+PROMPTS = [[5, 3, 9, 9, 1][: 1 + number] for number in range(len(ROWS) - 1)] + [[5, 3]]
+
+
+def with_teacher_prompts():
+    rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7)
+    ids, lengths = pad_right(PROMPTS)
+    return replace(rollout, teacher_prompt_ids=ids, teacher_prompt_lengths=lengths)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_teacher_reads_its_prompts(top_k, packing):
+    module = distilled(rollout=with_teacher_prompts(), divergence=Divergence(0.3, top_k), packing=packing)
+    _, gradients = expected_gradients(0.3, TokenMean(), top_k=top_k, teacher_prompts=PROMPTS)
+    for name, value in change(module).items():
+        assert_close(value, gradients[name], rtol=1e-8, atol=1e-11)
+
+
+def test_student_is_its_own_teacher_with_another_prompt():
+    module = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4))
+    assert module.frozen_roles == ()
+    _, gradients = expected_gradients(1.0, TokenMean(), teacher=STUDENT, top_k=4, teacher_prompts=PROMPTS)
+    for name, value in change(module).items():
+        assert_close(value, gradients[name], rtol=1e-8, atol=1e-11)
+
+
+def test_student_is_its_own_teacher_as_it_was_before_the_updates():
+    once = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4))
+    frozen = distilled(STUDENT, rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4), update_epochs=3)
+    own = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4), update_epochs=3)
+    for name, value in change(own).items():
+        assert_close(value, change(frozen)[name], rtol=1e-9, atol=1e-12)
+    assert any(not torch.equal(value, change(once)[name]) for name, value in change(own).items())
+
+
+def test_student_as_its_own_teacher_needs_top_tokens():
+    with pytest.raises(UsageError, match="teacher: actor is evaluated before the updates"):
+        DistillationModule(STUDENT, "actor")
+
+
+def test_student_as_its_own_teacher_needs_other_prompts():
+    class Loop(Callback):
+        teacher_prompt = None
+
+    with pytest.raises(UsageError, match="teacher: actor with the same prompt has nothing to teach"):
+        fit(DistillationModule(STUDENT, "actor", Divergence(top_k=3)), [with_teacher_prompts()], callbacks=[Loop()])

@@ -1,0 +1,123 @@
+"""Prompts of a teacher that differ from those of the student, as with worked examples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.calls.references import as_function
+from lightning_rlhf.data.chat import Chat, holds_messages, messages_of
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
+from lightning_rlhf.strategies.roles import RoleStrategy
+from lightning_rlhf.types import PromptBatch, Rollout
+
+TeacherPrompt = str | Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """Makes the prompt of the teacher for each response.
+
+    Args:
+        make: column of the data, or a function of the same arguments as a reward function. Both give a text or chat
+            messages for each response.
+        data: data module of the run, which tokenizes prompts.
+        max_tokens: longest prompt of the teacher with a response; None without a limit.
+    """
+
+    make: TeacherPrompt
+    data: PromptDataModule
+    max_tokens: int | None
+
+    def __post_init__(self) -> None:
+        columns = self.data.column_names
+        if isinstance(self.make, str) and self.make not in columns and not set(":.") & set(self.make):
+            raise UsageError(
+                f"teacher_prompt must be a column of the data or a function such as prompts.py:make, got "
+                f"{self.make!r}; the columns are {columns}"
+            )
+
+    def add(self, rollout: Rollout, columns: Mapping[str, Sequence[Any]]) -> Rollout:
+        """Return a rollout with the prompts of the teacher.
+
+        Args:
+            rollout: B responses.
+            columns: values that reward functions can have as arguments, B each.
+
+        Raises:
+            RuntimeError: a prompt is missing, neither text nor messages, or too long.
+        """
+        values = self._values(columns)
+        if len(values) != len(rollout):
+            raise RunError(f"teacher_prompt returned {len(values)} prompts for {len(rollout)} responses")
+        ids = [self._ids(value, row) for row, value in enumerate(values)]
+        for row, (prompt, length) in enumerate(zip(ids, rollout.response_lengths.tolist(), strict=True)):
+            if self.max_tokens is not None and len(prompt) + length > self.max_tokens:
+                raise RunError(
+                    f"the teacher's prompt of response {row} has {len(prompt)} tokens and the response {length}, but "
+                    f"the teacher accepts only {self.max_tokens}: make the prompt shorter"
+                )
+        prompt_ids, prompt_lengths = pad_right(ids)
+        device = rollout.prompt_ids.device
+        return replace(
+            rollout, teacher_prompt_ids=prompt_ids.to(device), teacher_prompt_lengths=prompt_lengths.to(device)
+        )
+
+    def _values(self, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+        """Return the texts or messages of all responses."""
+        if isinstance(self.make, str) and self.make in columns:
+            return columns[self.make]
+        function = as_function(self.make)
+        parameters = inspect.signature(function).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = {parameter.name for parameter in parameters}
+        return list(function(**{name: value for name, value in columns.items() if takes_all or name in names}))
+
+    def _ids(self, value: Any, row: int) -> list[int]:
+        """Return the tokens of the prompt of a response."""
+        text = value
+        if holds_messages(value):
+            chat = Chat(self.data.tokenizer, self.data.tools, self.data.chat_template_kwargs)
+            try:
+                text = chat.render(messages_of(value, "teacher's prompt"), "teacher's prompt", generation=True)
+            except BadRow as error:
+                raise RunError(f"teacher_prompt of response {row}: {error}") from error
+        ids = self.data.ids(text) if isinstance(text, str) else []
+        if not ids:
+            raise RunError(f"teacher_prompt of response {row} must be a text or messages, got {value!r:.80}")
+        return ids
+
+
+@dataclass(frozen=True)
+class WithTeacherPrompts(Source):
+    """Adds the prompts of the teacher to the rollouts of another source.
+
+    Args:
+        source: source of the responses, with one request for a step.
+        prompts: prompts of the teacher.
+        roles: strategy of the run.
+    """
+
+    source: Source
+    prompts: TeacherPrompts
+    roles: RoleStrategy
+
+    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
+        """See :meth:`Source.start`."""
+        return self.source.start(prompts, step, in_background)
+
+    def finish(self, requests: Requests) -> SampledRollout:
+        """See :meth:`Source.finish`."""
+        sampled = self.source.finish(requests)
+        (request,) = requests.requests
+
+        def with_prompts() -> Rollout:
+            return self.prompts.add(sampled.rollout, request.scorer.columns(request.completions()))
+
+        return replace(sampled, rollout=self.roles.run_on_group_leader(with_prompts))

@@ -316,8 +316,9 @@ class Validation:
         """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
         groups = self._groups(table[:, 0])
         metrics = dict[str, float]()
-        parts = table[:, 2:].split(1 + self._val_samples, dim=1)
-        for quantity, part in zip(self._quantities, parts, strict=True):
+        size = 1 + self._val_samples
+        for number, quantity in enumerate(self._quantities):
+            part = table[:, 2 + number * size : 2 + (number + 1) * size]
             for group, rows in groups.items():
                 for name, values in (("greedy", part[rows, :1]), ("sampled", part[rows, 1:])):
                     known = [_known(row) for row in values.tolist()]

@@ -110,8 +110,8 @@ class DistillationModule(RLHFModule):
         self.teaches_itself = teacher == "actor"
         if self.teaches_itself and divergence.top_k is None:
             raise UsageError(
-                "teacher: actor is evaluated before the updates, which change it, and its whole distributions cannot be "
-                "stored: set divergence.top_k, for example to 64"
+                "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored: set "
+                "divergence.top_k, for example to 64"
             )
         self.set_sources(**self.sources, teacher=None if self.teaches_itself else teacher)
         self.divergence = divergence

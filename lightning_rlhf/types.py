@@ -229,6 +229,7 @@ class PromptBatch:
         positions: position of each prompt in the global batch, if this batch is one data rank's part of it; empty for a
             global batch.
         messages: chat messages from which each prompt was rendered; empty for plain text.
+        sources: number of each prompt's source among those of the data, -1 without one; empty if the data has none.
     """
 
     indices: list[int]
@@ -238,6 +239,7 @@ class PromptBatch:
     epoch: int = 0
     positions: list[int] = dataclasses.field(default_factory=list)
     messages: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    sources: list[int] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -252,6 +254,7 @@ class PromptBatch:
             epoch=self.epoch,
             positions=self.positions[prompts],
             messages=self.messages[prompts],
+            sources=self.sources[prompts],
         )
 
     def to(self, device: torch.device | str) -> PromptBatch:
@@ -286,6 +289,8 @@ class Rollout(TensorBatch):
             tokens before it: the prompt of another branch of an agent. None without an agent.
         teacher_prompt_ids: (B, P') int64, right-padded prompts of a teacher; None if they are those of the student.
         teacher_prompt_lengths: (B,) int64, their lengths; None without them.
+        source: (B,) int64, number of the source of each row's prompt among those of the data, -1 without one; None if
+            the data has none.
     """
 
     prompt_ids: Tensor
@@ -306,6 +311,7 @@ class Rollout(TensorBatch):
     text_starts: Tensor | None = None
     teacher_prompt_ids: Tensor | None = None
     teacher_prompt_lengths: Tensor | None = None
+    source: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages, messages_of
-from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields
+from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PromptBatch
 
@@ -73,6 +73,12 @@ class PromptDataModule(RowsDataModule):
         """Union of the columns of all rows, so that a reward function receives the same arguments in every batch."""
         return sorted({name for examples in self.examples.values() for example in examples for name in example.columns})
 
+    @cached_property
+    def source_names(self) -> list[str]:
+        """Values of the column ``source`` or ``data_source`` in all rows, in alphabetical order."""
+        rows = (example.columns for examples in self.examples.values() for example in examples)
+        return sorted({name for name in map(source_of, rows) if name is not None})
+
     def end_token_warning(self, stop_token_ids: Sequence[int] = ()) -> str:
         """Return a warning if the chat template ends messages with a token at which responses do not end.
 
@@ -99,6 +105,7 @@ class PromptDataModule(RowsDataModule):
         """Collect prompts in a batch; token ids stay lists, because engines pad them."""
         texts, ids, row_columns, messages = (list(part) for part in zip(*examples, strict=True))
         columns = {name: [row.get(name) for row in row_columns] for name in self.column_names}
+        of_source: dict[str | None, int] = {name: number for number, name in enumerate(self.source_names)}
         return PromptBatch(
             indices=list(numbers),
             token_ids=ids,
@@ -107,4 +114,5 @@ class PromptDataModule(RowsDataModule):
             epoch=epoch,
             positions=list(positions),
             messages=messages if any(messages) else [],
+            sources=[of_source.get(source_of(row), -1) for row in row_columns] if of_source else [],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -356,18 +357,17 @@ class TeacherOutputs:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Teacher's distributions of the tokens of some rows, with which a student is compared.
+    """Teachers' distributions of the tokens of some rows, with which a student is compared.
 
     Args:
-        teacher: distributions of the N tokens of the mask, in their order.
-        mask: (B, T) bool, tokens with a teacher.
+        teachers: distributions of each teacher and the (B, T) bool mask of its tokens, in whose order they are; a token
+            has at most one teacher.
         token_weights: (B, T) weight of each token's divergence in the loss.
         beta: interpolation, see :func:`distillation_scores`.
         memory_bytes: memory of the logits and of their gradients at a time.
     """
 
-    teacher: TeacherHead | TopTokens
-    mask: Tensor
+    teachers: Sequence[tuple[TeacherHead | TopTokens, Tensor]]
     token_weights: Tensor
     beta: float
     memory_bytes: int = DEFAULT_MEMORY_BYTES

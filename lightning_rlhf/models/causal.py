@@ -165,28 +165,38 @@ class _Tokens:
 
     def distilled(self, distillation: Distillation) -> DistilledScores:
         """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""
-        is_taught = distillation.mask.flatten()[self.positions]
-        taught, others = is_taught.nonzero().squeeze(1), (~is_taught).nonzero().squeeze(1)
-        scores = distillation_scores(
-            self.states[taught],
-            self.head.weight,
-            self.head.bias,
-            self.targets[taught],
-            teacher=distillation.teacher,
-            token_weights=distillation.token_weights.flatten()[self.positions[taught]],
-            beta=distillation.beta,
-            scale=self.scale,
-            softcap=self.head.softcap,
-            memory_bytes=distillation.memory_bytes,
+        without = torch.ones_like(self.positions, dtype=torch.bool)
+        zeros = torch.zeros(self.mask.shape, device=self.mask.device)
+        total = DistilledScores(zeros, zeros, zeros, loss=zeros.sum())
+        for teacher, mask in distillation.teachers:
+            has_teacher = mask.flatten()[self.positions]
+            part, without = has_teacher.nonzero().squeeze(1), without & ~has_teacher
+            scores = distillation_scores(
+                self.states[part],
+                self.head.weight,
+                self.head.bias,
+                self.targets[part],
+                teacher=teacher,
+                token_weights=distillation.token_weights.flatten()[self.positions[part]],
+                beta=distillation.beta,
+                scale=self.scale,
+                softcap=self.head.softcap,
+                memory_bytes=distillation.memory_bytes,
+            )
+            total = DistilledScores(
+                total.logprobs + self.scatter(scores.logprobs, part),
+                total.entropy + self.scatter(scores.entropy, part),
+                total.divergence + self.scatter(scores.divergence, part),
+                total.loss + scores.loss,
+            )
+        part = without.nonzero().squeeze(1)
+        if not len(part):
+            return total
+        others = self.scores(part)
+        return total._replace(
+            logprobs=total.logprobs + self.scatter(others.logprobs, part),
+            entropy=total.entropy + self.scatter(others.entropy, part),
         )
-        logprobs, entropy, divergence = (
-            self.scatter(values, taught) for values in (scores.logprobs, scores.entropy, scores.divergence)
-        )
-        if len(others):
-            untaught = self.scores(others)
-            logprobs = logprobs + self.scatter(untaught.logprobs, others)
-            entropy = entropy + self.scatter(untaught.entropy, others)
-        return DistilledScores(logprobs, entropy, divergence, scores.loss)
 
 
 def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:

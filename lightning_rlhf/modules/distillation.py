@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +63,8 @@ class DistillationModule(RLHFModule):
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
         teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
-            another prompt (``teacher_prompt`` of RolloutLoop); this needs ``top_k`` of the divergence.
+            another prompt (``teacher_prompt`` of RolloutLoop); this needs ``top_k`` of the divergence. A dictionary has
+            one of these for each source of the prompts, which is the column ``source`` or ``data_source``.
         divergence: divergence of the student's distributions from the teacher's.
         aggregation: reduction of the divergences of tokens to one loss.
         actor_optimizer: factory of the student's optimizer.
@@ -82,7 +84,7 @@ class DistillationModule(RLHFModule):
     def __init__(
         self,
         actor: str | ModelSource,
-        teacher: str | ModelSource,
+        teacher: str | ModelSource | dict[str, str | ModelSource],
         divergence: Divergence = Divergence(),
         aggregation: Aggregation = TokenMean(),
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
@@ -107,23 +109,28 @@ class DistillationModule(RLHFModule):
             keep_groups=keep_groups,
             max_grad_norm=max_grad_norm,
         )
-        self.teaches_itself = teacher == "actor"
-        if self.teaches_itself and divergence.top_k is None:
+        by_source: dict[Any, Any] = teacher if isinstance(teacher, dict) else {None: teacher}
+        if not by_source:
+            raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
+        # Role of the teacher of each source; None is the source of all prompts.
+        self.teachers = {name: "actor" if each == "actor" else role_name(name) for name, each in by_source.items()}
+        if "actor" in self.teachers.values() and divergence.top_k is None:
             raise UsageError(
                 "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored: set "
                 "divergence.top_k, for example to 64"
             )
-        self.set_sources(**self.sources, teacher=None if self.teaches_itself else teacher)
+        frozen = {role: by_source[name] for name, role in self.teachers.items() if role != "actor"}
+        self.set_sources(**self.sources, **frozen)
         self.divergence = divergence
-        self.uses_frozen_in_updates = divergence.top_k is None and "teacher" in self.sources
-        self._teacher_head: Head | None = None  # full weights, during a step
+        self.uses_frozen_in_updates = divergence.top_k is None and len(self.sources) > 1
+        self._heads: dict[str, Head] = {}  # full weights of the heads of the teachers, during a step
 
     def setup(self, stage: str) -> None:
         """Validate the divergence against the vocabularies, and that a student has another prompt as its teacher."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         loops = [callback for callback in callbacks if hasattr(callback, "teacher_prompt")]
-        if self.teaches_itself and loops and all(loop.teacher_prompt is None for loop in loops):
+        if "actor" in self.teachers.values() and loops and all(loop.teacher_prompt is None for loop in loops):
             raise UsageError(
                 "teacher: actor with the same prompt has nothing to teach: set teacher_prompt of RolloutLoop, or name "
                 "another teacher"
@@ -133,6 +140,24 @@ class DistillationModule(RLHFModule):
             raise UsageError(
                 f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} "
                 f"tokens in common: set top_k to at most {tokens}, or to null to compare all tokens"
+            )
+
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        """Raise for prompts whose source has no teacher."""
+        if None in self.teachers:
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        names = getattr(data, "source_names", [])
+        missing = [name for name in names if name not in self.teachers]
+        if missing or not names:
+            which = (
+                f"no teacher for the source {missing[0]!r}" if missing else "a teacher for each source, but no sources"
+            )
+            raise UsageError(
+                f"{type(self).__name__} has {which}: the rows have {names} in the column source or data_source, the "
+                f"teachers are for {sorted(self.teachers)}"
             )
 
     @property
@@ -146,24 +171,54 @@ class DistillationModule(RLHFModule):
     def evaluate(self, received: StepRollout) -> Evaluation:
         """Add the teacher's top tokens to the evaluation of a rollout, or get its head for the updates. All ranks."""
         evaluation = super().evaluate(received)
-        self._get_teacher_head()
+        self._get_heads()
         if self.divergence.top_k is None:
             return evaluation
         experience = evaluation.experience
-        tokens = TopTokens(*self.micro_batches.map(self._top_tokens, experience.rollout))
-        return replace(evaluation, experience=replace(experience, teacher=tokens))
+        return replace(evaluation, experience=replace(experience, teacher=self._top_tokens(experience.rollout)))
 
-    def _get_teacher_head(self) -> None:
-        """Set the head from which whole distributions are computed. All ranks."""
+    def _get_heads(self) -> None:
+        """Set the heads from which whole distributions are computed. All ranks."""
         if self.divergence.top_k is None:
-            self._teacher_head = self.role_strategy.full_head("teacher" if "teacher" in self.sources else "actor")
+            roles = {role: role if role in self.sources else "actor" for role in self.teachers.values()}
+            self._heads = {role: self.role_strategy.full_head(name) for role, name in roles.items()}
 
-    def _top_tokens(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the fields of the teacher's (B, T, K) top tokens. All ranks."""
+    def rows_of(self, role: str, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the rows whose teacher a role is.
+
+        Raises:
+            ValueError: the rows have no source, but each source has a separate teacher.
+        """
+        if None in self.teachers:
+            return torch.ones_like(rollout.included)
+        if rollout.source is None:
+            raise UsageError(f"{type(self).__name__} has a teacher for each source, but the rollout has no sources")
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        numbers = [number for number, name in enumerate(data.source_names) if self.teachers.get(name) == role]
+        return torch.isin(rollout.source, torch.tensor(numbers, device=rollout.source.device))
+
+    def _top_tokens(self, rollout: Rollout) -> TopTokens:
+        """Return the (B, T, K) top tokens of the teachers, 0 for rows without one. All ranks.
+
+        A rank without rows of a teacher evaluates its first row, because a sharded forward pass needs all ranks.
+        """
         outputs = TeacherOutputs(self.divergence.top_k, self._common_tokens)
-        role = "actor" if self.teaches_itself else "teacher"
-        tokens: TopTokens = self.call_language_model(role, rollout.of_teacher(), teacher=outputs)
-        return tokens.ids, tokens.logprobs, tokens.rest
+        total: list[Tensor] = []
+        for role in dict.fromkeys(self.teachers.values()):
+
+            def tokens(rows: Rollout, role: str = role) -> tuple[Tensor, Tensor, Tensor]:
+                top: TopTokens = self.call_language_model(role, rows.of_teacher(), teacher=outputs)
+                return top.ids, top.logprobs, top.rest
+
+            has_teacher = self.rows_of(role, rollout)
+            rows = _or_first(has_teacher)
+            parts = self.micro_batches.map(tokens, rollout[rows])
+            total = total or [part.new_zeros(len(rollout), *part.shape[1:]) for part in parts]
+            kept = has_teacher[rows]
+            total = [
+                all_rows.index_copy(0, rows[kept], part[kept]) for all_rows, part in zip(total, parts, strict=True)
+            ]
+        return TopTokens(*total)
 
     def update_scores(self, rows: Experience) -> DistilledScores:
         """Return the student's scores with their divergence from the teacher, with gradient. All ranks."""
@@ -177,9 +232,13 @@ class DistillationModule(RLHFModule):
             mask: (B, T) bool, the tokens that are compared.
             tokens: (B, T, K) top tokens of the teacher; None for whole distributions.
         """
+        teachers: list[tuple[TeacherHead | TopTokens, Tensor]]
+        if tokens is None:
+            teachers = self._distributions(rollout, mask)
+        else:
+            teachers = [(tokens.map(lambda values: values[mask]), mask)]
         distillation = Distillation(
-            teacher=self._distributions(rollout, mask) if tokens is None else tokens.map(lambda values: values[mask]),
-            mask=mask,
+            teachers=teachers,
             token_weights=self.aggregation.weights(mask),
             beta=self.divergence.beta,
             memory_bytes=self.divergence.memory_mb << 20,
@@ -188,13 +247,19 @@ class DistillationModule(RLHFModule):
         return scores
 
     @torch.no_grad()
-    def _distributions(self, rollout: Rollout, mask: Tensor) -> TeacherHead:
-        """Return the teacher's whole distributions of the tokens of a mask. All ranks."""
-        head = self._teacher_head
-        assert head is not None
+    def _distributions(self, rollout: Rollout, mask: Tensor) -> list[tuple[TeacherHead | TopTokens, Tensor]]:
+        """Return the whole distributions of each teacher, and the (B, T) mask of its tokens. All ranks."""
         outputs = TeacherOutputs(None, self._common_tokens)
-        states = self.call_language_model("teacher", rollout.of_teacher(), mask, teacher=outputs)
-        return TeacherHead(states, head.weight, head.bias, head.scale / rollout.temperature, head.softcap)
+        distributions: list[tuple[TeacherHead | TopTokens, Tensor]] = []
+        for role, head in self._heads.items():
+            has_teacher = self.rows_of(role, rollout)
+            of_role = mask & has_teacher.unsqueeze(1)
+            rows = _or_first(has_teacher)
+            part = rollout[rows]
+            states = self.call_language_model(role, part.of_teacher(), of_role[rows], teacher=outputs)
+            scale = head.scale / rollout.temperature
+            distributions.append((TeacherHead(states, head.weight, head.bias, scale, head.softcap), of_role))
+        return distributions
 
     def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
         """Return the summed divergence of some rows."""
@@ -215,12 +280,26 @@ class DistillationModule(RLHFModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Log the divergence on the responses to held-out prompts, the mean over tokens."""
         rollout, means = self.pop_rollout().rollout, MeanAccumulator()
-        self._get_teacher_head()
+        self._get_heads()
 
         def divergence(rows: Rollout) -> tuple[Tensor]:
-            tokens = None if self.divergence.top_k is None else TopTokens(*self._top_tokens(rows))
+            tokens = None if self.divergence.top_k is None else self._top_tokens(rows)
             return (self.compared(rows, rows.response_mask, tokens).divergence,)
 
         means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], rollout.response_mask)
         self.log_validation(means, rollout.response_mask.sum(), bar="val/divergence")
         return {}
+
+
+def role_name(source: str | None) -> str:
+    """Return the name of the role that teaches the prompts of a source; None for all prompts."""
+    if source is None:
+        return "teacher"
+    return "teacher_" + re.sub(r"\W", "_", source)
+
+
+def _or_first(rows: Tensor) -> Tensor:
+    """Return the indices of the rows of a (B,) mask, or the first index if it has none."""
+    if not rows.any():
+        return torch.zeros(1, dtype=torch.long, device=rows.device)
+    return rows.nonzero().squeeze(1)

@@ -114,8 +114,8 @@ class RoleModule(LightningModule):
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
-        for name in ("ref", "teacher"):
-            if actor.lora is not None and self.sources.get(name) in (actor, replace(actor, lora=None)):
+        for name in [name for name in self.sources if name.startswith(("ref", "teacher"))]:
+            if actor.lora is not None and self.sources[name] in (actor, replace(actor, lora=None)):
                 del self.sources[name]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:

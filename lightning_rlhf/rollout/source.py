@@ -304,6 +304,7 @@ def assemble(
         temperature=temperature,
         step_rewards=_step_rewards(completions, environment, response_ids.shape[1]),
         text_starts=_text_starts(completions, environment, response_ids.shape[1]),
+        source=torch.tensor(prompts.sources).repeat_interleave(samples) if prompts.sources else None,
     )
 
 

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader
 
 from lightning_rlhf import DistillationModule
 from lightning_rlhf.batching.sequences import pad_right
@@ -14,7 +15,7 @@ from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from tests.helpers import assert_close
-from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
+from tests.stand_ins import TINY_LLAMA, HandOver, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 pytestmark = pytest.mark.usefixtures("exact")
 RATE = 0.1
@@ -229,3 +230,77 @@ def test_student_as_its_own_teacher_needs_other_prompts():
 
     with pytest.raises(UsageError, match="teacher: actor with the same prompt has nothing to teach"):
         fit(DistillationModule(STUDENT, "actor", Divergence(top_k=3)), [with_teacher_prompts()], callbacks=[Loop()])
+
+
+# -- a teacher for each source ----------------------------------------------------------------------------------------
+
+SECOND = TinyModel(dtype="float64", seed=9)
+
+
+class Sources(LightningDataModule):
+    """Data whose rows have three sources, one of them without rows in the step."""
+
+    source_names = ("chat", "code", "math")
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def train_dataloader(self):
+        return DataLoader([self.batch], batch_size=None)
+
+
+def taught_by_source(teacher, source, top_k, **options):
+    rollout = replace(with_teacher_prompts(), source=torch.tensor(source))
+    sgd = partial(torch.optim.SGD, lr=RATE)
+    module = DistillationModule(
+        STUDENT,
+        teacher,
+        Divergence(0.3, top_k),
+        actor_optimizer=sgd,
+        max_grad_norm=None,
+        micro_batch_tokens=30,
+        **options,
+    )
+    quiet_trainer(callbacks=[HandOver()]).fit(module, datamodule=Sources(rollout))
+    return module
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_each_source_has_its_teacher(top_k):
+    source = [0, 2, 2, 0, 2, 0]
+    module = taught_by_source({"chat": TEACHER, "code": STUDENT, "math": SECOND}, source, top_k)
+    assert module.frozen_roles == ("teacher_chat", "teacher_code", "teacher_math")
+    total = {}
+    tokens = [sum(row.mask) for row in ROWS]
+    for teacher, number in ((TEACHER, 0), (SECOND, 2)):
+        rows = [row for row, each in enumerate(source) if each == number]
+        _, gradients = expected_gradients(
+            0.3, TokenMean(), [ROWS[row] for row in rows], teacher, top_k, [PROMPTS[row] for row in rows]
+        )
+        share = sum(tokens[row] for row in rows) / sum(tokens)
+        for name, value in gradients.items():
+            total[name] = total.get(name, 0) + share * value
+    for name, value in change(module).items():
+        assert_close(value, total[name], rtol=1e-8, atol=1e-11)
+
+
+def test_one_source_may_be_taught_by_the_student_itself():
+    source = [0, 2, 2, 0, 2, 0]
+    own = taught_by_source({"chat": "actor", "code": SECOND, "math": SECOND}, source, 4)
+    frozen = taught_by_source({"chat": STUDENT, "code": SECOND, "math": SECOND}, source, 4)
+    assert "teacher_chat" not in own.sources
+    for name, value in change(own).items():
+        assert_close(value, change(frozen)[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({}, "teacher must be a model, or one for each source of the prompts, got an empty dictionary"),
+        ({"chat": TEACHER, "math": TEACHER}, "no teacher for the source 'code'"),
+    ],
+)
+def test_sources_without_teacher_raise(teacher, message):
+    with pytest.raises(UsageError, match=message):
+        taught_by_source(teacher, [0] * 6, None)

@@ -214,9 +214,9 @@ class DistillationModule(RLHFModule):
             rows = _or_first(has_teacher)
             parts = self.micro_batches.map(tokens, rollout[rows])
             total = total or [part.new_zeros(len(rollout), *part.shape[1:]) for part in parts]
-            kept = has_teacher[rows]
+            taught = has_teacher[rows]
             total = [
-                all_rows.index_copy(0, rows[kept], part[kept]) for all_rows, part in zip(total, parts, strict=True)
+                all_rows.index_copy(0, rows[taught], part[taught]) for all_rows, part in zip(total, parts, strict=True)
             ]
         return TopTokens(*total)
 

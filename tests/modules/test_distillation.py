@@ -213,10 +213,10 @@ def test_student_is_its_own_teacher_with_another_prompt():
 def test_student_is_its_own_teacher_as_it_was_before_the_updates():
     once = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4))
     frozen = distilled(STUDENT, rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4), update_epochs=3)
-    own = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4), update_epochs=3)
-    for name, value in change(own).items():
+    itself = distilled("actor", rollout=with_teacher_prompts(), divergence=Divergence(1.0, 4), update_epochs=3)
+    for name, value in change(itself).items():
         assert_close(value, change(frozen)[name], rtol=1e-9, atol=1e-12)
-    assert any(not torch.equal(value, change(once)[name]) for name, value in change(own).items())
+    assert any(not torch.equal(value, change(once)[name]) for name, value in change(itself).items())
 
 
 def test_student_as_its_own_teacher_needs_top_tokens():
@@ -287,10 +287,10 @@ def test_each_source_has_its_teacher(top_k):
 
 def test_one_source_may_be_taught_by_the_student_itself():
     source = [0, 2, 2, 0, 2, 0]
-    own = taught_by_source({"chat": "actor", "code": SECOND, "math": SECOND}, source, 4)
+    itself = taught_by_source({"chat": "actor", "code": SECOND, "math": SECOND}, source, 4)
     frozen = taught_by_source({"chat": STUDENT, "code": SECOND, "math": SECOND}, source, 4)
-    assert "teacher_chat" not in own.sources
-    for name, value in change(own).items():
+    assert "teacher_chat" not in itself.sources
+    for name, value in change(itself).items():
         assert_close(value, change(frozen)[name], rtol=1e-9, atol=1e-12)
 
 

@@ -55,15 +55,16 @@ class Head(NamedTuple):
     softcap: float | None
 
 
-def head_of(lm: Any) -> Head:
+def head_of(lm: Any, weights: tuple[Tensor, Tensor | None] | None = None) -> Head:
     """Return the head of a language model.
 
     Args:
         lm: causal language model of transformers.
+        weights: full weight and bias of the output layer, where the model has only shards; None uses the model's.
     """
     config = lm.config.get_text_config()
     linear = lm.get_output_embeddings()
-    weight, bias = linear.weight, getattr(linear, "bias", None)
+    weight, bias = weights or (linear.weight, getattr(linear, "bias", None))
     tokens = getattr(config, _REAL_VOCABULARY, None)
     if tokens is not None and tokens < len(weight):
         weight, bias = weight[:tokens], None if bias is None else bias[:tokens]

@@ -130,13 +130,14 @@ class RoleStrategy:
         A strategy that shards weights gathers a copy, which is valid until the role's weights change.
         """
         lm = getattr(self.module, name).lm
-        head, outputs = head_of(lm), lm.get_output_embeddings()
+        outputs = lm.get_output_embeddings()
         parts = {"weight": outputs.weight, "bias": getattr(outputs, "bias", None)}
         names = {key: part for part, value in parts.items() for key, p in lm.named_parameters() if p is value}
-        wanted = self.iter_unmerged_params(name, names.__contains__)
-        full = {names[key]: value if value is parts[names[key]] else value.clone() for key, value in wanted}
-        full = {part: value.detach()[: len(head.weight)] for part, value in full.items()}
-        return head._replace(weight=full["weight"], bias=full.get("bias"))
+        full = dict[str, Tensor]()
+        for key, value in self.iter_unmerged_params(name, names.__contains__):
+            is_shared = value.data_ptr() == parts[names[key]].data_ptr()  # with the model, which has it whole
+            full[names[key]] = value.detach() if is_shared else value.detach().clone()
+        return head_of(lm, (full["weight"], full.get("bias")))
 
     @property
     def is_group_leader(self) -> bool:

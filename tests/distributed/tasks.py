@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_rlhf import (
     ConversationDataModule,
+    DistillationModule,
     DPOModule,
     GRPOModule,
     KTOModule,
@@ -40,6 +41,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -126,7 +128,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     """Return module, data and callbacks of a run.
 
     Args:
-        kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto`` or ``online_dpo``.
+        kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
             environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models, further
@@ -161,8 +163,10 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
-    if kind in ("ppo", "grpo", "online_dpo"):
+    if kind in ("ppo", "grpo", "online_dpo", "distillation"):
         items = [{"prompt": word} for word in WORDS]
+        if kind == "distillation":
+            items = [{"prompt": word, "source": "ab"[len(word) % 2], "longer": "fg" + word} for word in WORDS]
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
@@ -177,7 +181,14 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             val_metric=reward.__name__,
             validate_at_ends=False,
             max_staleness=max_staleness,
+            teacher_prompt="longer" if kind == "distillation" else None,
         )
+        if kind == "distillation":
+            teachers = {"a": model(2, lora=None), "b": model(3, lora=None)}
+            teacher = {"frozen": teachers["a"], "by source": teachers, "itself": "actor"}[inputs.pop("teacher")]
+            divergence = Divergence(0.5, inputs.pop("top_k"))
+            inputs |= {"minibatch_size": rows, "update_epochs": 2}
+            return DistillationModule(model(0), teacher, divergence, **inputs), data, [loop]
         if kind == "online_dpo":
             return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **inputs), data, [loop]
         if kind == "grpo":

@@ -1,5 +1,4 @@
-"""Preference training and packing under every strategy: three updates equal those of one process, with and without
-LoRA."""
+"""Preference training, distillation and packing under every strategy: three updates equal those of one process."""
 
 import pytest
 
@@ -23,6 +22,12 @@ RUNS = {
     "kto, adapters": ("kto", {"lora": True}),
     "online dpo": ("online_dpo", {}),
     "sft, packed": ("sft", {"packing": True}),
+    "distillation": ("distillation", {"teacher": "frozen", "top_k": None}),
+    "distillation, top tokens": ("distillation", {"teacher": "frozen", "top_k": 4}),
+    "distillation, two teachers": ("distillation", {"teacher": "by source", "top_k": None}),
+    "distillation, two teachers, top tokens": ("distillation", {"teacher": "by source", "top_k": 4}),
+    "distillation by itself": ("distillation", {"teacher": "itself", "top_k": 4}),
+    "distillation, adapters": ("distillation", {"teacher": "frozen", "top_k": None, "lora": True}),
 }
 
 

@@ -16,7 +16,7 @@ FLOORS = (
     {"calls"},  # runs user code
     {"data", "models"},
     {"rewards"},
-    {"environments"},
+    {"environments", "teachers"},
     {"strategies"},
     {"rollout"},
     {"modules", "report"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.teachers.server import TeacherServer, padded
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
 
 
@@ -63,8 +66,9 @@ class DistillationModule(RLHFModule):
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
         teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
-            another prompt (``teacher_prompt`` of RolloutLoop); this needs ``top_k`` of the divergence. A dictionary has
-            one of these for each source of the prompts, which is the column ``source`` or ``data_source``.
+            another prompt (``teacher_prompt`` of RolloutLoop), or a ``TeacherServer``; both need ``top_k`` of the
+            divergence. A dictionary has one of these for each source of the prompts, which is the column ``source`` or
+            ``data_source``.
         divergence: divergence of the student's distributions from the teacher's.
         aggregation: reduction of the divergences of tokens to one loss.
         actor_optimizer: factory of the student's optimizer.
@@ -84,7 +88,7 @@ class DistillationModule(RLHFModule):
     def __init__(
         self,
         actor: str | ModelSource,
-        teacher: str | ModelSource | dict[str, str | ModelSource],
+        teacher: str | ModelSource | TeacherServer | dict[str, str | ModelSource | TeacherServer],
         divergence: Divergence = Divergence(),
         aggregation: Aggregation = TokenMean(),
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
@@ -114,12 +118,14 @@ class DistillationModule(RLHFModule):
             raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
         # Role of the teacher of each source; None is the source of all prompts.
         self.teachers = {name: "actor" if each == "actor" else role_name(name) for name, each in by_source.items()}
-        if "actor" in self.teachers.values() and divergence.top_k is None:
-            raise UsageError(
-                "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored: set "
-                "divergence.top_k, for example to 64"
-            )
-        frozen = {role: by_source[name] for name, role in self.teachers.items() if role != "actor"}
+        given = {role: by_source[name] for name, role in self.teachers.items()}
+        self.servers = {role: each for role, each in given.items() if isinstance(each, TeacherServer)}
+        if divergence.top_k is None and ("actor" in given or self.servers):
+            which = "a TeacherServer returns the most likely tokens only"
+            if "actor" in given:
+                which = "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored"
+            raise UsageError(f"{which}: set divergence.top_k, for example to 20")
+        frozen = {role: each for role, each in given.items() if role != "actor" and role not in self.servers}
         self.set_sources(**self.sources, **frozen)
         self.divergence = divergence
         self.uses_frozen_in_updates = divergence.top_k is None and len(self.sources) > 1
@@ -135,6 +141,9 @@ class DistillationModule(RLHFModule):
                 "teacher: actor with the same prompt has nothing to teach: set teacher_prompt of RolloutLoop, or name "
                 "another teacher"
             )
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        for server in self.servers.values():
+            server.check(getattr(data, "tokenizer", None), next((loop.temperature for loop in loops), 1.0))
         tokens = self._common_tokens
         if self.divergence.top_k is not None and self.divergence.top_k > tokens:
             raise UsageError(
@@ -170,12 +179,24 @@ class DistillationModule(RLHFModule):
     @torch.no_grad()
     def evaluate(self, received: StepRollout) -> Evaluation:
         """Add the teacher's top tokens to the evaluation of a rollout, or get its head for the updates. All ranks."""
+        pending = self._requested(received.rollout)
         evaluation = super().evaluate(received)
         self._get_heads()
         if self.divergence.top_k is None:
             return evaluation
         experience = evaluation.experience
-        return replace(evaluation, experience=replace(experience, teacher=self._top_tokens(experience.rollout)))
+        tokens = self._top_tokens(experience.rollout, pending)
+        return replace(evaluation, experience=replace(experience, teacher=tokens))
+
+    def _requested(self, rollout: Rollout) -> dict[str, list[Future[TopTokens]]]:
+        """Request the top tokens of the rows of each server, on the first of the ranks with the same data."""
+        pending = {}
+        if self.role_strategy.is_group_leader and self.divergence.top_k is not None:
+            for role, server in self.servers.items():
+                rows = rollout[self.rows_of(role, rollout)] if self.rows_of(role, rollout).any() else None
+                texts = [] if rows is None else server.request(rows.of_teacher().to("cpu"), self.divergence.top_k)
+                pending[role] = texts
+        return pending
 
     def _get_heads(self) -> None:
         """Set the heads from which whole distributions are computed. All ranks."""
@@ -197,12 +218,18 @@ class DistillationModule(RLHFModule):
         numbers = [number for number, name in enumerate(data.source_names) if self.teachers.get(name) == role]
         return torch.isin(rollout.source, torch.tensor(numbers, device=rollout.source.device))
 
-    def _top_tokens(self, rollout: Rollout) -> TopTokens:
+    def _top_tokens(self, rollout: Rollout, pending: dict[str, list[Future[TopTokens]]]) -> TopTokens:
         """Return the (B, T, K) top tokens of the teachers, 0 for rows without one. All ranks.
 
         A rank without rows of a teacher evaluates its first row, because a sharded forward pass needs all ranks.
+
+        Args:
+            rollout: rows of this rank.
+            pending: requests to the servers of these rows.
         """
-        outputs = TeacherOutputs(self.divergence.top_k, self._common_tokens)
+        count, width = self.divergence.top_k, rollout.response_ids.shape[1]
+        assert count is not None
+        outputs = TeacherOutputs(count, self._common_tokens)
         total: list[Tensor] = []
         for role in dict.fromkeys(self.teachers.values()):
 
@@ -212,7 +239,12 @@ class DistillationModule(RLHFModule):
 
             has_teacher = self.rows_of(role, rollout)
             rows = _or_first(has_teacher)
-            parts = self.micro_batches.map(tokens, rollout[rows])
+            if role in self.servers:
+                wait = partial(_padded_results, pending.get(role, []), width, count)
+                answer = self.role_strategy.run_on_group_leader(wait).to(rollout.prompt_ids.device)
+                parts = [answer.ids, answer.logprobs, answer.rest]
+            else:
+                parts = self.micro_batches.map(tokens, rollout[rows])
             total = total or [part.new_zeros(len(rollout), *part.shape[1:]) for part in parts]
             taught = has_teacher[rows]
             total = [
@@ -283,12 +315,19 @@ class DistillationModule(RLHFModule):
         self._get_heads()
 
         def divergence(rows: Rollout) -> tuple[Tensor]:
-            tokens = None if self.divergence.top_k is None else self._top_tokens(rows)
+            tokens = None if self.divergence.top_k is None else self._top_tokens(rows, self._requested(rows))
             return (self.compared(rows, rows.response_mask, tokens).divergence,)
 
         means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], rollout.response_mask)
         self.log_validation(means, rollout.response_mask.sum(), bar="val/divergence")
         return {}
+
+
+def _padded_results(pending: list[Future[TopTokens]], width: int, count: int) -> TopTokens:
+    """Wait for the top tokens of some responses, and return them as (B, T, K); one row of zeros for none."""
+    rows = [future.result() for future in pending]
+    empty = TopTokens.of(torch.zeros(0, count, dtype=torch.long), torch.zeros(0, count))
+    return padded(rows or [empty], width)
 
 
 def role_name(source: str | None) -> str:

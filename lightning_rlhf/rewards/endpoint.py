@@ -83,11 +83,11 @@ class Request:
     """One request.
 
     Args:
-        body: JSON object.
+        body: JSON object; None gets the URL.
         tokens: estimated number of tokens of request and reply.
     """
 
-    body: dict[str, Any]
+    body: dict[str, Any] | None
     tokens: int
 
 
@@ -148,7 +148,10 @@ class Client:
     async def _try(self, request: Request) -> Any:
         self._reserve(request)
         await asyncio.sleep(self._reserve_slot(request.tokens))
-        response = await self._client.post(self.endpoint.url, json=request.body)
+        if request.body is None:
+            response = await self._client.get(self.endpoint.url)
+        else:
+            response = await self._client.post(self.endpoint.url, json=request.body)
         if response.is_error:
             self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
         response.raise_for_status()

@@ -1,0 +1,1 @@
+"""Teachers that are not models of the trainer."""

@@ -1,0 +1,168 @@
+"""A teacher on servers: requests and replies, compared with the same model as a role; faults."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import DistillationModule
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.modules.distillation import Divergence
+from lightning_rlhf.teachers.server import TeacherServer, padded
+from lightning_rlhf.types import TopTokens
+from tests.helpers import assert_close
+from tests.rollout.stub_server import StubServer
+from tests.stand_ins import TinyModel, fit, responses, rollout_of
+
+TEACHER = TinyModel(seed=7)
+ROWS = responses(5, seed=8, observations=True)
+LETTERS = CharacterTokenizer("abcdefg")
+
+
+def completion(lm, extra=1):
+    """Return the answer of vLLM to a request of prompt_logprobs, which contains the tokens of the text too."""
+
+    def answer(body):
+        ids = torch.tensor([body["prompt"]])
+        with torch.no_grad():
+            logprobs = lm(ids).logits[0].log_softmax(-1)
+        entries = [None]
+        for position, token in enumerate(body["prompt"][1:]):
+            row = logprobs[position]
+            chosen = {int(i) for i in row.topk(body["prompt_logprobs"]).indices} | ({token} if extra else set())
+            entries.append({str(i): {"logprob": float(row[i]), "rank": 1, "decoded_token": "x"} for i in chosen})
+        return 200, {"choices": [{"prompt_logprobs": entries}], "usage": {"total_tokens": ids.numel()}}
+
+    return answer
+
+
+@pytest.fixture
+def stubs():
+    """Two servers of the teacher, whose tokens are those of the letters."""
+    lm, tokenizer = TEACHER.causal().lm, LETTERS.load()
+    servers = [StubServer() for _ in range(2)]
+    for server in servers:
+        server.answers["/v1/models"] = 200, {"data": [{"id": "teacher"}]}
+        server.answers["/v1/completions"] = completion(lm)
+        server.answers["/detokenize"] = lambda body: (200, {"prompt": tokenizer.decode(body["tokens"])})
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def distilled(teacher, rollout=None):
+    """Return a module after a step of plain gradient descent."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    module = DistillationModule(TinyModel(), teacher, Divergence(0.5, 3), actor_optimizer=sgd, micro_batch_tokens=20)
+    fit(module, [rollout_of(ROWS) if rollout is None else rollout])
+    return module
+
+
+def test_update_equals_that_with_the_teacher_as_a_role(stubs):
+    expected = distilled(TEACHER)
+    module = distilled(TeacherServer([stub.url for stub in stubs]))
+    assert module.frozen_roles == ()
+    for name, parameter in module.actor.named_parameters():
+        assert_close(parameter, expected.actor.get_parameter(name), rtol=1e-5, atol=1e-6)
+    counts = [sum(path == "/v1/completions" for path, _ in stub.requested) for stub in stubs]
+    assert counts == [3, 2]  # the texts are distributed
+
+
+def test_request_has_the_tokens_of_prompt_and_response(stubs):
+    rollout, server = rollout_of(ROWS), TeacherServer([stubs[0].url], model="other")
+    tokens = [future.result() for future in server.request(rollout, 2)]
+    bodies = [body for path, body in stubs[0].requested if path == "/v1/completions"]
+    assert sorted(body["prompt"] for body in bodies) == sorted(row.prompt + row.tokens for row in ROWS)
+    assert {body["prompt_logprobs"] for body in bodies} == {2}
+    assert {body["model"] for body in bodies} == {"other"}
+    assert [tuple(each.ids.shape) for each in tokens] == [(len(row.tokens), 2) for row in ROWS]
+    lm = TEACHER.causal().lm
+    for row, each in zip(ROWS, tokens, strict=True):
+        logprobs = lm(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
+        top = logprobs.topk(2)
+        assert torch.equal(each.ids, top.indices)
+        assert_close(each.logprobs, top.values, atol=1e-5)
+        assert_close(each.rest.exp(), 1 - top.values.exp().sum(-1), atol=1e-5)
+
+
+def test_rows_of_other_lengths_are_padded():
+    rows = [TopTokens.of(torch.full((size, 2), size), torch.full((size, 2), -1.0)) for size in (1, 3)]
+    tokens = padded(rows, 4)
+    assert tokens.ids[:, :, 0].tolist() == [[1, 0, 0, 0], [3, 3, 3, 0]]
+    assert_close(tokens.rest[1, :3], rows[1].rest)
+
+
+def test_server_that_was_restarted_is_asked_again(stubs):
+    answer, breaks = stubs[0].answers["/v1/completions"], iter([True, True, False])
+    stubs[0].answers["/v1/completions"] = lambda body: None if next(breaks, False) else answer(body)
+    rollout = rollout_of(ROWS[:1])
+    (future,) = TeacherServer([stubs[0].url], tries=5).request(rollout, 2)
+    assert future.result().ids.shape == (len(ROWS[0].tokens), 2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((500, {"error": "gone"}), "/v1/completions answered the last of 1 tries: 500"),
+        ((200, {"choices": [{}]}), "returned no log-probabilities of the prompt: is it a vLLM server"),
+        (None, "/v1/completions gave no valid answer in 1 tries"),
+    ],
+)
+def test_fault_of_a_server_ends_the_run_with_a_sentence(stubs, reply, message):
+    stubs[0].answers["/v1/completions"] = reply if reply is None else (lambda body: reply)
+    if reply is None:
+        stubs[0].answers["/v1/completions"] = lambda body: None
+    with pytest.raises(RuntimeError, match=message):
+        distilled(TeacherServer([stubs[0].url], tries=1))
+
+
+def test_server_with_fewer_log_probs_raises(stubs):
+    answer = completion(TEACHER.causal().lm, extra=0)
+    stubs[0].answers["/v1/completions"] = lambda body: answer({**body, "prompt_logprobs": 2})
+    with pytest.raises(RuntimeError, match=r"returned 2 log-probabilities per token .* start it with --max-logprobs 3"):
+        distilled(TeacherServer([stubs[0].url], tries=1))
+
+
+def test_check_accepts_the_same_tokens_and_rejects_others(stubs):
+    server = TeacherServer([stub.url for stub in stubs], tries=1)
+    server.check(LETTERS.load(), 1.0)
+    with pytest.raises(UsageError, match="at temperature 1, but the sampling has 0"):
+        server.check(LETTERS.load(), 0.7)
+    stubs[1].answers["/detokenize"] = lambda body: (200, {"prompt": "?"})
+    with pytest.raises(
+        UsageError, match=f"the teacher at {stubs[1].url} has another tokenizer: token 0 is '\\?' there"
+    ):
+        server.check(LETTERS.load(), 1.0)
+
+
+def test_server_of_several_models_needs_a_name(stubs):
+    stubs[0].answers["/v1/models"] = 200, {"data": [{"id": "a"}, {"id": "b"}]}
+    with pytest.raises(UsageError, match=r"serves the models \['a', 'b'\]: set model of the TeacherServer"):
+        TeacherServer([stubs[0].url]).check(LETTERS.load(), 1.0)
+
+
+@pytest.mark.parametrize("urls", [[], "http://127.0.0.1:1"])
+def test_addresses_that_are_not_a_list_raise(urls):
+    with pytest.raises(UsageError, match="urls of a TeacherServer must be a list of at least one address"):
+        TeacherServer(urls)
+
+
+def test_whole_distributions_of_a_server_raise():
+    with pytest.raises(UsageError, match="a TeacherServer returns the most likely tokens only"):
+        DistillationModule(TinyModel(), TeacherServer(["http://127.0.0.1:1"]))
+
+
+def test_copies_of_a_module_share_the_server():
+    server = TeacherServer(["http://127.0.0.1:1"])
+    assert copy.deepcopy(server) is server
+
+
+def test_prompt_of_the_teacher_is_sent(stubs):
+    rollout = rollout_of(ROWS)
+    longer = replace(rollout, teacher_prompt_ids=torch.full((5, 2), 4), teacher_prompt_lengths=torch.full((5,), 2))
+    distilled(TeacherServer([stubs[0].url]), longer)
+    prompts = [body["prompt"] for path, body in stubs[0].requested if path == "/v1/completions"]
+    assert sorted(prompts) == sorted([4, 4, *row.tokens] for row in ROWS)

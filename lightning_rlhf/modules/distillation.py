@@ -118,14 +118,14 @@ class DistillationModule(RLHFModule):
             raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
         # Role of the teacher of each source; None is the source of all prompts.
         self.teachers = {name: "actor" if each == "actor" else role_name(name) for name, each in by_source.items()}
-        given = {role: by_source[name] for name, role in self.teachers.items()}
-        self.servers = {role: each for role, each in given.items() if isinstance(each, TeacherServer)}
-        if divergence.top_k is None and ("actor" in given or self.servers):
+        by_role = {role: by_source[name] for name, role in self.teachers.items()}
+        self.servers = {role: each for role, each in by_role.items() if isinstance(each, TeacherServer)}
+        if divergence.top_k is None and ("actor" in by_role or self.servers):
             which = "a TeacherServer returns the most likely tokens only"
-            if "actor" in given:
+            if "actor" in by_role:
                 which = "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored"
             raise UsageError(f"{which}: set divergence.top_k, for example to 20")
-        frozen = {role: each for role, each in given.items() if role != "actor" and role not in self.servers}
+        frozen = {role: each for role, each in by_role.items() if role != "actor" and role not in self.servers}
         self.set_sources(**self.sources, **frozen)
         self.divergence = divergence
         self.uses_frozen_in_updates = divergence.top_k is None and len(self.sources) > 1

@@ -26,7 +26,7 @@ RUNS = {
     "distillation, top tokens": ("distillation", {"teacher": "frozen", "top_k": 4}),
     "distillation, two teachers": ("distillation", {"teacher": "by source", "top_k": None}),
     "distillation, two teachers, top tokens": ("distillation", {"teacher": "by source", "top_k": 4}),
-    "distillation by itself": ("distillation", {"teacher": "itself", "top_k": 4}),
+    "distillation, student as teacher": ("distillation", {"teacher": "itself", "top_k": 4}),
     "distillation, adapters": ("distillation", {"teacher": "frozen", "top_k": None, "lora": True}),
 }
 

@@ -95,7 +95,7 @@ def test_rows_of_other_lengths_are_padded():
     assert_close(tokens.rest[1, :3], rows[1].rest)
 
 
-def test_server_that_was_restarted_is_asked_again(stubs):
+def test_request_is_sent_again_to_a_restarted_server(stubs):
     answer, breaks = stubs[0].answers["/v1/completions"], iter([True, True, False])
     stubs[0].answers["/v1/completions"] = lambda body: None if next(breaks, False) else answer(body)
     rollout = rollout_of(ROWS[:1])

@@ -138,7 +138,7 @@ def make_parts(
             waits_before_push=settings.environment is not None and not engine.engine.traits.mixes_versions,
             clock=clock,
         )
-    return RolloutParts(sampler, weights, checks, rollouts, clock, teacher_prompts)
+    return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
 
 
 def upcoming_batches(trainer: Trainer, count: int) -> Iterator[tuple[int, PromptBatch]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_rlhf import (
+    DistillationModule,
     DPOModule,
     KTOModule,
     OnlineDPOModule,
@@ -20,7 +21,7 @@ from lightning_rlhf import (
     SFTModule,
     UnpairedDataModule,
 )
-from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, Throughput, throughput
+from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput, throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
@@ -108,6 +109,17 @@ def conversations(directory):
     return run(directory, RLHFModule(TinyModel(), minibatch_size=4), data, [loop])
 
 
+def distillation(directory):
+    loop = RolloutLoop([], ScriptedEngine("ab", LETTERS.load()), max_response_tokens=4, check_rows=0)
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
+    return run(directory, DistillationModule(TinyModel(), TinyModel(seed=1), minibatch_size=2), data, [loop])
+
+
+def adapted_entropy(directory):
+    module = RLHFModule(TinyModel(), minibatch_size=4)
+    return fit(module, [rollout()], callbacks=[EntropyControl(target=0.5)]).callback_metrics
+
+
 def policy_losses(directory):
     result = {}
     for kind in concrete_objectives(PolicyLoss):
@@ -142,7 +154,7 @@ def supervised(directory):
 def preferences(directory):
     pairs = PreferenceDataModule(PAIRS, LETTERS, val=PAIRS, batch_size=2)
     judged = UnpairedDataModule(JUDGED, LETTERS, val=JUDGED, batch_size=2)
-    result = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD), pairs, []))
+    result = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD, sft_coef=1.0), pairs, []))
     result |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
     for module in (OnlineDPOModule, REBELModule):
         result |= fit(module(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
@@ -156,8 +168,8 @@ def rollout():
 
 
 RUNS = (
-    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, policy_losses, corrections, supervised,
-    preferences,
+    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, distillation, adapted_entropy, policy_losses,
+    corrections, supervised, preferences,
 )  # fmt: skip
 
 

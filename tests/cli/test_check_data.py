@@ -98,7 +98,7 @@ def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
         "    answer = so",
         "    ground_truth = so",
         "",
-        "rewards with all their columns: exact",
+        "reward functions whose columns are all there: exact",
         "",
         "actor: 36 tokens, 64 positions",
         "critic: 36 tokens, 64 positions",
@@ -138,7 +138,7 @@ def test_rows_without_a_column_of_a_reward_are_reported_with_their_line_as_in_fi
         "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"
     )
     assert message.endswith("/x.jsonl:4")
-    assert "rewards with all their columns" not in result.out
+    assert "reward functions whose columns are all there" not in result.out
     assert (result.code, result.err) == (0, "")
     assert json.loads(check_data("--json", **inputs, rewards=rewards).out)["warnings"] == [
         message.removeprefix("warning: ")

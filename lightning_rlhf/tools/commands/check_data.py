@@ -330,7 +330,7 @@ def render(result: dict[str, Any]) -> str:
             lines += [f"    | {line}" for line in sample["text"].split("\n")]
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if result["rewards"]:
-        lines += ["", f"rewards with all their columns: {', '.join(result['rewards'])}"]
+        lines += ["", f"reward functions whose columns are all there: {', '.join(result['rewards'])}"]
     if conversation := result["conversation"]:
         calls = "a call of each tool, then " if conversation["calls"] else ""
         turns = f"a conversation whose turns are {calls}{_MADE_UP_TURN!r}"

@@ -116,6 +116,11 @@ class DistillationModule(RLHFModule):
         by_source: dict[Any, Any] = teacher if isinstance(teacher, dict) else {None: teacher}
         if not by_source:
             raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
+        if len({role_name(name) for name in by_source}) < len(by_source):
+            raise UsageError(
+                f"the sources {sorted(by_source)} of the teachers differ only in characters other than letters and "
+                f"digits: rename one"
+            )
         # Role of the teacher of each source; None is the source of all prompts.
         self.teachers = {name: "actor" if each == "actor" else role_name(name) for name, each in by_source.items()}
         by_role = {role: by_source[name] for name, role in self.teachers.items()}
@@ -150,7 +155,6 @@ class DistillationModule(RLHFModule):
                 f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} "
                 f"tokens in common: set top_k to at most {tokens}, or to null to compare all tokens"
             )
-
         self._check_sources()
 
     def _check_sources(self) -> None:
@@ -161,9 +165,9 @@ class DistillationModule(RLHFModule):
         names = getattr(data, "source_names", [])
         missing = [name for name in names if name not in self.teachers]
         if missing or not names:
-            which = (
-                f"no teacher for the source {missing[0]!r}" if missing else "a teacher for each source, but no sources"
-            )
+            which = "a teacher for each source, but no sources"
+            if missing:
+                which = f"no teacher for the source {missing[0]!r}"
             raise UsageError(
                 f"{type(self).__name__} has {which}: the rows have {names} in the column source or data_source, the "
                 f"teachers are for {sorted(self.teachers)}"

@@ -299,6 +299,7 @@ def test_one_source_may_be_taught_by_the_student_itself():
     [
         ({}, "teacher must be a model, or one for each source of the prompts, got an empty dictionary"),
         ({"chat": TEACHER, "math": TEACHER}, "no teacher for the source 'code'"),
+        ({"a-b": TEACHER, "a_b": TEACHER}, "differ only in characters other than letters and digits"),
     ],
 )
 def test_sources_without_teacher_raise(teacher, message):

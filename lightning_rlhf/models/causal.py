@@ -102,7 +102,9 @@ class CausalLM(nn.Module):
         if distillation is not None:
             return tokens.distilled(distillation)
         scores = tokens.scores(slice(None), squares)
-        return TokenScores(*(None if values is None else tokens.scatter(values) for values in scores))  # type: ignore[arg-type]
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        scattered = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
+        return TokenScores(*scattered)  # type: ignore[arg-type]
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load.
@@ -161,7 +163,7 @@ class _Tokens:
             bias = bias[: outputs.vocabulary]
         softcap = self.head.softcap
         tokens = top_tokens(self.states, weight, bias, outputs.top_k, scale=self.scale, softcap=softcap)
-        return tokens.map(self.scatter)
+        return tokens.map(lambda values: self.scatter(values).clone())  # FSDP warns of views
 
     def distilled(self, distillation: Distillation) -> DistilledScores:
         """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""

@@ -13,6 +13,9 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.roles import RoleStrategy
 
 
+_NAMES = {"ref": "reference"}  # of roles, in messages
+
+
 class OffloadsIdle(RoleStrategy):
     """Keeps frozen roles and optimizer states in host memory while the device does not need them.
 
@@ -40,7 +43,7 @@ class OffloadsIdle(RoleStrategy):
         if self.offload_idle and self.module.uses_frozen_in_updates:
             raise UsageError(
                 f"offload_idle moves frozen models to host memory between phases of a step, but "
-                f"{type(self.module).__name__} uses its {self.module.frozen_roles[0]} in every micro-batch: set "
+                f"{type(self.module).__name__} uses its {_NAMES.get(self.module.frozen_roles[0], self.module.frozen_roles[0])} in every micro-batch: set "
                 f"offload_idle to false"
             )
         return super().build_role(name, build)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.roles import RoleStrategy
 
-
 _NAMES = {"ref": "reference"}  # of roles, in messages
 
 
@@ -41,9 +40,10 @@ class OffloadsIdle(RoleStrategy):
             ValueError: roles are to be offloaded, but the module uses frozen ones in its updates.
         """
         if self.offload_idle and self.module.uses_frozen_in_updates:
+            frozen = self.module.frozen_roles[0]
             raise UsageError(
                 f"offload_idle moves frozen models to host memory between phases of a step, but "
-                f"{type(self.module).__name__} uses its {_NAMES.get(self.module.frozen_roles[0], self.module.frozen_roles[0])} in every micro-batch: set "
+                f"{type(self.module).__name__} uses its {_NAMES.get(frozen, frozen)} in every micro-batch: set "
                 f"offload_idle to false"
             )
         return super().build_role(name, build)

@@ -37,37 +37,40 @@ class EntropyControl(Callback):
         self.delta = delta
         self.minimum = minimum
         self.maximum = maximum
-        self._coef: float | None = None  # c
-        self._restored: dict[str, float] = {}
+        self._coefs: dict[str, float] = {}  # c, and that of the next step
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Raise if the module has no entropy bonus."""
         if not hasattr(pl_module, "ent_coef"):
             check_module(self, pl_module, RLHFModule)
+        if not pl_module.has_entropy_bonus:
+            raise UsageError(
+                f"EntropyControl needs a loss with an entropy bonus, which {type(pl_module).__name__} does not have: "
+                f"remove EntropyControl"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Restore the coefficients of the checkpoint."""
-        self._coef = self._restored.get("coef", pl_module.ent_coef)
-        pl_module.ent_coef = self._restored.get("applied", pl_module.ent_coef)
+        self._coefs = {"c": pl_module.ent_coef, "next": pl_module.ent_coef} | self._coefs
+        pl_module.ent_coef = self._coefs["next"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Update the coefficient from the entropy over all ranks, unless only the critic was updated."""
-        assert self._coef is not None
         pl_module.log_step("entropy", {"policy/entropy_coef": pl_module.ent_coef})
         entropy = float(trainer.callback_metrics.get("policy/entropy", math.nan))
         if math.isnan(entropy):
             return
         change = self.delta if entropy < self.target else -self.delta
-        self._coef = min(max(self._coef + change, self.minimum), self.maximum)
-        pl_module.ent_coef = self._coef if entropy <= self.target else 0.0
-        self._restored = {"coef": self._coef, "applied": pl_module.ent_coef}
+        coef = min(max(self._coefs["c"] + change, self.minimum), self.maximum)
+        pl_module.ent_coef = coef if entropy <= self.target else 0.0
+        self._coefs = {"c": coef, "next": pl_module.ent_coef}
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficients."""
-        return self._restored
+        return self._coefs
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Store the coefficients until training starts."""
-        self._restored = state_dict
+        self._coefs = state_dict

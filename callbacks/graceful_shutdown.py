@@ -107,7 +107,7 @@ class GracefulShutdown(Callback):
             second = "a second signal"
             if number == signal.SIGINT:
                 second = "another Ctrl-C"
-            limit = f", or in {self.grace_seconds:g} s without it" if number == signal.SIGTERM else ""
+            limit = f", at the latest in {self.grace_seconds:g} s" if number == signal.SIGTERM else ""
             step = self._trainer.global_step + 1
             _print(f"{signal_name(number)}: the run ends after step {step}{limit}; {second} ends it immediately")
 

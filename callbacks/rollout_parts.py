@@ -117,9 +117,10 @@ def make_parts(
     source: Source = sampled
     teacher_prompts = None
     if settings.teacher_prompt is not None:
-        limits = [max_positions(source.hf_config()) for source in module.sources.values()]
+        limits = [max_positions(model.hf_config()) for model in module.teacher_sources or ()]
         limit = min((each for each in limits if each is not None), default=None)
-        teacher_prompts = TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit)
+        has_environment = settings.environment is not None
+        teacher_prompts = TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit, has_environment)
         source = WithTeacherPrompts(source, teacher_prompts, roles)
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))

@@ -83,7 +83,7 @@ class RolloutSettings:
             raise UsageError(
                 f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"
             )
-        if self.teacher_prompt is not None and not module.reads_teacher_prompts:
+        if self.teacher_prompt is not None and module.teacher_sources is None:
             raise UsageError(
                 f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
                 f"DistillationModule"

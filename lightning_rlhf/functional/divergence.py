@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.functional.logprobs import add_product, chunk_bytes_on, head_logits
+from lightning_rlhf.functional.logprobs import add_product, head_logits
 from lightning_rlhf.functional.products import linear
 from lightning_rlhf.types import LEAST_REST, TopTokens
 
@@ -93,14 +93,20 @@ def distillation_scores(
     Returns:
         Scores of the N tokens.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
+    if isinstance(teacher, TeacherHead):
+        teacher = TeacherHead(*_in_one_dtype(*teacher[:3]), *teacher[3:])
     with_gradient = torch.is_grad_enabled()
     options = (token_weights, teacher, beta, scale, softcap, memory_bytes, with_gradient)
     return DistillationScores(*_HeadDivergence.apply(hidden, weight, bias, targets, options))
+
+
+def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states and a head in the dtype of the states, or in that of autocast."""
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class _HeadDivergence(torch.autograd.Function):
@@ -114,7 +120,7 @@ class _HeadDivergence(torch.autograd.Function):
         weights, teacher, beta, scale, softcap, memory_bytes, with_gradient = options
         wants_hidden, wants_weight, wants_bias = (with_gradient and wants for wants in ctx.needs_input_grad[:3])
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        chunk, block = _sizes(hidden, weight, memory_bytes)
+        chunk, block = _sizes(hidden, weight, memory_bytes, has_softcap=softcap is not None)
         buffers = _Buffers.of(hidden, weight, chunk, block)
         of_weight, of_bias = None, buffers.student.new_zeros(len(weight)) if wants_bias else None
         scores = []
@@ -176,14 +182,15 @@ class _Buffers(NamedTuple):
         return cls(*(torch.empty(size, len(weight), dtype=dtype, device=hidden.device) for size in sizes))
 
 
-def _sizes(hidden: Tensor, weight: Tensor, memory_bytes: int) -> tuple[int, int]:
+def _sizes(hidden: Tensor, weight: Tensor, memory_bytes: int, has_softcap: bool) -> tuple[int, int]:
     """Return the tokens of a chunk and of a block of chunks.
 
     A chunk reads both heads, a block reads and writes the gradient of one. The fewest bytes are moved where a block has
-    twice as many tokens as a chunk; the memory is that of three chunks and a block.
+    twice as many tokens as a chunk; the memory is that of three chunks and a block, and of two further chunks for the
+    slope of a soft cap.
     """
     of_token = len(weight) * torch.promote_types(hidden.dtype, torch.float32).itemsize
-    chunk = max(1, memory_bytes // 5 // of_token)
+    chunk = max(1, memory_bytes // (7 if has_softcap else 5) // of_token)
     return chunk, 2 * chunk
 
 
@@ -254,10 +261,11 @@ def _with_top_tokens(chunk: _Chunk, teacher: TopTokens) -> tuple[Tensor, Tensor,
     normalizer = weights.sum(dim=-1, keepdim=True).log()
     top = chunk.logits.gather(-1, teacher.ids)
     rest = weights.scatter_(-1, teacher.ids, 0).sum(dim=-1, keepdim=True)
-    # Where the rest has no probability, as with all tokens in the top ones, it is one that both agree on.
+    # With all tokens among the top ones, the rest has the least probability for both, which is no divergence.
     rest = rest.clamp(min=torch.finfo(rest.dtype).tiny)
     student = torch.cat([top - normalizer, (rest.log() - normalizer).clamp(min=math.log(LEAST_REST))], dim=-1)
     other = torch.cat([teacher.logprobs, teacher.rest.unsqueeze(-1)], dim=-1).to(student.dtype)
+    other.clamp_(min=torch.finfo(other.dtype).min / 4)  # as in _Chunk.scores()
     of_events, spare = torch.empty_like(student), torch.empty_like(student)
     divergence = divergence_with_gradient(student, other, chunk.beta, of_events, spare)
     # The gradient of the rest is divided among its tokens by their probabilities.
@@ -309,6 +317,7 @@ def top_tokens(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
 ) -> TopTokens:
     """Most likely tokens of a teacher's distributions, computed in chunks.
 
@@ -319,14 +328,12 @@ def top_tokens(
         count: K, number of tokens, in [1, V].
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits.
+        memory_bytes: memory of the logits at a time; at least one token is computed.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    chunk = max(1, chunk_bytes_on(device) // (len(weight) * dtype.itemsize))
+    # The product, its copy in float32, and a temporary result of logsumexp.
+    chunk = max(1, memory_bytes // 3 // (len(weight) * dtype.itemsize))
     buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
     parts = []
     for states in hidden.split(chunk) if len(hidden) else ():
@@ -349,10 +356,12 @@ class TeacherOutputs:
         top_k: number of most likely tokens of each distribution; None for hidden states, from which whole distributions
             are computed together with the student's.
         vocabulary: number of tokens of the student; the teacher's padding tokens after them are left out.
+        memory_bytes: memory of the logits at a time.
     """
 
     top_k: int | None
     vocabulary: int
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,15 @@ class _Tokens:
         weight, bias = self.head.weight[: outputs.vocabulary], self.head.bias
         if bias is not None:
             bias = bias[: outputs.vocabulary]
-        softcap = self.head.softcap
-        tokens = top_tokens(self.states, weight, bias, outputs.top_k, scale=self.scale, softcap=softcap)
+        tokens = top_tokens(
+            self.states,
+            weight,
+            bias,
+            outputs.top_k,
+            scale=self.scale,
+            softcap=self.head.softcap,
+            memory_bytes=outputs.memory_bytes,
+        )
         return tokens.map(lambda values: self.scatter(values).clone())  # FSDP warns of views
 
     def distilled(self, distillation: Distillation) -> DistilledScores:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
+from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.heads import Head
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
@@ -22,7 +23,7 @@ from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.teachers.server import TeacherServer, padded
+from lightning_rlhf.teachers.server import TeacherServer, results
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
 
 
@@ -82,7 +83,7 @@ class DistillationModule(RLHFModule):
     """
 
     needs_rewards = False
-    reads_teacher_prompts = True
+    has_entropy_bonus = False
     needs_current_rollouts = False
 
     def __init__(
@@ -169,14 +170,25 @@ class DistillationModule(RLHFModule):
             if missing:
                 which = f"no teacher for the source {missing[0]!r}"
             raise UsageError(
-                f"{type(self).__name__} has {which}: the rows have {names} in the column source or data_source, the "
-                f"teachers are for {sorted(self.teachers)}"
+                f"{type(self).__name__} has {which}: the rows have {names[:8]} in the column source or data_source, "
+                f"the teachers are for {sorted(self.teachers)}"
             )
 
     @property
     def _common_tokens(self) -> int:
         """Number of tokens of both models; one may have more padding tokens after those of the tokenizer."""
         return min(vocab_size(source) for source in self.sources.values())
+
+    @property
+    def _memory_bytes(self) -> int:
+        """Memory of logits and their gradients at a time."""
+        return self.divergence.memory_mb << 20
+
+    @property
+    def teacher_sources(self) -> list[ModelSource]:
+        """See :attr:`RLHFModule.teacher_sources`; servers check the length of a text themselves."""
+        roles = [role for role in self.teachers.values() if role not in self.servers]
+        return [self.sources[role if role in self.sources else "actor"] for role in roles]
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -194,13 +206,12 @@ class DistillationModule(RLHFModule):
 
     def _requested(self, rollout: Rollout) -> dict[str, list[Future[TopTokens]]]:
         """Request the top tokens of the rows of each server, on the first of the ranks with the same data."""
-        pending = {}
-        if self.role_strategy.is_group_leader and self.divergence.top_k is not None:
-            for role, server in self.servers.items():
-                rows = rollout[self.rows_of(role, rollout)] if self.rows_of(role, rollout).any() else None
-                texts = [] if rows is None else server.request(rows.of_teacher().to("cpu"), self.divergence.top_k)
-                pending[role] = texts
-        return pending
+        if self.divergence.top_k is None or not self.role_strategy.is_group_leader:
+            return {}
+        return {
+            role: server.request(rollout[self.rows_of(role, rollout)].of_teacher().to("cpu"), self.divergence.top_k)
+            for role, server in self.servers.items()
+        }
 
     def _get_heads(self) -> None:
         """Set the heads from which whole distributions are computed. All ranks."""
@@ -233,7 +244,7 @@ class DistillationModule(RLHFModule):
         """
         count, width = self.divergence.top_k, rollout.response_ids.shape[1]
         assert count is not None
-        outputs = TeacherOutputs(count, self._common_tokens)
+        outputs = TeacherOutputs(count, self._common_tokens, self._memory_bytes)
         total: list[Tensor] = []
         for role in dict.fromkeys(self.teachers.values()):
 
@@ -244,16 +255,15 @@ class DistillationModule(RLHFModule):
             has_teacher = self.rows_of(role, rollout)
             rows = _or_first(has_teacher)
             if role in self.servers:
-                wait = partial(_padded_results, pending.get(role, []), width, count)
+                wait = partial(results, pending.get(role, []), width, count)
                 answer = self.role_strategy.run_on_group_leader(wait).to(rollout.prompt_ids.device)
                 parts = [answer.ids, answer.logprobs, answer.rest]
             else:
                 parts = self.micro_batches.map(tokens, rollout[rows])
             total = total or [part.new_zeros(len(rollout), *part.shape[1:]) for part in parts]
             taught = has_teacher[rows]
-            total = [
-                all_rows.index_copy(0, rows[taught], part[taught]) for all_rows, part in zip(total, parts, strict=True)
-            ]
+            pairs = zip(total, parts, strict=True)
+            total = [values.index_copy(0, rows[taught], part[taught]) for values, part in pairs]
         return TopTokens(*total)
 
     def update_scores(self, rows: Experience) -> DistilledScores:
@@ -277,7 +287,7 @@ class DistillationModule(RLHFModule):
             teachers=teachers,
             token_weights=self.aggregation.weights(mask),
             beta=self.divergence.beta,
-            memory_bytes=self.divergence.memory_mb << 20,
+            memory_bytes=self._memory_bytes,
         )
         scores: DistilledScores = self.call_language_model("actor", rollout, distillation=distillation)
         return scores
@@ -297,12 +307,14 @@ class DistillationModule(RLHFModule):
             distributions.append((TeacherHead(states, head.weight, head.bias, scale, head.softcap), of_role))
         return distributions
 
-    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
+    def policy_objective(
+        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
+    ) -> Tensor:
         """Return the summed divergence of some rows."""
+        assert isinstance(scores, DistilledScores)
         means.add("loss/distillation", scores.divergence, rows.mask)
         means.add("policy/entropy", scores.entropy, rows.mask)
-        loss: Tensor = scores.loss
-        return loss
+        return scores.loss
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
         """Return the metrics of a rollout without those of advantages, and of rewards if it has none."""
@@ -325,13 +337,6 @@ class DistillationModule(RLHFModule):
         means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], rollout.response_mask)
         self.log_validation(means, rollout.response_mask.sum(), bar="val/divergence")
         return {}
-
-
-def _padded_results(pending: list[Future[TopTokens]], width: int, count: int) -> TopTokens:
-    """Wait for the top tokens of some responses, and return them as (B, T, K); one row of zeros for none."""
-    rows = [future.result() for future in pending]
-    empty = TopTokens.of(torch.zeros(0, count, dtype=torch.long), torch.zeros(0, count))
-    return padded(rows or [empty], width)
 
 
 def role_name(source: str | None) -> str:

@@ -77,24 +77,25 @@ class DPOModule(PairModule):
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks.
 
-        Without a reference, both are the log-prob.
+        Without a reference, the log-prob takes the place of the log-ratio; its mean over tokens, if the loss uses that.
         """
         reference: Tensor | float = 0.0
         if self.has_reference:
             with torch.no_grad():
                 reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
         logprobs = text_scores(self, "actor", texts)[0].logprobs.sum(dim=1)
+        if self.loss.length_normalized and not self.has_reference:
+            return logprobs / _tokens(texts), logprobs
         return logprobs - reference, logprobs
 
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """Return (B,) the loss of each pair."""
         ratios, logprobs = scores[:2], scores[2:]
-        tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
-        if self.loss.length_normalized:
-            ratios = [ratio / count for ratio, count in zip(ratios, tokens, strict=True)]
+        if self.loss.length_normalized and self.has_reference:
+            ratios = [ratio / _tokens(texts) for ratio, texts in zip(ratios, (rows.chosen, rows.rejected), strict=True)]
         losses: Tensor = self.loss(*ratios)
         if self.sft_coef > 0:
-            supervised = -logprobs[0] / tokens[0]
+            supervised = -logprobs[0] / _tokens(rows.chosen)
             means.add(f"{prefix}/sft_loss", supervised)
             losses = losses + self.sft_coef * supervised
         means.add(f"{prefix}/loss", losses)
@@ -117,3 +118,8 @@ class DPOModule(PairModule):
     def optimizer_of(self, name: str) -> tuple[Any, Any]:
         """Return the optimizer and scheduler factories."""
         return self.optimizer, self.lr_scheduler
+
+
+def _tokens(texts: SequenceBatch) -> Tensor:
+    """Return (B,) the number of tokens of each response, at least 1."""
+    return texts.loss_mask.sum(dim=1).clamp(min=1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.shares import shuffled
 from lightning_rlhf.functional.data_ranks import DataRanks
+from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.modules.evaluation import Evaluation, OldScores
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -33,10 +34,12 @@ class ActorModule(Protocol):
     def evaluated_actor(self, rollout: Rollout) -> TokenScores:
         """Return the actor's scores of a rollout, in micro-batches. All ranks."""
 
-    def update_scores(self, rows: Experience) -> Any:
+    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
         """Return the actor's scores of a micro-batch, with gradient."""
 
-    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
+    def policy_objective(
+        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
+    ) -> Tensor:
         """Return the actor's loss of a micro-batch from its scores."""
 
 
@@ -108,7 +111,7 @@ class FirstForward(OldScores):
         scores = self.module.update_scores(rows)
         return self.module.policy_objective(self._recorded(rows, scores), scores, means)
 
-    def _recorded(self, rows: Experience, scores: Any) -> Experience:
+    def _recorded(self, rows: Experience, scores: TokenScores | DistilledScores) -> Experience:
         """Store the old log-probs and entropies of a micro-batch, and return its rows with these log-probs."""
         position = rows.rollout.position
         is_first = torch.isin(position, self.first).unsqueeze(1)

@@ -63,6 +63,7 @@ class ResponsePairsModule(RLHFModule):
     """
 
     has_pairs = True
+    has_entropy_bonus = False
 
     def __init__(self, actor: str | ModelSource, advantages: AdvantageEstimator, **kwargs: Any) -> None:
         super().__init__(

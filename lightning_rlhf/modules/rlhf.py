@@ -17,6 +17,7 @@ from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
+from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
@@ -33,6 +34,7 @@ from lightning_rlhf.objectives.base import (
     AnyPolicyLoss,
     FunctionLoss,
     PolicyLoss,
+    PolicyTokens,
     approx_kl,
     log_ratio_of,
 )
@@ -104,7 +106,7 @@ class RLHFModule(RoleModule):
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     needs_rewards = True  # whether there is nothing to learn from without a reward
-    reads_teacher_prompts = False  # whether a teacher reads the prompts of a RolloutLoop's teacher_prompt
+    has_entropy_bonus = True  # whether the loss uses ent_coef
     needs_current_rollouts = True  # whether responses of older weights need a correction
     last_rollout: Rollout | None = None  # the last one that was received, for callbacks
     last_step: TrainedStep | None = None  # the last training step, for callbacks
@@ -295,14 +297,9 @@ class RLHFModule(RoleModule):
         if not self.policy_loss.selects_tokens:
             return minibatch
         scores = self.evaluated_actor(minibatch.rollout)
+        tokens = PolicyTokens.of(scores.logprobs, minibatch.old_logprobs, minibatch.advantages, minibatch.mask)
         selected_tokens = self.policy_loss.select_tokens(
-            logprobs=scores.logprobs,
-            old_logprobs=minibatch.old_logprobs,
-            advantages=minibatch.advantages,
-            mask=minibatch.mask,
-            generator=torch.Generator().manual_seed(seed),
-            ranks=self.data_ranks,
-            entropies=scores.entropy,
+            tokens, scores.entropy, torch.Generator().manual_seed(seed), self.data_ranks
         )
         return replace(minibatch, selected_tokens=selected_tokens)
 
@@ -322,14 +319,15 @@ class RLHFModule(RoleModule):
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         return self.policy_objective(rows, self.update_scores(rows), means)
 
-    def update_scores(self, rows: Experience) -> Any:
+    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
         """Return the actor's scores of the rows in an update, with gradient."""
         return self.actor_scores("actor", rows.rollout)
 
-    def policy_objective(self, rows: Experience, scores: Any, means: MeanAccumulator) -> Tensor:
+    def policy_objective(
+        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
+    ) -> Tensor:
         """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
-        logprobs, entropy, _ = scores
-        mask = rows.mask
+        logprobs, entropy, mask = scores.logprobs, scores.entropy, rows.mask
         policy, diagnostics = self.policy_loss(
             logprobs,
             rows.old_logprobs,
@@ -397,6 +395,11 @@ class RLHFModule(RoleModule):
         else:
             greedy = received.greedy.to(self.device)
         self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
+
+    @property
+    def teacher_sources(self) -> list[ModelSource] | None:
+        """Sources of the models that read the prompts of RolloutLoop's ``teacher_prompt``; None without a teacher."""
+        return None
 
     @property
     def waits_for_rewards(self) -> bool:

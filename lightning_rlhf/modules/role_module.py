@@ -103,8 +103,8 @@ class RoleModule(LightningModule):
     def set_sources(self, **sources: str | ModelSource | None) -> None:
         """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
 
-        If the actor has LoRA and the reference or teacher has the same source, it is the actor without its adapters:
-        no second copy is loaded, and it is not a role.
+        If the actor has LoRA and a frozen language model, such as the reference, has the same source, that model is the
+        actor without its adapters: no second copy is loaded, and it is not a role.
 
         Args:
             **sources: directory, hub id or model source of each role; None for a role that does not exist.
@@ -114,8 +114,10 @@ class RoleModule(LightningModule):
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
-        for name in [name for name in self.sources if name.startswith(("ref", "teacher"))]:
-            if actor.lora is not None and self.sources[name] in (actor, replace(actor, lora=None)):
+        if actor.lora is not None:
+            same = (actor, replace(actor, lora=None))
+            language_models = [name for name in self.sources if name not in (*self.trained_roles, "reward_model")]
+            for name in [name for name in language_models if self.sources[name] in same]:
                 del self.sources[name]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:

@@ -22,15 +22,15 @@ class SFTModule(RoleModule):
 
     Args:
         actor: model to train: directory, hub id or ``FromConfig``.
-        loss: ``cross_entropy``, or ``dft``: the cross-entropy of each token times its probability, without a gradient
-            through that, so that tokens which the model finds unlikely pull less. See "On the Generalization of SFT: A
-            Reinforcement Learning Perspective with Reward Rectification", Wu et al. 2025, equation 9.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
         packing: whether the texts of a forward pass are laid out in one row without padding; see
             :class:`~lightning_rlhf.modules.role_module.RoleModule`.
         micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that gradients are clipped to; None does not clip.
+        loss: ``cross_entropy``, or ``dft``, the cross-entropy of each token times its probability, which counts as a
+            constant: tokens that are unlikely under the model change it less. See "On the Generalization of SFT: A
+            Reinforcement Learning Perspective with Reward Rectification", Wu et al. 2025, equation 9.
     """
 
     trained_roles = ("actor",)
@@ -39,12 +39,12 @@ class SFTModule(RoleModule):
     def __init__(
         self,
         actor: str | ModelSource,
-        loss: Literal["cross_entropy", "dft"] = "cross_entropy",
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
         packing: bool = True,
         micro_batch_tokens: int | None = None,
         max_grad_norm: float | None = 1.0,
+        loss: Literal["cross_entropy", "dft"] = "cross_entropy",
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
         if loss not in ("cross_entropy", "dft"):

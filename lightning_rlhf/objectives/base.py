@@ -169,25 +169,15 @@ class PolicyLoss(ABC):
         return losses, {**diagnostics, "approx_kl": approx_kl(tokens.log_ratio)}
 
     def select_tokens(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        generator: torch.Generator,
-        ranks: DataRanks = ONE_RANK,
-        entropies: Tensor | None = None,
+        self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
         """(B, T) bool, tokens of a whole mini-batch that the loss treats differently.
 
         Args:
-            logprobs: (B, T) log-probabilities of the actor at the mini-batch's start, without gradient.
-            old_logprobs: (B, T) log-probabilities of the actor before the first update.
-            advantages: (B, T).
-            mask: (B, T) bool.
+            tokens: tokens of the mini-batch, with the log-probabilities at its start, without gradient.
+            entropies: (B, T) entropies of the actor's distributions at the mini-batch's start, nats, without gradient.
             generator: random generator, seeded differently on each rank.
             ranks: ranks that hold the other rows.
-            entropies: (B, T) entropies of the actor's distributions at the mini-batch's start, nats, without gradient.
         """
         raise NotImplementedError
 

@@ -51,21 +51,15 @@ class ClipCovLoss(ClippedPolicyLoss):
             )
 
     def select_tokens(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        generator: torch.Generator,
-        ranks: DataRanks = ONE_RANK,
-        entropies: Tensor | None = None,
+        self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
-        _, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
+        _, diagnostics = super().token_losses(tokens)
         bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
-        large = covariance(logprobs, advantages, mask, ranks)
-        candidates = mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
-        return select_largest(torch.zeros_like(large), candidates, _count(self.fraction, mask, ranks), generator, ranks)
+        large = covariance(tokens, ranks)
+        candidates = tokens.mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
+        count = _count(self.fraction, tokens.mask, ranks)
+        return select_largest(torch.zeros_like(large), candidates, count, generator, ranks)
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
@@ -99,17 +93,10 @@ class KLCovLoss(PolicyLoss):
             raise UsageError(f"kl_coef must be positive, got {self.kl_coef}")
 
     def select_tokens(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        generator: torch.Generator,
-        ranks: DataRanks = ONE_RANK,
-        entropies: Tensor | None = None,
+        self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
-        large = covariance(logprobs, advantages, mask, ranks)
+        large, mask = covariance(tokens, ranks), tokens.mask
         return select_largest(large, mask, _count(self.fraction, mask, ranks), generator, ranks)
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -144,19 +131,11 @@ class HighEntropyLoss(ClippedPolicyLoss):
         _check_fraction(self.fraction)
 
     def select_tokens(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        generator: torch.Generator,
-        ranks: DataRanks = ONE_RANK,
-        entropies: Tensor | None = None,
+        self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
-        if entropies is None:
-            raise UsageError("HighEntropyLoss needs the entropies of the tokens")
-        return select_largest(entropies.double(), mask, _count(self.fraction, mask, ranks), generator, ranks)
+        count = _count(self.fraction, tokens.mask, ranks)
+        return select_largest(entropies.double(), tokens.mask, count, generator, ranks)
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were kept."""
@@ -165,12 +144,11 @@ class HighEntropyLoss(ClippedPolicyLoss):
         return loss.masked_fill(~tokens.selected_tokens, 0), {**diagnostics, "chosen_fraction": chosen_fraction}
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
+def covariance(tokens: PolicyTokens, ranks: DataRanks = ONE_RANK) -> Tensor:
     """(B, T) float64, each token's part in the covariance of advantages and log-probabilities; 0 outside the mask."""
-    tokens = PolicyTokens.of(logprobs, logprobs, advantages, mask)
-    from_mean_advantage = masked_centered(tokens.advantages.double(), mask, ranks)
-    product = from_mean_advantage * masked_centered(tokens.logprobs.double(), mask, ranks)
-    return product.masked_fill(~mask, 0)
+    from_mean_advantage = masked_centered(tokens.advantages.double(), tokens.mask, ranks)
+    product = from_mean_advantage * masked_centered(tokens.logprobs.double(), tokens.mask, ranks)
+    return product.masked_fill(~tokens.mask, 0)
 
 
 def select_largest(

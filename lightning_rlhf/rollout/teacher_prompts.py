@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.calls.references import as_function
+from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.data.chat import Chat, holds_messages, messages_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, GENERATED_COLUMNS
 from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import PromptBatch, Rollout
@@ -29,19 +29,38 @@ class TeacherPrompts:
             messages for each response.
         data: data module of the run, which tokenizes prompts.
         max_tokens: longest prompt of the teacher with a response; None without a limit.
+        has_environment: whether the responses are conversations with an environment.
+
+    Raises:
+        ValueError: the column or the function does not exist, or the function needs other arguments.
     """
 
     make: TeacherPrompt
     data: PromptDataModule
     max_tokens: int | None
+    has_environment: bool = False
 
     def __post_init__(self) -> None:
         columns = self.data.column_names
-        if isinstance(self.make, str) and self.make not in columns and not set(":.") & set(self.make):
+        if self._column is not None:
+            return
+        if isinstance(self.make, str) and not set(":.") & set(self.make):
             raise UsageError(
                 f"teacher_prompt must be a column of the data or a function such as prompts.py:make, got "
                 f"{self.make!r}; the columns are {columns}"
             )
+        offered = [*GENERATED_COLUMNS, "messages", *(CONVERSATION_COLUMNS if self.has_environment else ()), *columns]
+        try:
+            arguments_of(as_function(self.make), dict.fromkeys(offered))
+        except TypeError as error:
+            raise UsageError(f"teacher_prompt: {error}") from error
+
+    @property
+    def _column(self) -> str | None:
+        """Name of the column with the prompts; None if a function makes them."""
+        if isinstance(self.make, str) and self.make in self.data.column_names:
+            return self.make
+        return None
 
     def add(self, rollout: Rollout, columns: Mapping[str, Sequence[Any]]) -> Rollout:
         """Return a rollout with the prompts of the teacher.
@@ -51,7 +70,7 @@ class TeacherPrompts:
             columns: values that reward functions can have as arguments, B each.
 
         Raises:
-            RuntimeError: a prompt is missing, neither text nor messages, or too long.
+            RuntimeError: the function failed, or a prompt is missing, neither text nor messages, or too long.
         """
         values = self._values(columns)
         if len(values) != len(rollout):
@@ -71,13 +90,13 @@ class TeacherPrompts:
 
     def _values(self, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
         """Return the texts or messages of all responses."""
-        if isinstance(self.make, str) and self.make in columns:
-            return columns[self.make]
+        if self._column is not None:
+            return columns[self._column]
         function = as_function(self.make)
-        parameters = inspect.signature(function).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        names = {parameter.name for parameter in parameters}
-        return list(function(**{name: value for name, value in columns.items() if takes_all or name in names}))
+        try:
+            return list(function(**arguments_of(function, columns)))
+        except Exception as error:
+            raise RunError(f"teacher_prompt failed: {type(error).__name__}: {error}") from error
 
     def _ids(self, value: Any, row: int) -> list[int]:
         """Return the tokens of the prompt of a response."""

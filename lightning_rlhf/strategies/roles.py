@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError
@@ -131,12 +132,13 @@ class RoleStrategy:
         """
         lm = getattr(self.module, name).lm
         outputs = lm.get_output_embeddings()
-        parts = {"weight": outputs.weight, "bias": getattr(outputs, "bias", None)}
-        names = {key: part for part, value in parts.items() for key, p in lm.named_parameters() if p is value}
-        full = dict[str, Tensor]()
-        for key, value in self.iter_unmerged_params(name, names.__contains__):
-            is_shared = value.data_ptr() == parts[names[key]].data_ptr()  # with the model, which has it whole
-            full[names[key]] = value.detach() if is_shared else value.detach().clone()
+        weight, bias = outputs.weight, getattr(outputs, "bias", None)
+        if not isinstance(weight, DTensor) and weight.numel():  # ZeRO stage 3 replaces parameters by empty tensors
+            return head_of(lm, (weight.detach(), None if bias is None else bias.detach()))
+        parts = ((key, "weight" if p is weight else "bias", p) for key, p in lm.named_parameters())
+        names = {key: part for key, part, p in parts if p is weight or p is bias}
+        gathered = self.iter_unmerged_params(name, names.__contains__)
+        full = {names[key]: tensor.detach().clone() for key, tensor in gathered}  # valid until the next one
         return head_of(lm, (full["weight"], full.get("bias")))
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,10 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
 from lightning_rlhf.types import Rollout, TopTokens
 
+log = logging.getLogger(__name__)
 _COMPARED_TOKENS = 64  # tokens whose texts are compared with those of the run's tokenizer
+_TRIES_BEFORE_THE_RUN = 3
+_HEARTBEAT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class TeacherServer:
         model: name of the model on the servers; None asks the first one, which must have a single model.
         key_env: name of the environment variable with the servers' key; None sends no key.
         timeout_s: time limit of one try, seconds.
-        tries: largest number of times that a text is sent, at least 1, with pauses of up to 30 s.
+        tries: largest number of times that a text is sent, at least 1, with pauses of up to 30 s: about 4 minutes in
+            which a server may be restarted.
         concurrency: largest number of concurrent requests to each server.
     """
 
@@ -39,7 +44,7 @@ class TeacherServer:
     model: str | None = None
     key_env: str | None = None
     timeout_s: float = 600.0
-    tries: int = 8
+    tries: int = 20
     concurrency: int = 32
     _loop: EventLoopThread = field(
         default_factory=lambda: EventLoopThread("teacher"), init=False, repr=False, compare=False
@@ -54,12 +59,12 @@ class TeacherServer:
         """Return the same object: averages of a module's weights share its connections."""
         return self
 
-    def _endpoint(self, url: str, route: str) -> Endpoint:
+    def _endpoint(self, url: str, route: str, tries: int | None = None) -> Endpoint:
         return Endpoint(
             url=f"{url.rstrip('/')}{route}",
             key_env=self.key_env,
             timeout_s=self.timeout_s,
-            tries=self.tries,
+            tries=tries or self.tries,
             concurrency=self.concurrency,
         )
 
@@ -76,7 +81,7 @@ class TeacherServer:
         """
         if self.model is not None:
             return self.model
-        reply = self._ask(self.urls[0], "/v1/models", None)
+        (reply,) = self._ask(self.urls[0], "/v1/models", [None])
         names = [str(entry.get("id")) for entry in reply.get("data", [])]
         if len(names) != 1:
             raise UsageError(f"{self.urls[0]} serves the models {names}: set model of the TeacherServer to one of them")
@@ -100,29 +105,32 @@ class TeacherServer:
             )
         if tokenizer is None:
             return
-        step = max(1, len(tokenizer) // _COMPARED_TOKENS)
+        tokens = range(0, len(tokenizer), max(1, len(tokenizer) // _COMPARED_TOKENS))
         for url in self.urls:
-            for token in range(0, len(tokenizer), step):
-                ours = tokenizer.decode([token])
-                reply = self._ask(url, "/detokenize", {"model": self.served_model, "tokens": [token]})
-                if reply.get("prompt") != ours:
+            bodies = [{"model": self.served_model, "tokens": [token]} for token in tokens]
+            for token, reply in zip(tokens, self._ask(url, "/detokenize", bodies), strict=True):
+                ours, theirs = tokenizer.decode([token]), reply.get("prompt")
+                if theirs != ours:
                     raise UsageError(
-                        f"the teacher at {url} has another tokenizer: token {token} is {reply.get('prompt')!r} there "
-                        f"and {ours!r} in the run's"
+                        f"the teacher at {url} has another tokenizer: token {token} is {theirs!r} there and {ours!r} "
+                        f"in the run's"
                     )
 
-    def _ask(self, url: str, route: str, body: Mapping[str, Any] | None) -> Any:
-        """Return the reply to a request; None as body gets the route.
+    def _ask(self, url: str, route: str, bodies: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return the replies to some requests before the run; None as body gets the route.
 
         Raises:
-            RuntimeError: the server does not answer, or rejects the request.
+            RuntimeError: the server does not answer, rejects a request, or its reply is no JSON object.
         """
-        client = Client(self._endpoint(url, route))
+        client = Client(self._endpoint(url, route, tries=_TRIES_BEFORE_THE_RUN))
         try:
-            request = Request(None if body is None else dict(body), 0)
-            return self._loop.submit(client.post(request)).result()
+            pending = [self._loop.submit(client.post(Request(body, 0))) for body in bodies]
+            replies = [future.result() for future in pending]
         finally:
             client.close()
+        if not all(isinstance(reply, dict) for reply in replies):
+            raise RunError(f"{client.endpoint.url} returned no JSON object: is it a vLLM server?")
+        return replies
 
     def request(self, rollout: Rollout, top_k: int) -> list[Future[TopTokens]]:
         """Request the distributions of the responses of some rows.
@@ -176,20 +184,31 @@ def _pairs(entry: Mapping[str, Any]) -> list[tuple[float, int]]:
     return [(float(value["logprob"]), int(token)) for token, value in entry.items()]
 
 
-def padded(rows: Sequence[TopTokens], width: int) -> TopTokens:
-    """Return the top tokens of several responses as (B, T, K), padded with zeros.
+def results(pending: Sequence[Future[TopTokens]], width: int, count: int) -> TopTokens:
+    """Wait for the top tokens of some responses; log a line every minute.
 
     Args:
-        rows: (T, K) top tokens of each response.
+        pending: results of :meth:`TeacherServer.request`.
         width: T of the result.
+        count: K, number of tokens of each distribution.
+
+    Returns:
+        (B, T, K) top tokens, padded with zeros; one row for no response.
+
+    Raises:
+        RuntimeError: a server does not answer, or rejects a text.
     """
-    count = rows[0].ids.shape[-1]
-    empty = TopTokens(
-        torch.zeros(len(rows), width, count, dtype=torch.long),
-        torch.zeros(len(rows), width, count),
-        torch.zeros(len(rows), width),
-    )
-    for row, tokens in enumerate(rows):
-        for target, values in ((empty.ids, tokens.ids), (empty.logprobs, tokens.logprobs), (empty.rest, tokens.rest)):
-            target[row, : len(values)] = values
-    return empty
+    waiting = set(pending)
+    while waiting:
+        done, waiting = wait(waiting, timeout=_HEARTBEAT_SECONDS, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if waiting:
+            log.info("Waiting for the teacher's log-probabilities of %d of %d texts.", len(waiting), len(pending))
+    shape = max(1, len(pending)), width, count
+    total = TopTokens(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape[:2]))
+    for row, future in enumerate(pending):
+        tokens = future.result()
+        for padded, values in zip(vars(total).values(), vars(tokens).values(), strict=True):
+            padded[row, : len(values)] = values
+    return total

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_rlhf import DistillationModule, OnlineDPOModule
 from lightning_rlhf.callbacks import EntropyControl
+from tests.stand_ins import TinyModel
 
 
 def a_module(coef=0.0):
     logged = []
-    return SimpleNamespace(ent_coef=coef, logged=logged, log_step=lambda part, metrics: logged.append(metrics))
+    log_step = lambda part, metrics: logged.append(metrics)  # noqa: E731
+    return SimpleNamespace(ent_coef=coef, has_entropy_bonus=True, logged=logged, log_step=log_step)
 
 
 def step(control, module, entropy):
@@ -82,3 +85,10 @@ def test_step_without_an_update_of_the_actor_changes_nothing(entropy):
 def test_invalid_settings_raise(options, message):
     with pytest.raises(ValueError, match=message):
         EntropyControl(**options)
+
+
+@pytest.mark.parametrize("kind", [DistillationModule, OnlineDPOModule])
+def test_module_whose_loss_has_no_entropy_bonus_raises(kind):
+    options = {"teacher": TinyModel()} if kind is DistillationModule else {}
+    with pytest.raises(ValueError, match=f"needs a loss with an entropy bonus, which {kind.__name__} does not have"):
+        EntropyControl(target=0.2).setup(None, kind(TinyModel(), **options), "fit")

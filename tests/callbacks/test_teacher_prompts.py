@@ -12,7 +12,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import exact
-from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
+from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer
 
 LETTERS = CharacterTokenizer("abcdefg")
 ROWS = [
@@ -117,3 +117,50 @@ def test_prompts_that_do_not_fit_raise(tmp_path, prompt, kind, error, message):
     options = {"group_size": 2} if kind is GRPOModule else {}
     with pytest.raises(error, match=message):
         distil(tmp_path, prompt, kind, **options)
+
+
+def needs_more(prompts, hints):
+    return prompts
+
+
+def fails(prompts):
+    raise KeyError("no example")
+
+
+def interrupted(prompts):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        (needs_more, ValueError, "teacher_prompt: needs_more needs 'hints', but only prompts, completions"),
+        ("no_such.py:make", ValueError, "file not found: no_such.py"),
+        (fails, RuntimeError, "teacher_prompt failed: KeyError: 'no example'"),
+        (interrupted, (KeyboardInterrupt, SystemExit), ""),
+    ],
+)
+def test_functions_that_do_not_work_raise(tmp_path, prompt, error, message):
+    with pytest.raises(error, match=message):
+        distil(tmp_path, prompt)
+
+
+@pytest.mark.parametrize("prompt", [needs_more, "no_such.py:make", "answers"])
+def test_wrong_functions_and_columns_are_found_before_the_engine_starts(tmp_path, prompt):
+    engine = ScriptedEngine(["a"], LETTERS.load())
+    loop = RolloutLoop([], engine, max_response_tokens=4, check_rows=0, teacher_prompt=prompt)
+    module = DistillationModule(TinyModel(), "actor", Divergence(top_k=3), minibatch_size=2)
+    data = PromptDataModule(tokenizer=LETTERS, batch_size=2, max_tokens=8, train=InMemory(ROWS))
+    with pytest.raises(ValueError):  # noqa: PT011 (the messages are tested above)
+        quiet_trainer(default_root_dir=tmp_path, callbacks=[loop]).fit(module, datamodule=data)
+    assert "start" not in engine.calls
+
+
+def test_teacher_with_more_positions_than_the_student_may_read_longer_prompts(tmp_path):
+    engine = ScriptedEngine(["a", "b"], LETTERS.load())
+    loop = RolloutLoop([], engine, max_response_tokens=4, check_rows=0, teacher_prompt=lambda prompts: ["a" * 90] * 2)
+    teacher = TinyModel({**TINY_LLAMA, "max_position_embeddings": 128}, seed=1)
+    module = DistillationModule(TinyModel(), teacher, minibatch_size=2)
+    data = PromptDataModule(tokenizer=LETTERS, batch_size=2, max_tokens=8, train=InMemory(ROWS[:2]))
+    quiet_trainer(default_root_dir=tmp_path, callbacks=[loop]).fit(module, datamodule=data)
+    assert module.last_step.experience.rollout.teacher_prompt_lengths.tolist() == [90, 90]

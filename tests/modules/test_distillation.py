@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import DistillationModule
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from tests.helpers import assert_close
-from tests.stand_ins import TINY_LLAMA, HandOver, TinyModel, fit, quiet_trainer, responses, rollout_of
+from tests.models.architectures import tiny
+from tests.stand_ins import TINY_LLAMA, HandOver, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 pytestmark = pytest.mark.usefixtures("exact")
 RATE = 0.1
@@ -120,12 +122,31 @@ def test_student_equal_to_its_teacher_does_not_change(top_k):
         assert_close(value, torch.zeros_like(value), atol=1e-10)
 
 
-@pytest.mark.parametrize("top_k", [None, 3])
+class ChangeAdapters(Callback):
+    """Gives the adapters, which begin as 0, other weights before the first step."""
+
+    def on_train_start(self, trainer, module):
+        draw = torch.Generator().manual_seed(3)
+        for name, parameter in module.actor.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.5, generator=draw)
+
+
+@pytest.mark.parametrize("top_k", [None, 10])
 def test_student_with_adapters_learns_from_itself_without_them(top_k):
+    sgd = partial(torch.optim.SGD, lr=0.0)
     student = replace(STUDENT, lora=LoRA(rank=2, alpha=4))
-    module = distilled(STUDENT, student=student, divergence=Divergence(1.0, top_k))
+    module = DistillationModule(student, STUDENT, Divergence(1.0, top_k), actor_optimizer=sgd)
+    fit(module, [rollout_of(ROWS, dtype=torch.float64)], callbacks=[ChangeAdapters()])
+    base, losses = STUDENT.causal().lm, []
+    for row in ROWS:
+        ids = torch.tensor([row.prompt + row.tokens])
+        p, q = (lm(ids).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1) for lm in (module.actor.lm, base))
+        losses.append((p.exp() * (p - q)).sum(-1)[torch.tensor(row.mask)].detach())
     assert "teacher" not in module.sources
-    assert_close(module.metrics["loss/distillation"], 0.0, atol=1e-12)  # adapters begin as 0
+    loss = module.trainer.callback_metrics["loss/distillation"]
+    assert loss > 1e-2
+    assert_close(loss, torch.cat(losses).mean(), rtol=1e-6)
 
 
 def test_teacher_is_frozen_and_not_in_the_checkpoint():
@@ -305,3 +326,60 @@ def test_one_source_may_be_taught_by_the_student_itself():
 def test_sources_without_teacher_raise(teacher, message):
     with pytest.raises(UsageError, match=message):
         taught_by_source(teacher, [0] * 6, None)
+
+
+# -- other architectures, long texts and bfloat16 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "granite", "mamba"])
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_architectures_that_are_no_llama_are_compared_by_their_own_logits(kind, top_k):
+    rows = [Response([3, 4], [5, 6, 7, 2]), Response([3, 4], [8, 2]), Response([9], [1, 2, 3])]
+    student, teacher = (FromConfig(tiny(kind), seed=seed) for seed in range(2))
+    module = DistillationModule(
+        student, teacher, Divergence(0.5, top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0)
+    )
+    module.metrics = fit(module, [rollout_of(rows, temperature=0.7)]).callback_metrics
+    losses = []
+    for row in rows:
+        ids = torch.tensor([row.prompt + row.tokens])
+        p, q = (
+            (lm.lm(ids).logits[0, len(row.prompt) - 1 : -1] / 0.7).log_softmax(-1)
+            for lm in (module.actor, module.teacher)
+        )
+        if top_k:
+            ids = q.topk(top_k).indices
+            p, q = (torch.cat([t := x.gather(-1, ids), (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
+        mixture = torch.logaddexp(p, q) - torch.tensor(2.0).log()
+        losses.append(0.5 * ((q.exp() * (q - mixture)).sum(-1) + (p.exp() * (p - mixture)).sum(-1)))
+    assert_close(module.metrics["loss/distillation"], torch.cat(losses).mean(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_bfloat16_is_close_to_float32(top_k, monkeypatch):
+    monkeypatch.undo()  # bfloat16 needs the dtypes of the code
+    torch.set_default_dtype(torch.float32)
+    metrics = []
+    for precision in ("32-true", "bf16-mixed"):
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        module = DistillationModule(TinyModel(), TinyModel(seed=1), Divergence(0.5, top_k), actor_optimizer=sgd)
+        metrics.append(fit(module, [rollout_of(ROWS)], precision=precision).callback_metrics)
+    assert_close(metrics[1]["loss/distillation"], metrics[0]["loss/distillation"], rtol=1e-2)
+    assert abs(metrics[1]["grad_norm/actor"] / metrics[0]["grad_norm/actor"] - 1) < 0.03
+
+
+def test_text_of_5000_tokens_has_the_divergence_of_its_tokens():
+    draw = torch.Generator().manual_seed(1)
+    rows = [Response([3], torch.randint(3, 11, (size,), generator=draw).tolist()) for size in (5000, 3)]
+    long = {**TINY_LLAMA, "max_position_embeddings": 5002, "num_hidden_layers": 1}
+    student, teacher = (TinyModel(long, seed=seed) for seed in range(2))
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    module = DistillationModule(student, teacher, actor_optimizer=sgd, micro_batch_tokens=2048)
+    loss = fit(module, [rollout_of(rows)]).callback_metrics["loss/distillation"]
+    losses = []
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row.prompt + row.tokens])
+            p, q = (role.lm(ids).logits[0, :-1].log_softmax(-1) for role in (module.actor, module.teacher))
+            losses.append((p.exp() * (p - q)).sum(-1))
+    assert_close(loss, torch.cat(losses).mean(), rtol=1e-4)

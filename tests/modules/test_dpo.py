@@ -206,6 +206,18 @@ def test_update_without_reference_is_that_of_the_policys_log_probs(loss, options
         assert_close((before[name] - parameter) / 0.5, lm.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
+def test_reward_without_reference_is_the_one_of_the_loss():
+    batch, (lm, _) = pairs(chosen=[9, 9, 9, 9], rejected=[2, 2, 2, 2]), models()
+    chosen, rejected = token_means(batch, lm)
+    by_sums = [logprobs(texts, lm) for texts in (batch.chosen, batch.rejected)]
+    assert (chosen > rejected).float().mean() != (by_sums[0] > by_sums[1]).float().mean()
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    metrics = fit(DPOModule(TinyModel(), loss=SimPOLoss(), optimizer=sgd), [batch]).callback_metrics
+    assert_close(metrics["train/pair_accuracy"], (chosen > rejected).float().mean())
+    assert_close(metrics["train/reward_chosen"], 2 * chosen.mean(), rtol=1e-5)
+    assert_close(metrics["train/score_margin"], 2 * (chosen - rejected).mean(), rtol=1e-4)
+
+
 def test_supervised_term_is_added_to_the_loss_of_each_pair():
     batch = pairs()
     metrics = {coef: fit(dpo(lr=0.0, sft_coef=coef), [batch]).callback_metrics for coef in (0.0, 0.25)}

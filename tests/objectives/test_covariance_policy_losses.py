@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.base import PolicyTokens
 from lightning_rlhf.objectives.covariance_policy_losses import (
     ClipCovLoss,
     HighEntropyLoss,
@@ -55,6 +56,16 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def selected(objective, logprobs, old, advantages, mask, generator, ranks=ONE_RANK, entropies=None):
+    """Return the tokens that a loss selects."""
+    tokens = PolicyTokens.of(logprobs, old, advantages, mask)
+    return objective.select_tokens(tokens, logprobs if entropies is None else entropies, generator, ranks)
+
+
+def covariance_of(logprobs, advantages, mask, ranks=ONE_RANK):
+    return covariance(PolicyTokens.of(logprobs, logprobs, advantages, mask), ranks)
+
+
 def everywhere(tensor):
     return torch.ones_like(tensor, dtype=torch.bool)
 
@@ -78,14 +89,14 @@ HAND_MASK = torch.tensor([[True, True, False], [True, True, False]])
 
 
 def test_covariance_of_a_case_worked_by_hand():
-    assert_close(covariance(*HAND, HAND_MASK), [[6, 1, 0], [0, 12, 0]])
+    assert_close(covariance_of(*HAND, HAND_MASK), [[6, 1, 0], [0, 12, 0]])
 
 
 def test_clip_cov_selects_tokens_between_its_bounds_that_are_not_clipped():
     logprobs, advantages = HAND
 
     def selected_tokens(objective, old=logprobs):
-        return objective.select_tokens(logprobs, old, advantages, HAND_MASK, seeded()).int().tolist()
+        return selected(objective, logprobs, old, advantages, HAND_MASK, seeded()).int().tolist()
 
     assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
     assert selected_tokens(ClipCovLoss(fraction=1.0, covariance_low=1.5, covariance_high=20.0)) == [
@@ -119,7 +130,7 @@ def test_kl_cov_selects_the_largest_covariances():
         (1.0, [[1, 1, 0], [1, 1, 0]]),
     ):
         arguments = logprobs, logprobs, advantages, HAND_MASK, seeded()
-        assert KLCovLoss(fraction=fraction).select_tokens(*arguments).int().tolist() == expected
+        assert selected(KLCovLoss(fraction=fraction), *arguments).int().tolist() == expected
 
 
 def test_losses_of_a_case_worked_by_hand():
@@ -170,7 +181,7 @@ def test_selection_loss_and_gradient_equal_those_of_verl(name, objective):
     logprobs = float64(inputs["logprobs"]).requires_grad_()
     arguments = logprobs, float64(inputs["old_logprobs"]), float64(inputs["advantages"]), mask
     with torch.no_grad():
-        selected_tokens = objective.select_tokens(*arguments, seeded())
+        selected_tokens = selected(objective, *arguments, seeded())
     losses, diagnostics = objective(*arguments, selected_tokens)
     loss = losses[mask].mean()
     assert_close(loss, expected["loss"], rtol=1e-9, atol=0)
@@ -185,7 +196,7 @@ def test_selection_loss_and_gradient_equal_those_of_verl(name, objective):
 @given(mask=masks(), seed=seeds, fraction=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
 def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, fraction):
     new, old, advantages, _ = batch(mask, seed)
-    selected_tokens = KLCovLoss(fraction=fraction).select_tokens(new, old, advantages, mask, seeded())
+    selected_tokens = selected(KLCovLoss(fraction=fraction), new, old, advantages, mask, seeded())
     scores = covariances(new, advantages, mask)
     order = sorted(scores, key=scores.__getitem__, reverse=True)
     expected = order[: max(1, int(fraction * len(order)))]
@@ -198,7 +209,7 @@ def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, fraction):
 def test_clip_cov_samples_from_the_candidates_of_the_paper(mask, seed, fraction):
     new, old, advantages, _ = batch(mask, seed)
     objective = ClipCovLoss(0.2, 0.1, 0.4, fraction=fraction, covariance_low=0.1, covariance_high=1.0)
-    selected_tokens = objective.select_tokens(new, old, advantages, mask, seeded(seed))
+    selected_tokens = selected(objective, new, old, advantages, mask, seeded(seed))
     candidates = set()
     for cell, score in covariances(new, advantages, mask).items():
         ratio, a = math.exp(new[cell].item() - old[cell].item()), advantages[cell].item()
@@ -214,9 +225,9 @@ def test_clip_cov_samples_candidates_uniformly():
     new, old, advantages, mask = batch(torch.ones(4, 5, dtype=torch.bool), 3)
     arguments = new, old, advantages, mask
     objective = ClipCovLoss(0.9, None, 9.0, fraction=0.1, covariance_low=0.0, covariance_high=9.0)
-    candidates = covariance(new, advantages, mask) > 0
+    candidates = covariance_of(new, advantages, mask) > 0
     generator, draws = seeded(), 500
-    counts = sum(objective.select_tokens(*arguments, generator).double() for _ in range(draws))
+    counts = sum(selected(objective, *arguments, generator).double() for _ in range(draws))
     expected = 2 / candidates.sum().item()
     error = math.sqrt(expected * (1 - expected) / draws)
     assert ((counts / draws)[candidates] - expected).abs().max() < 4 * error
@@ -232,12 +243,12 @@ def test_clip_cov_samples_candidates_uniformly():
 @given(mask=masks(min_rows=2), seed=seeds, cut=st.integers(1, 4))
 def test_ranks_select_the_tokens_of_a_single_rank(objective, mask, seed, cut):
     arguments = batch(mask, seed)
-    whole = objective.select_tokens(*arguments, seeded())
+    whole = selected(objective, *arguments, seeded())
     cut = min(cut, len(mask) - 1)
 
     def rank(rows, number):
         part = [tensor[rows] for tensor in arguments]
-        return lambda ranks: objective.select_tokens(*part, seeded(number), ranks)
+        return lambda ranks: selected(objective, *part, seeded(number), ranks)
 
     parts = over_ranks(rank(slice(None, cut), 1), rank(slice(cut, None), 2))
     if mask.sum() != 2:  # the covariances of two tokens are equal, and lots are drawn
@@ -248,11 +259,11 @@ def test_ranks_select_the_tokens_of_a_single_rank(objective, mask, seed, cut):
 @given(mask=masks(min_rows=2), seed=seeds)
 def test_clip_cov_samples_its_share_over_all_ranks(mask, seed):
     arguments, bounds = batch(mask, seed), {"covariance_low": -1.0, "covariance_high": 1.0}
-    candidates = ClipCovLoss(fraction=1.0, **bounds).select_tokens(*arguments, seeded())
+    candidates = selected(ClipCovLoss(fraction=1.0, **bounds), *arguments, seeded())
 
     def rank(rows, number):
         part = [tensor[rows] for tensor in arguments]
-        return lambda ranks: ClipCovLoss(fraction=0.3, **bounds).select_tokens(*part, seeded(number), ranks)
+        return lambda ranks: selected(ClipCovLoss(fraction=0.3, **bounds), *part, seeded(number), ranks)
 
     selected_tokens = torch.cat(over_ranks(rank(slice(None, 1), 1), rank(slice(1, None), 2)))
     assert selected_tokens.sum() == min(candidates.sum(), max(1, math.floor(0.3 * mask.sum())))
@@ -300,7 +311,7 @@ def test_both_zeros_are_equal():
 def test_equal_advantages_select_a_random_share_of_tokens():
     logprobs = -normal(10, 10, seed=0).abs()
     arguments = logprobs, logprobs, torch.ones(10, 10).double(), everywhere(logprobs)
-    selected_tokens = [KLCovLoss(fraction=0.05).select_tokens(*arguments, seeded(seed)) for seed in range(2)]
+    selected_tokens = [selected(KLCovLoss(fraction=0.05), *arguments, seeded(seed)) for seed in range(2)]
     assert [tokens.sum().item() for tokens in selected_tokens] == [5, 5]
     assert selected_tokens[0].tolist() != selected_tokens[1].tolist()
 
@@ -317,8 +328,8 @@ def test_equal_advantages_select_a_random_share_of_tokens():
 @given(mask=masks(), seed=seeds)
 def test_tokens_outside_the_mask_are_never_selected_and_have_no_effect(objective, mask, seed):
     *tensors, mask = batch(mask, seed)
-    clean = objective.select_tokens(*tensors, mask, seeded())
-    dirty = objective.select_tokens(*(with_garbage(tensor, mask) for tensor in tensors), mask, seeded())
+    clean = selected(objective, *tensors, mask, seeded())
+    dirty = selected(objective, *(with_garbage(tensor, mask) for tensor in tensors), mask, seeded())
     assert dirty.tolist() == clean.tolist()
     assert not (clean & ~mask).any()
 
@@ -327,19 +338,17 @@ def test_impossible_token_has_a_log_probability_of_minus_10000():
     # mean -2501.5, mean advantage 1
     logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
     expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]
-    assert_close(covariance(logprobs, advantages, everywhere(logprobs)), expected)
-    selected_tokens = KLCovLoss(fraction=0.5).select_tokens(
-        logprobs, logprobs, advantages, everywhere(logprobs), seeded()
-    )
+    assert_close(covariance_of(logprobs, advantages, everywhere(logprobs)), expected)
+    selected_tokens = selected(KLCovLoss(fraction=0.5), logprobs, logprobs, advantages, everywhere(logprobs), seeded())
     assert selected_tokens.tolist() == [[True, False, False, True]]
 
 
 @pytest.mark.parametrize("objective", [KLCovLoss(), ClipCovLoss()])
 def test_batch_without_tokens_selects_none(objective):
     nothing = torch.zeros(2, 3)
-    assert not objective.select_tokens(nothing, nothing, nothing, nothing.bool(), seeded()).any()
+    assert not selected(objective, nothing, nothing, nothing, nothing.bool(), seeded()).any()
     empty = torch.zeros(0, 3)
-    assert objective.select_tokens(empty, empty, empty, empty.bool(), seeded()).shape == (0, 3)
+    assert selected(objective, empty, empty, empty, empty.bool(), seeded()).shape == (0, 3)
 
 
 @properties
@@ -387,7 +396,7 @@ def test_invalid_hyper_parameters_are_rejected(objective, arguments, message):
 def high_entropy(entropies, mask, fraction, seed=0, ranks=ONE_RANK):
     zeros = torch.zeros_like(entropies)
     loss = HighEntropyLoss(fraction=fraction)
-    return loss.select_tokens(zeros, zeros, zeros, mask, seeded(seed), ranks, entropies=entropies)
+    return selected(loss, zeros, zeros, zeros, mask, seeded(seed), ranks, entropies=entropies)
 
 
 def test_high_entropy_selects_the_most_uncertain_tokens_of_the_whole_mini_batch():
@@ -417,9 +426,3 @@ def test_high_entropy_mask_is_that_of_trl(number):
     case = golden("policy_masks")["high_entropy"][number]
     mask, entropies = float64(case["mask"]).bool(), float64(case["entropies"])
     assert torch.equal(high_entropy(entropies, mask, case["fraction"]), float64(case["keep"]).bool())
-
-
-def test_high_entropy_without_entropies_raises():
-    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="HighEntropyLoss needs the entropies"):
-        HighEntropyLoss().select_tokens(zeros, zeros, zeros, mask, seeded())

@@ -1,6 +1,8 @@
 """A teacher on servers: requests and replies, compared with the same model as a role; faults."""
 
 import copy
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +13,7 @@ from lightning_rlhf import DistillationModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.teachers.server import TeacherServer, padded
+from lightning_rlhf.teachers.server import TeacherServer, results
 from lightning_rlhf.types import TopTokens
 from tests.helpers import assert_close
 from tests.rollout.stub_server import StubServer
@@ -88,11 +90,28 @@ def test_request_has_the_tokens_of_prompt_and_response(stubs):
         assert_close(each.rest.exp(), 1 - top.values.exp().sum(-1), atol=1e-5)
 
 
+def finished(*sizes):
+    """Return the finished requests of responses of some lengths."""
+    futures = [Future() for _ in sizes]
+    for future, size in zip(futures, sizes, strict=True):
+        future.set_result(TopTokens.of(torch.full((size, 2), size), torch.full((size, 2), -1.0)))
+    return futures
+
+
 def test_rows_of_other_lengths_are_padded():
-    rows = [TopTokens.of(torch.full((size, 2), size), torch.full((size, 2), -1.0)) for size in (1, 3)]
-    tokens = padded(rows, 4)
+    tokens = results(finished(1, 3), 4, 2)
     assert tokens.ids[:, :, 0].tolist() == [[1, 0, 0, 0], [3, 3, 3, 0]]
-    assert_close(tokens.rest[1, :3], rows[1].rest)
+    assert_close(tokens.rest[1, :3], finished(3)[0].result().rest)
+    assert results([], 4, 2).ids.shape == (1, 4, 2)
+
+
+def test_waiting_is_logged_and_a_failure_is_raised_at_once(monkeypatch, caplog):
+    monkeypatch.setattr("lightning_rlhf.teachers.server._HEARTBEAT_SECONDS", 0.05)
+    late, never = Future(), Future()
+    threading.Timer(0.3, late.set_exception, [RuntimeError("the server is gone")]).start()
+    with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="the server is gone"):
+        results([*finished(2), late, never], 4, 2)
+    assert "Waiting for the teacher's log-probabilities of 2 of 3 texts." in caplog.text
 
 
 def test_request_is_sent_again_to_a_restarted_server(stubs):
@@ -141,6 +160,12 @@ def test_check_accepts_the_same_tokens_and_rejects_others(stubs):
 def test_server_of_several_models_needs_a_name(stubs):
     stubs[0].answers["/v1/models"] = 200, {"data": [{"id": "a"}, {"id": "b"}]}
     with pytest.raises(UsageError, match=r"serves the models \['a', 'b'\]: set model of the TeacherServer"):
+        TeacherServer([stubs[0].url]).check(LETTERS.load(), 1.0)
+
+
+def test_replies_that_are_no_objects_raise(stubs):
+    stubs[0].answers["/v1/models"] = 200, []
+    with pytest.raises(RuntimeError, match=r"/v1/models returned no JSON object: is it a vLLM server\?"):
         TeacherServer([stubs[0].url]).check(LETTERS.load(), 1.0)
 
 

@@ -261,7 +261,7 @@ def _with_top_tokens(chunk: _Chunk, teacher: TopTokens) -> tuple[Tensor, Tensor,
     normalizer = weights.sum(dim=-1, keepdim=True).log()
     top = chunk.logits.gather(-1, teacher.ids)
     rest = weights.scatter_(-1, teacher.ids, 0).sum(dim=-1, keepdim=True)
-    # With all tokens among the top ones, the rest has the least probability for both, which is no divergence.
+    # With all tokens among the top ones, the rest has the least probability for both, and adds nothing.
     rest = rest.clamp(min=torch.finfo(rest.dtype).tiny)
     student = torch.cat([top - normalizer, (rest.log() - normalizer).clamp(min=math.log(LEAST_REST))], dim=-1)
     other = torch.cat([teacher.logprobs, teacher.rest.unsqueeze(-1)], dim=-1).to(student.dtype)

@@ -182,7 +182,7 @@ class APODownLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class SimPOLoss(DirectLoss):
-    """Simple preference optimization: the mean log-probability of a token is the reward, and there is no reference.
+    """Simple preference optimization: the reward is the mean log-probability of a token, without a reference.
 
     L = -log sigmoid(beta (chosen - rejected) - margin).
     See "SimPO: Simple Preference Optimization with a Reference-Free Reward", Meng et al. 2024, equation 6, where the

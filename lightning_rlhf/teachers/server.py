@@ -120,7 +120,7 @@ class TeacherServer:
         """Return the replies to some requests before the run; None as body gets the route.
 
         Raises:
-            RuntimeError: the server does not answer, rejects a request, or its reply is no JSON object.
+            RuntimeError: the server does not answer, rejects a request, or returns something else than a JSON object.
         """
         client = Client(self._endpoint(url, route, tries=_TRIES_BEFORE_THE_RUN))
         try:
@@ -129,7 +129,7 @@ class TeacherServer:
         finally:
             client.close()
         if not all(isinstance(reply, dict) for reply in replies):
-            raise RunError(f"{client.endpoint.url} returned no JSON object: is it a vLLM server?")
+            raise RunError(f"{client.endpoint.url} did not return a JSON object: is it a vLLM server?")
         return replies
 
     def request(self, rollout: Rollout, top_k: int) -> list[Future[TopTokens]]:

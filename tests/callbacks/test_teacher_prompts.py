@@ -137,7 +137,7 @@ def interrupted(prompts):
         (needs_more, ValueError, "teacher_prompt: needs_more needs 'hints', but only prompts, completions"),
         ("no_such.py:make", ValueError, "file not found: no_such.py"),
         (fails, RuntimeError, "teacher_prompt failed: KeyError: 'no example'"),
-        (interrupted, (KeyboardInterrupt, SystemExit), ""),
+        (interrupted, (KeyboardInterrupt, SystemExit), None),
     ],
 )
 def test_functions_that_do_not_work_raise(tmp_path, prompt, error, message):

@@ -339,7 +339,7 @@ def test_anchored_losses_are_those_of_trl(number):
     logprobs = float64(case["logprobs"]).requires_grad_()
     loss = kind(case["beta"])(*(logprobs - float64(case["ref"])).sum(dim=1).chunk(2)).mean()
     assert_close(loss, case["loss"], rtol=1e-5)
-    inside = float64(case["logprobs"]) != 0  # after the last token there is no gradient here
+    inside = float64(case["logprobs"]) != 0  # not the padding
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert_close(gradient[inside], float64(case["gradient"])[inside], rtol=1e-5)
 

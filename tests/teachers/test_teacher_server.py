@@ -163,9 +163,9 @@ def test_server_of_several_models_needs_a_name(stubs):
         TeacherServer([stubs[0].url]).check(LETTERS.load(), 1.0)
 
 
-def test_replies_that_are_no_objects_raise(stubs):
+def test_replies_other_than_objects_raise(stubs):
     stubs[0].answers["/v1/models"] = 200, []
-    with pytest.raises(RuntimeError, match=r"/v1/models returned no JSON object: is it a vLLM server\?"):
+    with pytest.raises(RuntimeError, match=r"/v1/models did not return a JSON object: is it a vLLM server\?"):
         TeacherServer([stubs[0].url]).check(LETTERS.load(), 1.0)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.functional.logprobs import add_product, head_logits
+from lightning_rlhf.functional.logprobs import add_product, head_logits, in_one_dtype
 from lightning_rlhf.functional.products import linear
 from lightning_rlhf.types import LEAST_REST, TopTokens
 
@@ -93,20 +93,12 @@ def distillation_scores(
     Returns:
         Scores of the N tokens.
     """
-    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
+    hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     if isinstance(teacher, TeacherHead):
-        teacher = TeacherHead(*_in_one_dtype(*teacher[:3]), *teacher[3:])
+        teacher = TeacherHead(*in_one_dtype(*teacher[:3]), *teacher[3:])
     with_gradient = torch.is_grad_enabled()
     options = (token_weights, teacher, beta, scale, softcap, memory_bytes, with_gradient)
     return DistillationScores(*_HeadDivergence.apply(hidden, weight, bias, targets, options))
-
-
-def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states and a head in the dtype of the states, or in that of autocast."""
-    device, dtype = hidden.device.type, hidden.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class _HeadDivergence(torch.autograd.Function):
@@ -330,7 +322,7 @@ def top_tokens(
         softcap: soft cap of the logits.
         memory_bytes: memory of the logits at a time; at least one token is computed.
     """
-    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
+    hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # The product, its copy in float32, and a temporary result of logsumexp.
     chunk = max(1, memory_bytes // 3 // (len(weight) * dtype.itemsize))

@@ -136,11 +136,7 @@ def chunked_token_scores(
     if len(hidden) != len(targets):
         raise ValueError(f"one target for each hidden state expected, got {len(targets)} for {len(hidden)}")
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden = hidden.to(dtype)
-        weight = weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     chunk_bytes = chunk_bytes_on(device) if chunk_bytes is None else chunk_bytes
     keep_bytes = keep_bytes_on(device) if keep_bytes is None else keep_bytes
     chunk = max(1, chunk_bytes // (4 * len(weight)))
@@ -150,6 +146,20 @@ def chunked_token_scores(
     options = (scale, softcap, squares, chunk, stored_tokens)
     logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
     return TokenScores(logprobs, entropy, sums)
+
+
+def in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states and a head in the dtype of the states, or in that of autocast.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,) or None.
+    """
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class _HeadScores(torch.autograd.Function):

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, Timer
 
 from lightning_rlhf.compat import optimizer_at
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import counted
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -33,7 +34,7 @@ from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
-_WAITING_SECONDS = 5.0  # between two lines before the first step
+_WAITING_SECONDS = 5.0  # between the first two lines before the first step
 _TIMED_STEPS = 3  # before the first line about the remaining time
 _RECENT_STEPS = 20  # whose median time is the estimate
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
@@ -62,7 +63,8 @@ class StepProgressBar(RichProgressBar):
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
-    Until the first step, a line every five seconds names the work in progress. After three steps, and after each
+    Until the first step, lines name the work in progress: every five seconds at first, then after each fifth of the
+    time so far, at least once in a minute. After three steps, and after each
     quarter of the run, a line has the estimated time of the others, if that is more than five minutes. The last lines
     compare the first and the last validation.
 
@@ -144,6 +146,8 @@ class Console(Callback):
                 f"= {counted(minibatches * module.update_epochs, 'update')}; {counted(steps, 'step')}"
             )
             lines.append(f"rollouts: {loop.engine_description}, at most {loop.max_response_tokens} tokens")
+            if any(reward.weight != 1 for reward in loop.rewards):
+                lines.append(f"reward: {' + '.join(f'{each.weight:g} x {each.label}' for each in loop.rewards)}")
             lines += reward_model_accuracy(module)
         else:
             lines.append(f"one step: {counted(data.batch_size, 'row')}, one update; {counted(steps, 'step')}")
@@ -210,8 +214,12 @@ class Console(Callback):
                     lines[name.rpartition("/")[0]].append(name)
             for line in lines.values():
                 self._line(trainer, line)
-            if trainer.is_global_zero and trainer.global_step == 0 and (sentence := left_to_learn(metrics)):
-                print(sentence, flush=True)
+            if trainer.is_global_zero and trainer.global_step == 0:
+                most_frequent = None
+                if isinstance(trainer.datamodule, PromptDataModule):
+                    most_frequent = trainer.datamodule.most_frequent_answer("val")
+                if sentence := left_to_learn(metrics, most_frequent):
+                    print(sentence, flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the first and the last validation, unless Report prints them."""
@@ -282,11 +290,11 @@ def _has(trainer: Any, kind: type) -> bool:
 
 
 def _print_until(ended: threading.Event, doing: Callable[[], str], seconds: float) -> None:
-    """Print the work in progress, with the seconds so far, until it has ended."""
-    count = 0
-    while not ended.wait(seconds):
-        count += 1
-        print(f"{doing()} ({count * seconds:.0f} s)", flush=True)
+    """Print the work in progress, with the seconds so far, until it has ended; less often the longer it takes."""
+    passed = 0.0
+    while not ended.wait(interval := max(seconds, min(passed / 5, _HEARTBEAT_SECONDS))):
+        passed += interval
+        print(f"{doing()} ({passed:.0f} s)", flush=True)
 
 
 def comparison(directory: Path) -> list[str]:

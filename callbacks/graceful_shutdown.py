@@ -21,6 +21,7 @@ from lightning_rlhf.expected_errors import Interrupted, UsageError, signal_name
 from lightning_rlhf.strategies import ranks
 
 from .checkpoint import last_checkpoint
+from .report_page import ReportPage
 
 log = logging.getLogger(__name__)
 _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set by SLURM since 22.05
@@ -116,7 +117,10 @@ class GracefulShutdown(Callback):
             resume = ""
             if self._trainer is not None:
                 resume = f"; {how_to_resume(self._trainer)}"
-            _print(f"ended {self.grace_seconds:g} s after {signal_name(number)}, during an unfinished step{resume}")
+            reason = f"{self.grace_seconds:g} s after {signal_name(number)}, during an unfinished step"
+            _print(f"ended {reason}{resume}")
+            if self._trainer is not None:
+                end_pages(self._trainer, Interrupted(number, reason))
         finally:
             os._exit(128 + number)
 
@@ -175,6 +179,13 @@ class GracefulShutdown(Callback):
                 log.warning("The last step could not be saved: %s", error)
         if not isinstance(exception, Interrupted):
             self.teardown(trainer, pl_module, "fit")
+
+
+def end_pages(trainer: Trainer, reason: Interrupted) -> None:
+    """Write the reports of a run that ends without Lightning's ``on_exception``."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ReportPage):
+            callback.on_exception(trainer, trainer.lightning_module, reason)
 
 
 def can_resume(trainer: Trainer) -> bool:

@@ -16,6 +16,7 @@ _REPEATED = {
 }
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
+_FIRST_REMEDY = "First add an example of each kind to the prompts; docs/prompts.md has further remedies"
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
 
 
@@ -84,11 +85,12 @@ def before_and_after(
     return validations[0]["step"], validations[-1]["step"], compared
 
 
-def left_to_learn(metrics: Mapping[str, float]) -> str:
+def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float] | None = None) -> str:
     """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 
     Args:
         metrics: metrics of the validation; the fraction of correct responses is read, else the only reward in [0, 1].
+        most_frequent: most frequent correct answer and its fraction of the prompts; None if it is unknown.
     """
     sampled_means = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
     names = [name for name in sampled_means if name.count("/") == 1]  # the others are of sources
@@ -115,13 +117,16 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         )
     if sampled > _NEARLY_ALL:
         return f"{shares}: little is left to learn"
+    if most_frequent is not None and most_frequent[1] >= _FEW and max(greedy, sampled) <= most_frequent[1]:
+        answer, fraction = most_frequent
+        return (
+            f"{shares}: a model that always answers {answer!r} is correct for {fraction:.3f}, so that these may be "
+            f"guesses. {_FIRST_REMEDY}"
+        )
     if greedy > _NEARLY_ALL or greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
         return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
     if sampled == 0 or metrics.get(f"{measure}_sampled_high", sampled) < _FEW:
-        return (
-            f"{shares}: few responses have a reward, so that learning begins slowly. Groups of 16 or 32 responses, or "
-            "easier prompts, make it faster"
-        )
+        return f"{shares}: few responses have a reward, so that learning begins slowly. {_FIRST_REMEDY}"
     rare = {
         name.split("/")[1]: metrics[f"{name}_sampled"]
         for name in sampled_means
@@ -129,7 +134,10 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     }
     if rare:
         kinds = ", ".join(f"{source} ({value:.3f} for sampled responses)" for source, value in rare.items())
-        return f"{shares}: there is something to learn, but little from {kinds}, where few responses have a reward"
+        return (
+            f"{shares}: there is something to learn, but little from {kinds}, where few responses have a reward. "
+            f"{_FIRST_REMEDY}"
+        )
     return f"{shares}: there is something to learn"
 
 
@@ -138,7 +146,7 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a metric has the same value as that of correct responses, and so have both means of its reward."""
+    """Return whether a metric has the same value as that of correct responses, and so have all means of its reward."""
     group, _, last = name.rpartition("/")
     if last == "pass@1":
         return metrics.get(f"{group}/fraction_correct_sampled") == metrics[name]
@@ -146,6 +154,15 @@ def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
         before, ending, k = last.rpartition(f"_{end}")
         same = f"{group}/{other}{k}"
         if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
-            means = [(f"{group}/{before}_{kind}", f"{group}/fraction_correct_{kind}") for kind in ("greedy", "sampled")]
-            return all(metrics.get(mean) == metrics.get(correct) for mean, correct in means)
+            return _is_correctness(before, metrics)
     return False
+
+
+def _is_correctness(reward: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether both means of a reward equal those of the correct responses, for all prompts and each source."""
+    for kind in ("greedy", "sampled"):
+        groups = [name.rpartition("/")[0] for name in metrics if name.endswith(f"/{reward}_{kind}")]
+        for group in groups:
+            if metrics[f"{group}/{reward}_{kind}"] != metrics.get(f"{group}/fraction_correct_{kind}"):
+                return False
+    return True

@@ -51,14 +51,21 @@ def main() -> int:
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     try:
         if (message := _mistakes(name, arguments[1:])) is not None:
-            if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":  # others find the same
+            if _is_first_process():  # others find the same
                 print(f"lightning-rlhf: {message}", file=sys.stderr)
             return 2
+        if name == "fit" and "--print_config" not in arguments and _is_first_process():
+            print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _is_first_process() -> bool:
+    """Return whether this is the first process of the run on this machine."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def _mistakes(name: str, arguments: list[str]) -> str | None:

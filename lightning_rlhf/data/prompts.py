@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,6 +28,12 @@ class Prompt(NamedTuple):
     ids: list[int]
     columns: dict[str, Any]
     messages: list[Message]
+
+
+def correct_answer(columns: Mapping[str, Any]) -> str | None:
+    """Return the correct answer of a row if it is a text or a number, else None."""
+    answer = columns.get("ground_truth")
+    return str(answer) if isinstance(answer, str | int | float) else None
 
 
 class PromptDataModule(RowsDataModule):
@@ -78,6 +85,19 @@ class PromptDataModule(RowsDataModule):
         """Values of the column ``source`` or ``data_source`` in all rows, in alphabetical order."""
         rows = (example.columns for examples in self.examples.values() for example in examples)
         return sorted({name for name in map(source_of, rows) if name is not None})
+
+    def most_frequent_answer(self, part: str) -> tuple[str, float] | None:
+        """Return the most frequent correct answer and its fraction of the rows; None if no row has one.
+
+        Args:
+            part: part of the data, such as ``val``.
+        """
+        rows = self.examples.get(part, ())
+        answers = Counter(answer for answer in (correct_answer(row.columns) for row in rows) if answer is not None)
+        if not answers:
+            return None
+        answer, count = answers.most_common(1)[0]
+        return answer, count / len(rows)
 
     def end_token_warning(self, stop_token_ids: Sequence[int] = ()) -> str:
         """Return a warning if the chat template ends messages with a token at which responses do not end.

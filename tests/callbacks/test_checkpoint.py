@@ -11,10 +11,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf import DPOModule, PreferenceDataModule
-from lightning_rlhf.callbacks import GracefulShutdown, RunCheckpoint, complete
+from lightning_rlhf.callbacks import GracefulShutdown, ReportPage, RunCheckpoint, complete
 from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.report.run_directory import end_state
 from lightning_rlhf.strategies.checkpoints import manifest, reshardable
 from tests.stand_ins import TinyModel, quiet_trainer
 
@@ -185,7 +186,7 @@ def test_expired_grace_period_without_a_checkpoint_promises_none(tmp_path, monke
     codes = []
     monkeypatch.setattr("os._exit", codes.append)
     shutdown = GracefulShutdown(grace_seconds=3)
-    trainer = trainer_with(tmp_path, shutdown, last := RunCheckpoint())
+    trainer = trainer_with(tmp_path, shutdown, last := RunCheckpoint(), ReportPage())
     last.setup(trainer, None, "fit")
     shutdown.setup(trainer, None, "fit")
     shutdown._give_up(15)
@@ -195,3 +196,7 @@ def test_expired_grace_period_without_a_checkpoint_promises_none(tmp_path, monke
         "lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; "
         "no checkpoint was saved yet: the same command starts from the beginning\n"
     )
+    assert end_state(tmp_path) == {
+        "state": "interrupted",
+        "error": "Interrupted: 3 s after SIGTERM, during an unfinished step",
+    }

@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.console import _count, remaining_time, reward_mode
 from lightning_rlhf.callbacks.held_out import before_and_after, left_to_learn, number, shown_names, with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
-from tests.callbacks.conftest import ROWS
+from tests.callbacks.conftest import ROWS, exact
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 
 
@@ -27,6 +27,17 @@ def test_description_has_models_data_and_batch_arithmetic(run, capsys, tmp_path)
     assert "one step: 2 prompts x 4 = 8 responses, 3 x 4 mini-batches of 2 = 12 updates; 2 steps" in screen
     assert "rollouts: a script, at most 4 tokens" in screen
     assert f"run directory: {tmp_path}" in screen
+
+
+def test_description_has_the_weights_of_the_rewards(run, capsys):
+    rewards = [RewardFunction(exact, name="whole"), RewardFunction(exact, name="part", weight=0.5)]
+    run(loop={"rewards": rewards, "val_metric": "whole"}, callbacks=[Console()]).fit()
+    assert "reward: 1 x whole + 0.5 x part" in capsys.readouterr().out.splitlines()
+
+
+def test_first_validation_is_compared_with_the_most_frequent_answer(run, capsys):
+    run(data={"val": InMemory([{**row, "answer": "a"} for row in ROWS])}, callbacks=[Console()]).fit()
+    assert "a model that always answers 'a' is correct for 1.000" in capsys.readouterr().out
 
 
 def test_one_line_is_printed_per_step_and_per_validation(run, capsys):
@@ -169,7 +180,7 @@ def test_validation_metrics_are_shown_once():
     ("greedy", "sampled", "expected"),
     [
         (0.0, 0.0, "nothing to learn from. Use easier prompts"),
-        (0.25, 0.0, "few responses have a reward, so that learning begins slowly"),
+        (0.25, 0.0, "few responses have a reward, so that learning begins slowly. First add an example of each kind"),
         (0.99, 0.96, "little is left to learn"),
         (0.875, 0.164, "the most likely answers are right already"),
         (1.0, 0.875, "the most likely answers are right already"),
@@ -196,11 +207,44 @@ def test_validation_before_training_estimates_the_room_for_improvement(greedy, s
         sources |= {f"val/{source}/fraction_correct_{kind}": value for kind in ("greedy", "sampled")}
     assert left_to_learn(sources).endswith(
         ": there is something to learn, but little from pm (0.020 for sampled responses), where few responses have a "
-        "reward"
+        "reward. First add an example of each kind to the prompts; docs/prompts.md has further remedies"
     )
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
     assert left_to_learn({**two, "val/fraction_correct_greedy": 0.5, "val/fraction_correct_sampled": 0.5})
+
+
+@pytest.mark.parametrize(("fraction", "guesses"), [(0.2, True), (0.15, True), (0.1, False), (0.04, False)])
+def test_results_of_guessing_are_recognised(fraction, guesses):
+    metrics = {"val/fraction_correct_greedy": 0.15, "val/fraction_correct_sampled": 0.12}
+    sentence = left_to_learn(metrics, ("Monday", fraction))
+    assert ("a model that always answers 'Monday' is correct for" in sentence) == guesses
+    assert guesses or sentence.endswith("there is something to learn")
+
+
+def test_reward_that_equals_correctness_for_one_source_only_is_shown_for_all():
+    metrics = {}
+    for source, graded in (("am", 0.3), ("pm", 0.1)):
+        for kind in ("greedy", "sampled"):
+            metrics |= {f"val/{source}/fraction_correct_{kind}": 0.1, f"val/{source}/graded_{kind}": graded}
+    assert {"val/am/graded_greedy", "val/pm/graded_greedy"} <= set(shown_names(metrics))
+    metrics |= {"val/am/graded_greedy": 0.1, "val/am/graded_sampled": 0.1}
+    assert all("graded" not in name for name in shown_names(metrics))
+
+
+def test_lines_about_work_in_progress_become_rarer(monkeypatch, capsys):
+    waits = []
+
+    class Ended:
+        def wait(self, seconds):
+            waits.append(seconds)
+            return len(waits) > 40
+
+    console._print_until(Ended(), lambda: "starting", 5.0)
+    assert waits[:5] == [5, 5, 5, 5, 5]
+    assert waits[-1] == 60
+    assert all(later <= max(5, sum(waits[:i]) / 5) for i, later in enumerate(waits))
+    assert f"starting ({sum(waits[:-1]):.0f} s)" in capsys.readouterr().out
 
 
 def test_first_and_last_validation_are_compared():

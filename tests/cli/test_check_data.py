@@ -92,6 +92,7 @@ def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
         "  columns: 2 rows: prompt <- question (text), ground_truth <- answer (text)",
         "  tokens: least 4, 5 % 4.5, median 9, 95 % 13.5, most 14, all 18",
         "  tokens of the correct answers, without the end token: median 7.5, most 13",
+        "  most frequent correct answer: 'so', 0.500 of the rows",
         "  batches of an epoch: 1",
         "  first prompt, 4 tokens:",
         "    | why?",

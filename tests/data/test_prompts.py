@@ -69,3 +69,14 @@ def test_fewer_rows_than_a_batch_are_rejected():
     module = module_of(PromptDataModule, {"prompt": "a"}, batch_size=2)
     with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 usable rows"):
         module.train_dataloader()
+
+
+def test_most_frequent_answer_is_that_of_texts_and_numbers():
+    answers = ["b", "a", "a", 7, 7, 7, ["a"], None]
+    module = module_of(PromptDataModule, *({"prompt": "x", "answer": answer} for answer in answers))
+    module.setup("fit")
+    assert module.most_frequent_answer("train") == ("7", 3 / 8)
+    assert module.most_frequent_answer("val") is None
+    without = module_of(PromptDataModule, {"prompt": "x"})
+    without.setup("fit")
+    assert without.most_frequent_answer("train") is None

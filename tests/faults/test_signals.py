@@ -11,6 +11,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
+from lightning_rlhf.report.run_directory import end_state
 from tests.faults.runs import ROOT, assert_same, callback, checkpoint, output, ppo
 
 TERM, CTRL_C = int(signal.SIGTERM), int(signal.SIGINT)
@@ -99,7 +100,9 @@ def test_process_that_hangs_within_a_step_ends_after_the_grace_period(forge, tmp
     began = time.monotonic()
     assert forge.attempt(tmp_path, config, position=(_UPDATE, 8 * 2 + 1, [TERM, "hang"])) == 143
     assert time.monotonic() - began < 60
-    assert last_line(tmp_path) == (f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}")
+    assert f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}" in output(tmp_path)
+    assert end_state(tmp_path / "run")["state"] == "interrupted"
+    assert "during an unfinished step" in (tmp_path / "run/report.html").read_text()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.prompts import Prompt, PromptDataModule
+from lightning_rlhf.data.prompts import Prompt, PromptDataModule, correct_answer
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
 from lightning_rlhf.models.positions import check_positions, max_positions
@@ -159,14 +159,15 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "unknown": report.describe_unknown(),
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
         "answer_tokens": _answer_tokens(data, examples) if isinstance(data, PromptDataModule) else {},
+        "most_frequent_answer": data.most_frequent_answer(part) if isinstance(data, PromptDataModule) else None,
         "sample": describe_batch(data.collate(examples[:1], [0], [0], 0), data.tokenizer),
     }
 
 
 def _answer_tokens(data: PromptDataModule, examples: Sequence[Prompt]) -> dict[str, float]:
     """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
-    answers = [example.columns.get("ground_truth") for example in examples]
-    lengths = [len(data.ids(str(answer))) for answer in answers if isinstance(answer, str | int | float)]
+    answers = (correct_answer(example.columns) for example in examples)
+    lengths = [len(data.ids(answer)) for answer in answers if answer is not None]
     if lengths:
         return _quantiles(lengths)
     return {}
@@ -318,6 +319,9 @@ def render(result: dict[str, Any]) -> str:
         if part["answer_tokens"]:
             answers = ", ".join(f"{key} {part['answer_tokens'][key]:g}" for key in ("median", "most"))
             lines.append(f"  tokens of the correct answers, without the end token: {answers}")
+        if part["most_frequent_answer"]:
+            answer, fraction = part["most_frequent_answer"]
+            lines.append(f"  most frequent correct answer: {_short(answer)!r}, {fraction:.3f} of the rows")
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
         if "batches" in part:

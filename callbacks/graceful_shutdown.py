@@ -183,7 +183,7 @@ class GracefulShutdown(Callback):
 
 def end_pages(trainer: Trainer, reason: Interrupted) -> None:
     """Write the reports of a run that ends without Lightning's ``on_exception``."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if isinstance(callback, ReportPage):
             callback.on_exception(trainer, trainer.lightning_module, reason)
 

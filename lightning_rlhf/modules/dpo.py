@@ -84,7 +84,7 @@ class DPOModule(PairModule):
             with torch.no_grad():
                 reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
         logprobs = text_scores(self, "actor", texts)[0].logprobs.sum(dim=1)
-        if self.loss.length_normalized and not self.has_reference:
+        if not self.has_reference and self.loss.length_normalized:
             return logprobs / _tokens(texts), logprobs
         return logprobs - reference, logprobs
 

@@ -327,7 +327,7 @@ class RLHFModule(RoleModule):
         self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
     ) -> Tensor:
         """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
-        logprobs, entropy, mask = scores.logprobs, scores.entropy, rows.mask
+        logprobs, mask = scores.logprobs, rows.mask
         policy, diagnostics = self.policy_loss(
             logprobs,
             rows.old_logprobs,
@@ -338,13 +338,13 @@ class RLHFModule(RoleModule):
         )
         loss = policy = policy * self.importance_weights(logprobs, rows, means)
         if self.ent_coef > 0:
-            loss = loss - self.ent_coef * entropy
+            loss = loss - self.ent_coef * scores.entropy
         if self.kl_loss.coef > 0:
             kl = self.kl_loss(logprobs, rows.ref_logprobs, mask, rows.old_logprobs)
             loss = loss + self.kl_loss.coef * kl
             means.add("loss/kl", kl, mask)
         means.add_approx_kl(diagnostics.pop("approx_kl"), mask)
-        named = {"loss/policy": policy, "policy/entropy": entropy}
+        named = {"loss/policy": policy, "policy/entropy": scores.entropy}
         for name, values in (named | {f"policy/{name}": values for name, values in diagnostics.items()}).items():
             means.add(name, values, mask)
         return self.aggregated(loss, rows)

@@ -8,7 +8,7 @@ import yaml
 from lightning_rlhf import GRPOModule
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.source_classes import find_class
-from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
+from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -20,12 +20,14 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_te
 
 def test_schedule_and_optimizer_can_be_instantiated():
     snippets = [yaml.safe_load(item) for item in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-    assert [list(snippet) for snippet in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"]]
-    schedule, adamw = (next(iter(snippet.values())) for snippet in snippets)
+    assert [list(snippet) for snippet in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"], ["actor_optimizer"]]
+    schedule, adamw, muon = (next(iter(snippet.values())) for snippet in snippets)
     assert load_function(schedule["class_path"]) is RunSchedule
     RunSchedule(optimizer(), **schedule["init_args"]).stretch(100)
     assert load_function(adamw["class_path"]) is MatrixDecayAdamW
     MatrixDecayAdamW(TinyModel().causal().parameters(), **adamw["init_args"])
+    assert load_function(muon["class_path"]) is MuonAdamW
+    MuonAdamW(TinyModel().causal().parameters(), **muon["init_args"])
 
 
 def test_values_refer_to_existing_arguments():

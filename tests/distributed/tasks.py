@@ -42,7 +42,7 @@ from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
+from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
@@ -159,6 +159,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     decay = options.pop("matrix_decay", None)
     kind_of_adamw = torch.optim.AdamW if decay is None else MatrixDecayAdamW
     adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
+    if options.pop("muon", False):
+        adamw = partial(MuonAdamW, lr=1e-3)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}

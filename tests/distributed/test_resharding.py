@@ -109,6 +109,18 @@ def test_pairs_that_cover_every_way_of_storing_state(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_momentum_of_muon_is_read_by_every_strategy_that_keeps_matrices(tmp_path, monkeypatch):
+    pairs = [("single", "fsdp 2"), ("fsdp 2", "ddp 2"), ("ddp 2", "single")]
+    monkeypatch.setitem(WALKS, "muon", ({"muon": True}, pairs))
+    for kind, writer, reader, differs, error in walked(["muon"], tmp_path):
+        assert differs is None, f"{kind}, {writer} to {reader}: {differs}"
+        assert error <= 1e-3  # the orthogonalisation computes in bfloat16
+    momentum = "optim.state.lm.model.layers.0.mlp.up_proj.weight.momentum_buffer"
+    assert momentum in roles(tmp_path / "muon/fsdp 2")["actor"][0]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_documented_pairs_of_strategies(tmp_path):
     assert_walks(list(WALKS), tmp_path)

@@ -42,6 +42,7 @@ class ReshardableCheckpoints:
     """
 
     replicates_roles = False  # whether every rank has a full copy of each role, so that only rank 0 saves it
+    keeps_matrices = True  # whether optimizers step on parameters with the shapes of the model, not on flat pieces
     restore_checkpoint_after_setup = True  # after models are sharded and optimizers constructed
     lightning_restore_optimizer = False
 

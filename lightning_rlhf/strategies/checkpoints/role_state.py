@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
@@ -189,23 +189,31 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> T
     )
 
 
-def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Raise for an optimizer that cannot be constructed or whose state cannot be resharded.
+def check_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, keeps_matrices: bool = True
+) -> None:
+    """Raise for an optimizer that cannot be constructed, needs other parameters, or whose state cannot be resharded.
 
     A trial instance takes one step on a small parameter.
 
     Args:
         make: factory of the optimizer.
         device: device of the trial.
+        keeps_matrices: whether the strategy gives matrices to the optimizer, not flat pieces of them.
 
     Raises:
-        ValueError: invalid settings, or a state that cannot be stored.
+        ValueError: invalid settings, an optimizer of matrices for flat pieces, or a state that cannot be stored.
     """
     parameter = nn.Parameter(torch.ones(64, 128, device=device))
     try:
         optimizer = make([parameter])
     except ValueError as error:
         raise UsageError(f"the optimizer's settings are invalid: {error}") from error
+    if not keeps_matrices and (isinstance(optimizer, Muon) or hasattr(optimizer, "needs_matrices")):
+        raise UsageError(
+            f"{type(optimizer).__name__} needs whole matrices, which DeepSpeed divides into flat pieces: use rlhf_fsdp "
+            f"or rlhf_ddp, or another optimizer such as torch.optim.AdamW"
+        )
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for key, value in optimizer.state[parameter].items():

@@ -72,6 +72,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         ValueError: an argument contradicts another one.
     """
 
+    keeps_matrices = False
+
     def __init__(
         self,
         stage: int = 3,

@@ -75,7 +75,7 @@ class RolloutSettings:
         count = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
         check_loops(type(module).__name__, count, provided=True)
         labels = list(self.reward_weights)
-        if not labels and "reward_model" not in module.sources and module.needs_rewards:
+        if not labels and "reward_model" not in module.sources and module.advantages.needs_rewards:
             raise UsageError(
                 "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
             )

@@ -54,7 +54,7 @@ def main() -> int:
             if _is_first_process():  # others find the same
                 print(f"lightning-rlhf: {message}", file=sys.stderr)
             return 2
-        if name == "fit" and "--print_config" not in arguments and _is_first_process():
+        if name == "fit" and not {"--print_config", "--help-all"} & set(arguments) and _is_first_process():
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))

@@ -90,6 +90,7 @@ def functions():
 
 # docs/algorithms/ shows parts of configs/algorithms/, which tests/cli/test_algorithm_configs.py compares;
 # tests/cli/test_own_algorithm_page.py runs docs/own_algorithm.md with its classes.
+@pytest.mark.quick_cases(20)
 @pytest.mark.parametrize(("language", "block"), blocks("yaml", but=("docs/algorithms/", "docs/own_algorithm.md")))
 def test_yaml_blocks_are_valid_configurations(language, block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -82,7 +82,6 @@ class DistillationModule(RLHFModule):
         max_grad_norm: global norm that the gradient is clipped to; None does not clip.
     """
 
-    needs_rewards = False
     has_entropy_bonus = False
     needs_current_rollouts = False
 
@@ -317,12 +316,9 @@ class DistillationModule(RLHFModule):
         return scores.loss
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
-        """Return the metrics of a rollout without those of advantages, and of rewards if it has none."""
+        """Return the metrics of a rollout without those of advantages. All ranks."""
         metrics = super().rollout_metrics(experience, roles)
-        absent = ["advantage/", "return/"]
-        if not experience.rollout.rewards:
-            absent += ["reward/", "group/"]
-        return {name: value for name, value in metrics.items() if not name.startswith(tuple(absent))}
+        return {name: value for name, value in metrics.items() if not name.startswith(("advantage/", "return/"))}
 
     @torch.no_grad()
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:

@@ -105,7 +105,6 @@ class RLHFModule(RoleModule):
     trained_roles: tuple[str, ...] = ("actor",)
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
-    needs_rewards = True  # whether there is nothing to learn from without a reward
     has_entropy_bonus = True  # whether the loss uses ent_coef
     needs_current_rollouts = True  # whether responses of older weights need a correction
     last_rollout: Rollout | None = None  # the last one that was received, for callbacks
@@ -135,7 +134,9 @@ class RLHFModule(RoleModule):
         target_kl: float | None = None,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
-        self.has_ref = self.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
+        if advantages.needs_ref and ref is None:
+            raise UsageError(f"{type(advantages).__name__} learns from a teacher: set ref to its directory or hub id")
+        self.has_ref = self.needs_ref or advantages.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
         ref = (actor if ref is None else ref) if self.has_ref else None
         self.set_sources(actor=actor, ref=ref, reward_model=reward_model)
         self.advantages = advantages
@@ -240,13 +241,16 @@ class RLHFModule(RoleModule):
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
-        """Return the metrics of a rollout over all ranks. All ranks.
+        """Return the metrics of a rollout over all ranks, without those of rewards if there is none. All ranks.
 
         Args:
             experience: rows of this rank.
             roles: names of the roles that exist.
         """
-        return describe(experience, roles, self.data_ranks)
+        metrics = describe(experience, roles, self.data_ranks)
+        if experience.rollout.rewards or "reward_model" in self.sources:
+            return metrics
+        return {name: value for name, value in metrics.items() if not name.startswith(("reward/", "group/"))}
 
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
@@ -446,8 +450,9 @@ class RLHFModule(RoleModule):
             rewards=rollout.rewards,
             greedy_reward=None if received.greedy is None else self.total_reward(received.greedy)[rollout.group],
             sum_pi_squared=old.sum_pi_squared,
-            logprobs=None if old.sum_pi_squared is None else old.logprobs,
+            logprobs=old.logprobs if self.advantages.needs_sum_pi_squared or self.advantages.needs_ref else None,
             weights=weights,
+            ref_logprobs=ref_logprobs if self.advantages.needs_ref else None,
         )
         advantages, returns = self.advantages(inputs, ranks)
         advantages = advantages.masked_fill(~mask, 0)
@@ -487,6 +492,7 @@ class RLHFModule(RoleModule):
             or self.kl_reward.coef > 0
             or not self.correction.only_measures
             or self.advantages.needs_sum_pi_squared
+            or self.advantages.needs_ref
             or self.policy_loss.selects_tokens
             or self.selects_rows
             or self.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")

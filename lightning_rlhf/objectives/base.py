@@ -31,8 +31,9 @@ class AdvantageInputs:
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
             ``needs_sum_pi_squared``.
         logprobs: (B, T) log-probabilities of the actor before the first update; None unless
-            ``needs_sum_pi_squared``.
+            ``needs_sum_pi_squared`` or ``needs_ref``.
         weights: (B, T) importance weights of a rollout correction; None without one.
+        ref_logprobs: (B, T) log-probabilities of the frozen reference; None unless ``needs_ref``.
     """
 
     token_rewards: Tensor
@@ -45,6 +46,7 @@ class AdvantageInputs:
     sum_pi_squared: Tensor | None = None
     logprobs: Tensor | None = None
     weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.token_rewards.is_floating_point():
@@ -66,6 +68,8 @@ class AdvantageEstimator(ABC):
     needs_groups: ClassVar[bool] = False  # at least two responses to each prompt
     needs_greedy: ClassVar[bool] = False  # a greedy response to each prompt, judged like the others
     needs_sum_pi_squared: ClassVar[bool] = False
+    needs_ref: ClassVar[bool] = False  # log-probabilities of the reference
+    needs_rewards: ClassVar[bool] = True  # False: without rewards, there is something to learn from, too
     reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
 
     @abstractmethod

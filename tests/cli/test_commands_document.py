@@ -32,7 +32,7 @@ def files(config):
     config["trainer"] |= {"default_root_dir": "runs/x"}
     config["trainer"]["callbacks"].append(CHECKPOINTS)
     Path("x.yaml").write_text(yaml.safe_dump(config))
-    (rows,), (functions,) = blocks("json"), blocks("python")
+    (rows,), (_, functions) = blocks("json"), blocks("python")
     Path("questions.jsonl").write_text(rows)
     Path("rewards.py").write_text(functions)
 
@@ -56,7 +56,7 @@ def call(monkeypatch, capsys):
     return call
 
 
-def test_documented_commands_work(files, call, monkeypatch):
+def test_documented_commands_work(files, call, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")  # vLLM takes half a minute
     monkeypatch.setattr(response_backends, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
     lines = [line for block in blocks("bash") for line in block.splitlines()]
@@ -69,6 +69,8 @@ def test_documented_commands_work(files, call, monkeypatch):
     right = json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]["right"]
     assert {"mean", "low", "high", "pass@4", "maj@4"} <= right.keys()
     assert Path("models/x/README.md").is_file()
+    exec(compile(blocks("python")[0], "docs/commands.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("12+30=")
 
 
 def test_documented_commands_that_need_a_server_are_parsed():

@@ -8,13 +8,15 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader
 
-from lightning_rlhf import DistillationModule
+from lightning_rlhf import DistillationModule, RLHFModule
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
+from lightning_rlhf.objectives.advantages import TeacherLogRatio
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
+from lightning_rlhf.objectives.group_advantages import RLOO
 from tests.helpers import assert_close
 from tests.models.architectures import tiny
 from tests.stand_ins import TINY_LLAMA, HandOver, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
@@ -383,3 +385,36 @@ def test_text_of_5000_tokens_has_the_divergence_of_its_tokens():
             p, q = (role.lm(ids).logits[0, :-1].log_softmax(-1) for role in (module.actor, module.teacher))
             losses.append((p.exp() * (p - q)).sum(-1))
     assert_close(loss, torch.cat(losses).mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
+def test_log_ratio_of_a_teacher_is_the_advantage_of_each_token(reward_coef):
+    rollout = replace(rollout_of(ROWS, dtype=torch.float64), group=torch.tensor([0, 0, 0, 1, 1, 1]))
+    advantages = TeacherLogRatio(rewards=RLOO() if reward_coef else None, reward_coef=reward_coef)
+    module = RLHFModule(
+        STUDENT,
+        ref=TEACHER,
+        advantages=advantages,
+        actor_optimizer=partial(torch.optim.SGD, lr=RATE),
+        max_grad_norm=None,
+        micro_batch_tokens=30,
+    )
+    module.metrics = fit(module, [rollout]).callback_metrics
+    student, teacher = STUDENT.causal().lm, TEACHER.causal().lm
+    losses, count = 0.0, 0
+    for number, row in enumerate(ROWS):
+        p, q = (
+            lm(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
+            for lm in (student, teacher)
+        )
+        p, q = (x.gather(-1, torch.tensor(row.tokens).unsqueeze(-1)).squeeze(-1)[torch.tensor(row.mask)] for x in (p, q))
+        others = rollout.reward[(rollout.group == rollout.group[number]) & (torch.arange(len(ROWS)) != number)]
+        of_rewards = (rollout.reward[number] - others.mean()).double() if reward_coef else 0.0
+        losses = losses - ((q - p).detach() * p + reward_coef * of_rewards * p).sum()
+        count += len(p)
+    (losses / count).backward()
+    gradients = {name: p.grad for name, p in student.named_parameters()}
+    for name, moved in change(module).items():
+        assert_close(moved, gradients[name], atol=1e-9)
+    if not reward_coef:
+        assert "advantage/mean" in module.metrics

@@ -117,6 +117,7 @@ def commands():
     return [pytest.param(words, id=f"{document}: {' '.join(words)[:60]}") for words, document in result.items()]
 
 
+@pytest.mark.quick_cases(24)
 @pytest.mark.parametrize("words", commands())
 def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
     program, *arguments = words

@@ -93,6 +93,7 @@ def test_finished_completions_are_passed_on_one_at_a_time():
 
 
 @vllm
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_push_waits_for_earlier_responses(engines):
     engine = engines.tied

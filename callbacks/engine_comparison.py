@@ -15,7 +15,7 @@ from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.rollout.generation import Generation, submit
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import Request, collect
-from lightning_rlhf.types import Completion, Rollout, SamplingParams
+from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
 _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
 # Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
@@ -47,7 +47,8 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
         RuntimeError: a bound is exceeded on any rank.
     """
     gaps = (actor_logprobs(module, rollout).cpu() - rollout.rollout_logprobs.cpu()).abs()
-    check_gaps(engine, module, gaps[rollout.response_mask.cpu()], max_logprob_diff, module.trainer.global_step)
+    compared = (rollout.response_mask & rollout.sampled_rows.unsqueeze(1)).cpu()
+    check_gaps(engine, module, gaps[compared], max_logprob_diff, module.trainer.global_step)
 
 
 def check_first_rows(
@@ -199,8 +200,10 @@ class PushChecks:
     def begin(self, request: Request, version: int) -> None:
         """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
 
+        A rank without sampled responses evaluates a text of two tokens, because a sharded forward pass needs all ranks.
+
         Args:
-            request: finished responses to at least one prompt.
+            request: finished responses.
             version: version of the policy that was pushed.
         """
         if not self.rows:
@@ -213,11 +216,16 @@ class PushChecks:
             shortened(prompt, response.token_ids, longest)
             for prompt, response in zip(prompts.token_ids, responses, strict=True)
         ]
+        has_responses = bool(parts)
+        if not has_responses:
+            prompts, parts = PromptBatch([0], [[0]], [""], {}), [([0], [0])]
         known = replace(prompts, token_ids=[prompt for prompt, _ in parts])
         ends = [end for _, end in parts]
         texts = [[*prompt, *end] for prompt, end in parts]
         completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
         logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+        if not has_responses:
+            texts, ends, logprobs = [], [], logprobs[:0]
         generation = submit(sampler.engine, texts, SamplingParams(1, echo=True), [0] * len(texts))
         unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))

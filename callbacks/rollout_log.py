@@ -21,7 +21,7 @@ from lightning_rlhf.report.values import finite
 
 from .checks import check_at_least, check_module, last_step_of
 from .rollout_loop import RolloutLoop
-from .rollout_rows import correct_answers, end_of, own_parts, segments_of, token_values, value_counts
+from .rollout_rows import correct_answers, end_of, group_size_of, own_parts, segments_of, token_values, value_counts
 
 
 class RolloutLog(Callback):
@@ -86,7 +86,8 @@ class RolloutLog(Callback):
         """Write the file of a step, and print a table when it is due."""
         if trainer.fast_dev_run:
             return
-        rows = self.rows(trainer, pl_module, correct_answers(last_step_of(self, pl_module).experience.rollout, batch))
+        rollout = last_step_of(self, pl_module).experience.rollout
+        rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
         self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
@@ -140,7 +141,7 @@ class RolloutLog(Callback):
         }
         lengths = rollout.response_lengths.tolist()
         valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
-        group_size = len(step) // len(step.rollout.group.unique())
+        group_size = _group_size(trainer) or group_size_of(step.rollout)
         rows = []
         for i in range(count):
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
@@ -158,7 +159,7 @@ class RolloutLog(Callback):
                     "kl": kl[i].item() if module.has_ref else None,
                     "response_tokens": lengths[i],
                     "truncated": truncated,
-                    **end_of(truncated, conversations.get(position)),
+                    **end_of(truncated, conversations.get(position), given=not bool(rollout.sampled_rows[i])),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": position // group_size,
                     **(
@@ -200,6 +201,11 @@ class RolloutLog(Callback):
 
 def _loops(trainer: Trainer) -> list[RolloutLoop]:
     return [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
+
+
+def _group_size(trainer: Trainer) -> int | None:
+    """Return the number of responses per prompt; None without a RolloutLoop."""
+    return next((loop.group_size for loop in _loops(trainer)), None)
 
 
 def _marked(row: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.given import GivenResponses
 from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
@@ -71,6 +72,8 @@ class RolloutLoop(Callback):
         teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the
             data with text or messages, or a function of the same arguments as a reward function, which returns one for
             each response. None gives the teacher the student's prompt.
+        given_responses: prompts whose responses are those of the data, for distillation and demonstrations; None
+            samples all responses.
     """
 
     provides_rollouts = True
@@ -93,6 +96,7 @@ class RolloutLoop(Callback):
         max_staleness: int = 0,
         environment: EnvironmentSettings | None = None,
         teacher_prompt: TeacherPrompt | None = None,
+        given_responses: GivenResponses | None = None,
     ) -> None:
         check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
         check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
@@ -118,6 +122,7 @@ class RolloutLoop(Callback):
         self.max_staleness = max_staleness
         self.environment = environment
         self.teacher_prompt = teacher_prompt
+        self.given_responses = given_responses
         self._engine_choice = engine
         self._engine: RunEngine | None = None
         self._sampler: ResponseSampler | None = None
@@ -188,6 +193,7 @@ class RolloutLoop(Callback):
             environment=self.environment,
             val_metric=self.val_metric,
             teacher_prompt=self.teacher_prompt,
+            given_responses=self.given_responses,
         )
 
     def _add_validation(self, trainer: Any) -> None:

@@ -20,6 +20,7 @@ from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSa
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
 from lightning_rlhf.rollout.dynamic_sampling import WithContrast
+from lightning_rlhf.rollout.given import WithGiven
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
@@ -122,6 +123,17 @@ def make_parts(
         has_environment = settings.environment is not None
         teacher_prompts = TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit, has_environment)
         source = WithTeacherPrompts(source, teacher_prompts, roles)
+    if settings.given_responses is not None:
+        source = WithGiven(
+            source,
+            settings.given_responses,
+            trainer.datamodule,
+            samples=settings.group_size,
+            temperature=settings.temperature,
+            rewards=list(settings.reward_weights),
+            has_environment=settings.environment is not None,
+            is_agent=settings.environment is not None and settings.environment.is_agent,
+        )
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:

@@ -43,13 +43,16 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
     return {"segments": segments}
 
 
-def end_of(truncated: bool, conversation: ConversationRecord | None) -> dict[str, Any]:
+def end_of(truncated: bool, conversation: ConversationRecord | None, given: bool = False) -> dict[str, Any]:
     """Return why a response ended, and the numbers of turns and tool calls of a conversation.
 
     Args:
         truncated: whether the length limit cut the response.
         conversation: record of a conversation with an environment; None without one.
+        given: whether it is a response of the data.
     """
+    if given:
+        return {"stop": "given"}
     if conversation is None:
         return {"stop": "length" if truncated else "stop"}
     turns = len(conversation.turn_ends)
@@ -146,16 +149,27 @@ def own_parts(prompts: Sequence[str]) -> list[str]:
     return [f"{mark}{text[start : len(text) - left_out]}" for text in prompts]
 
 
-def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
+def group_size_of(rollout: Rollout) -> int:
+    """Return the number of responses to each prompt of a rollout; 1 if all responses are given.
+
+    Args:
+        rollout: rollout of this rank.
+    """
+    group = rollout.group[rollout.sampled_rows]
+    return max(len(group) // max(len(group.unique()), 1), 1)
+
+
+def correct_answers(rollout: Rollout, batch: PromptBatch, group_size: int | None = None) -> list[Any]:
     """Return the correct answer to the prompt of each response; an empty list if the data has no answers.
 
     Args:
         rollout: rollout of this rank.
         batch: prompts of this rank.
+        group_size: responses per prompt; None counts them.
     """
     answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
     if answers is None:
         return []
-    size = len(rollout) // len(rollout.group.unique())
+    size = group_size or group_size_of(rollout)
     prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
     return [answers[prompts[position // size]] for position in rollout.position.tolist()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.given import GivenResponses
 from lightning_rlhf.rollout.scorer import check_reward_functions
 from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
@@ -42,6 +44,7 @@ class RolloutSettings:
     environment: EnvironmentSettings | None
     val_metric: str | None
     teacher_prompt: TeacherPrompt | None
+    given_responses: GivenResponses | None
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -88,6 +91,8 @@ class RolloutSettings:
                 f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
                 f"DistillationModule"
             )
+        if self.given_responses is not None:
+            self._check_given(self.given_responses, trainer, module)
         check_val_metric(self.val_metric, labels)
         if self.val_metric is not None and "val" not in data.reports:
             log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
@@ -105,6 +110,29 @@ class RolloutSettings:
         roles = {f"the {name}": source for name, source in module.sources.items()}
         check_positions(roles, data.longest_text, self.max_response_tokens, module.has_pairs)
         check_reward_functions(self.rewards, executor, data, self.environment)
+
+    def _check_given(self, given: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate that module and data can use given responses.
+
+        Raises:
+            ValueError: the module learns from sampled responses only, another feature needs them, or the data lack
+                responses.
+        """
+        if not module.accepts_given_responses:
+            raise UsageError(
+                f"given_responses is set, but {type(module).__name__} learns from sampled responses only: remove it, "
+                f"or use DistillationModule or MixtureModule"
+            )
+        others = {"teacher_prompt": self.teacher_prompt, "dynamic_sampling": self.dynamic_sampling}
+        if name := next((name for name, value in others.items() if value is not None), None):
+            raise UsageError(f"given_responses and {name} of RolloutLoop cannot be combined: remove one of them")
+        if module.advantages.needs_greedy:
+            raise UsageError(
+                f"{type(module.advantages).__name__} needs a greedy response to each prompt, which prompts with given "
+                f"responses do not have: use another estimator"
+            )
+        longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
+        given.check(trainer.datamodule, longest)
 
     def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.

@@ -65,17 +65,19 @@ def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, m
         largest["generation"] = covered([request.interval for request in sampled.requests], -inf, inf)
     summed = {"tokens": float(tokens)}
     if max_staleness:
-        versions = sampled.rollout.policy_version[sampled.rollout.response_mask]
+        rollout = sampled.rollout
+        versions = rollout.policy_version[rollout.response_mask & rollout.sampled_rows.unsqueeze(1)]
         staleness = module.trainer.global_step - versions.double()
-        largest["rollout/staleness_max"] = float(staleness.max())
+        largest["rollout/staleness_max"] = float(staleness.max()) if len(staleness) else 0.0
         summed |= {"staleness": float(staleness.sum()), "trained": float(len(staleness))}
     metrics = max_over_ranks(largest, ranks, device)  # all ranks wait for the slowest
     total = sum_over_ranks(summed, ranks, device)
     seconds = metrics.pop("generation")
-    if not any(isinstance(request.generation, RestoredGeneration) for request in sampled.requests):
+    restored = any(isinstance(request.generation, RestoredGeneration) for request in sampled.requests)
+    if not restored and seconds > 0:  # 0 if all responses are given
         metrics["rollout/tokens_per_s"] = total["tokens"] / seconds
     if max_staleness:
-        metrics["rollout/staleness_mean"] = total["staleness"] / total["trained"]
+        metrics["rollout/staleness_mean"] = total["staleness"] / max(total["trained"], 1.0)
         if metrics["rollout/staleness_max"] > max_staleness:
             raise RunError(
                 f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "

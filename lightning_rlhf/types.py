@@ -257,6 +257,24 @@ class PromptBatch:
             sources=self.sources[prompts],
         )
 
+    def take(self, numbers: Sequence[int]) -> PromptBatch:
+        """Return the prompts with some numbers, which keep their positions in the global batch."""
+        positions = self.positions or range(len(self))
+
+        def chosen(values: Sequence[Any]) -> list[Any]:
+            return [values[number] for number in numbers] if values else []
+
+        return PromptBatch(
+            indices=chosen(self.indices),
+            token_ids=chosen(self.token_ids),
+            texts=chosen(self.texts),
+            columns={name: chosen(values) for name, values in self.columns.items()},
+            epoch=self.epoch,
+            positions=chosen(positions),
+            messages=chosen(self.messages),
+            sources=chosen(self.sources),
+        )
+
     def to(self, device: torch.device | str) -> PromptBatch:
         """Return the batch unchanged, because it has no tensors; Lightning calls this on every batch."""
         return self
@@ -291,6 +309,8 @@ class Rollout(TensorBatch):
         teacher_prompt_lengths: (B,) int64, their lengths; None without them.
         source: (B,) int64, number of the source of each row's prompt among those of the data, -1 without one; None if
             the data has none.
+        given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0 and
+            their ``rewards`` NaN. None if all were sampled.
     """
 
     prompt_ids: Tensor
@@ -312,6 +332,7 @@ class Rollout(TensorBatch):
     teacher_prompt_ids: Tensor | None = None
     teacher_prompt_lengths: Tensor | None = None
     source: Tensor | None = None
+    given: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
@@ -331,6 +352,13 @@ class Rollout(TensorBatch):
     def total_lengths(self) -> Tensor:
         """(B,) tokens of prompt and response together."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def sampled_rows(self) -> Tensor:
+        """(B,) bool, the responses that the policy sampled."""
+        if self.given is None:
+            return torch.ones_like(self.truncated)
+        return ~self.given
 
     @property
     def sampled_lengths(self) -> Tensor:

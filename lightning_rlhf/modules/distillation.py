@@ -83,6 +83,7 @@ class DistillationModule(RLHFModule):
     """
 
     has_entropy_bonus = False
+    accepts_given_responses = True
     needs_current_rollouts = False
 
     def __init__(

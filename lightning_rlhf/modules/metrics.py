@@ -157,8 +157,9 @@ def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = 
         averages[f"{name}mean"] = (values, mask)
         maxima[f"{name}max"] = (values, mask)
         minima[f"{name}min"] = (-values, mask)
-    averages["rollout/logprob_diff_mean"] = (gap, rollout.response_mask)
-    maxima["rollout/logprob_diff_max"] = (gap, rollout.response_mask)
+    sampled = rollout.response_mask & rollout.sampled_rows.unsqueeze(1)
+    averages["rollout/logprob_diff_mean"] = (gap, sampled)
+    maxima["rollout/logprob_diff_max"] = (gap, sampled)
     metrics = means_over_ranks(averages, ranks)
     extremes = maxima_over_ranks(maxima | minima, ranks)
     metrics |= {name: -value if name in minima else value for name, value in extremes.items()}
@@ -175,7 +176,7 @@ def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = 
 def _standard_deviations(experience: Experience, means: dict[str, float], ranks: DataRanks) -> dict[str, float]:
     """Compute the standard deviation of each reward (divisor n) around its mean over all ranks."""
     reward = experience.reward.double()
-    squares = {"reward/std": ((reward - means["reward/mean"]) ** 2, torch.ones_like(experience.rollout.truncated))}
+    squares = {"reward/std": ((reward - means["reward/mean"]) ** 2, experience.rollout.sampled_rows)}
     for name, values in experience.rollout.rewards.items():
         squares[f"reward/{name}_std"] = ((values.double() - means[f"reward/{name}"]) ** 2, ~values.isnan())
     return {name: variance**0.5 for name, variance in means_over_ranks(squares, ranks).items()}
@@ -184,7 +185,7 @@ def _standard_deviations(experience: Experience, means: dict[str, float], ranks:
 def _ranges(experience: Experience, roles: Collection[str]) -> _Masked:
     """Return the values that are logged by mean, largest and smallest."""
     rollout = experience.rollout
-    every = torch.ones_like(rollout.truncated)
+    every = rollout.sampled_rows
     values = {
         "reward/": (experience.reward, every),
         "advantage/": (experience.advantages, experience.mask),
@@ -204,7 +205,7 @@ def _ranges(experience: Experience, roles: Collection[str]) -> _Masked:
 def _averages(experience: Experience, roles: Collection[str]) -> _Masked:
     """Return the values that are logged by their mean alone."""
     rollout = experience.rollout
-    every = torch.ones_like(rollout.truncated)
+    every = rollout.sampled_rows
     values = {"rollout/truncated_fraction": (rollout.truncated, every)}
     values |= {f"reward/{name}": (rewards, ~rewards.isnan()) for name, rewards in rollout.rewards.items()}
     if "ref" in roles:
@@ -216,9 +217,10 @@ def _averages(experience: Experience, roles: Collection[str]) -> _Masked:
 
 
 def _group_averages(experience: Experience) -> _Masked:
-    """Return one value per prompt; all responses of a group are on one rank."""
-    reward = experience.reward.double()
-    _, group, sizes = experience.rollout.group.unique(return_inverse=True, return_counts=True)
+    """Return one value per prompt with sampled responses; all responses of a group are on one rank."""
+    sampled = experience.rollout.sampled_rows
+    reward = experience.reward[sampled].double()
+    _, group, sizes = experience.rollout.group[sampled].unique(return_inverse=True, return_counts=True)
     zeros, several = reward.new_zeros(len(sizes)), sizes > 1
     low = zeros.scatter_reduce(0, group, reward, "amin", include_self=False)
     high = zeros.scatter_reduce(0, group, reward, "amax", include_self=False)

@@ -106,6 +106,7 @@ class RLHFModule(RoleModule):
     reads = PromptBatch
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     has_entropy_bonus = True  # whether the loss uses ent_coef
+    accepts_given_responses = False  # whether the loss is defined for responses that no policy sampled
     needs_current_rollouts = True  # whether responses of older weights need a correction
     last_rollout: Rollout | None = None  # the last one that was received, for callbacks
     last_step: TrainedStep | None = None  # the last training step, for callbacks
@@ -266,7 +267,10 @@ class RLHFModule(RoleModule):
         size = self.minibatch_size * len(rows) // len(experience)  # a row may contain several responses
         for epoch in range(self.update_epochs):
             order = shuffled(rows, self.order_seed(epoch), self.keep_groups)
-            for number, minibatch in enumerate(order.split(size)):
+            parts = order.split(size)
+            if experience.rollout.given is not None:  # fewer responses than planned: mini-batches of about equal size
+                parts = order.tensor_split(len(parts))
+            for number, minibatch in enumerate(parts):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
                 seed = derive_seed(self.order_seed(epoch, ranks.rank), "chosen", number)
@@ -430,6 +434,10 @@ class RLHFModule(RoleModule):
         ranks, rollout = self.data_ranks, received.rollout
         old_scores = self.old_scores(rollout)
         old = old_scores.evaluate(rollout)
+        if rollout.given is not None:  # no engine sampled them: there is no gap to correct
+            given = rollout.given.unsqueeze(1)
+            rollout = replace(rollout, rollout_logprobs=torch.where(given, old.logprobs, rollout.rollout_logprobs))
+            received = replace(received, rollout=rollout)
         policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
         weights, mask, metrics = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
         ref_logprobs = old.logprobs
@@ -480,7 +488,7 @@ class RLHFModule(RoleModule):
         if self.correction.bypass:
             return EngineScores()
         first = None
-        if self.reuses_first_forward and self.losses().get("actor") == self.actor_loss:
+        if self.reuses_first_forward and rollout.given is None and self.losses().get("actor") == self.actor_loss:
             first = FirstForward.of_step(self, rollout, self.order_seed(0))
         return first or SeparatePass(self.evaluated_actor)
 

@@ -27,7 +27,7 @@ class NoAdvantages(AdvantageEstimator):
 class TeacherLogRatio(AdvantageEstimator):
     """Advantages by which a policy learns from a teacher, the reference of the module, and from rewards too, if set.
 
-    A_t = log q(y_t) - log p_old(y_t) + reward_coef A_t^rewards,   returns = A, or those of the estimator of the rewards,
+    A_t = log q(y_t) - log p_old(y_t) + reward_coef A_t^rewards,   returns = A, or those of the rewards' estimator,
     with q the teacher and p_old the policy before the first update. The expected gradient of the first term is that of
     the reverse KL, KL(p || q), of the next token. See "MiMo-V2-Flash Technical Report", Xiaomi 2026, section on
     multi-teacher on-policy distillation, and "On-Policy Distillation", Thinking Machines Lab 2025.

@@ -131,6 +131,7 @@ def make_parts(
             samples=settings.group_size,
             temperature=settings.temperature,
             rewards=list(settings.reward_weights),
+            clock=clock,
             has_environment=settings.environment is not None,
             is_agent=settings.environment is not None and settings.environment.is_agent,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.distillation import DistillationModule as DistillationModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
     from lightning_rlhf.modules.kto import KTOModule as KTOModule
+    from lightning_rlhf.modules.mixture import MixtureModule as MixtureModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
     from lightning_rlhf.modules.response_pairs import OnlineDPOModule as OnlineDPOModule
     from lightning_rlhf.modules.response_pairs import REBELModule as REBELModule
@@ -59,6 +60,7 @@ _HOME = {
     "GSPOModule": "lightning_rlhf.modules.algorithms",
     "IPOModule": "lightning_rlhf.modules.algorithms",
     "KTOModule": "lightning_rlhf.modules.kto",
+    "MixtureModule": "lightning_rlhf.modules.mixture",
     "OnlineDPOModule": "lightning_rlhf.modules.response_pairs",
     "OPOModule": "lightning_rlhf.modules.algorithms",
     "PPOModule": "lightning_rlhf.modules.ppo",

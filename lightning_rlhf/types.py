@@ -472,6 +472,7 @@ class Experience(TensorBatch):
         entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats; None where
             the actor did not evaluate the responses.
         teacher: (B, T, K) most likely tokens of a teacher, anything where the mask is False; None without them.
+        scale: (B,) float64 factor of each row's losses in a mini-batch of a mixture; None without one.
     """
 
     rollout: Rollout
@@ -487,13 +488,14 @@ class Experience(TensorBatch):
     selected_tokens: Tensor
     entropies: Tensor | None = None
     teacher: TopTokens | None = None
+    scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
         tokens = self.rollout.response_mask.shape
-        for field in dataclasses.fields(self)[2:]:
+        for field in dataclasses.fields(self)[1:]:
             if isinstance(value := getattr(self, field.name), Tensor):
-                expect_shape(f"Experience.{field.name}", value, tokens)
+                shape = tokens[:1] if field.name in ("reward", "scale") else tokens
+                expect_shape(f"Experience.{field.name}", value, shape)
         if self.teacher is not None:
             expect_shape("Experience.teacher.rest", self.teacher.rest, tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,8 @@ from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
 from lightning_rlhf.teachers.server import TeacherServer, results
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
+
+Teacher = str | ModelSource | TeacherServer
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class DistillationModule(RLHFModule):
     def __init__(
         self,
         actor: str | ModelSource,
-        teacher: str | ModelSource | TeacherServer | dict[str, str | ModelSource | TeacherServer],
+        teacher: Teacher | dict[str, Teacher],
         divergence: Divergence = Divergence(),
         aggregation: Aggregation = TokenMean(),
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
@@ -114,9 +117,20 @@ class DistillationModule(RLHFModule):
             keep_groups=keep_groups,
             max_grad_norm=max_grad_norm,
         )
-        by_source: dict[Any, Any] = teacher if isinstance(teacher, dict) else {None: teacher}
-        if not by_source:
+        if teacher == {}:
             raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
+        self.set_teachers(dict(teacher) if isinstance(teacher, dict) else {None: teacher}, divergence)
+
+    def set_teachers(self, by_source: Mapping[Any, Teacher], divergence: Divergence) -> None:
+        """Set the teacher of each source, and the divergence from it.
+
+        Args:
+            by_source: teachers by the name of the source; None is the source of all prompts.
+            divergence: divergence of the student's distributions from the teachers'.
+
+        Raises:
+            ValueError: the names of sources are too similar, or the divergence does not fit the teachers.
+        """
         if len({role_name(name) for name in by_source}) < len(by_source):
             raise UsageError(
                 f"the sources {sorted(by_source)} of the teachers differ only in characters other than letters and "
@@ -131,7 +145,8 @@ class DistillationModule(RLHFModule):
             if "actor" in by_role:
                 which = "teacher: actor is evaluated before the updates, and its whole distributions cannot be stored"
             raise UsageError(f"{which}: set divergence.top_k, for example to 20")
-        frozen = {role: each for role, each in by_role.items() if role != "actor" and role not in self.servers}
+        others = {"actor", *self.servers}
+        frozen: dict[str, Any] = {role: each for role, each in by_role.items() if role not in others}
         self.set_sources(**self.sources, **frozen)
         self.divergence = divergence
         self.uses_frozen_in_updates = divergence.top_k is None and len(self.sources) > 1
@@ -156,14 +171,20 @@ class DistillationModule(RLHFModule):
                 f"top_k of the divergence is {self.divergence.top_k}, but student and teacher have only {tokens} "
                 f"tokens in common: set top_k to at most {tokens}, or to null to compare all tokens"
             )
-        self._check_sources()
+        self.check_sources()
 
-    def _check_sources(self) -> None:
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of the data, in the order of their numbers."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        names: list[str] = getattr(data, "source_names", [])
+        return names
+
+    def check_sources(self) -> None:
         """Raise for prompts whose source has no teacher."""
         if None in self.teachers:
             return
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        names = getattr(data, "source_names", [])
+        names = self.source_names
         missing = [name for name in names if name not in self.teachers]
         if missing or not names:
             which = "a teacher for each source, but no sources"
@@ -198,7 +219,7 @@ class DistillationModule(RLHFModule):
         pending = self._requested(received.rollout)
         evaluation = super().evaluate(received)
         self._get_heads()
-        if self.divergence.top_k is None:
+        if self.divergence.top_k is None or not self.teachers:
             return evaluation
         experience = evaluation.experience
         tokens = self._top_tokens(experience.rollout, pending)
@@ -229,8 +250,7 @@ class DistillationModule(RLHFModule):
             return torch.ones_like(rollout.included)
         if rollout.source is None:
             raise UsageError(f"{type(self).__name__} has a teacher for each source, but the rollout has no sources")
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        numbers = [number for number, name in enumerate(data.source_names) if self.teachers.get(name) == role]
+        numbers = [number for number, name in enumerate(self.source_names) if self.teachers.get(name) == role]
         return torch.isin(rollout.source, torch.tensor(numbers, device=rollout.source.device))
 
     def _top_tokens(self, rollout: Rollout, pending: dict[str, list[Future[TopTokens]]]) -> TopTokens:
@@ -266,17 +286,20 @@ class DistillationModule(RLHFModule):
             total = [values.index_copy(0, rows[taught], part[taught]) for values, part in pairs]
         return TopTokens(*total)
 
-    def update_scores(self, rows: Experience) -> DistilledScores:
+    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
         """Return the student's scores with their divergence from the teacher, with gradient. All ranks."""
         return self.compared(rows.rollout, rows.mask, rows.teacher)
 
-    def compared(self, rollout: Rollout, mask: Tensor, tokens: TopTokens | None) -> DistilledScores:
+    def compared(
+        self, rollout: Rollout, mask: Tensor, tokens: TopTokens | None, token_weights: Tensor | None = None
+    ) -> DistilledScores:
         """Return the student's scores of some rows with their divergence from the teacher. All ranks.
 
         Args:
             rollout: rows.
             mask: (B, T) bool, the tokens that are compared.
             tokens: (B, T, K) top tokens of the teacher; None for whole distributions.
+            token_weights: (B, T) factor of each token's divergence in the loss; None for that of the aggregation.
         """
         teachers: list[tuple[TeacherHead | TopTokens, Tensor]]
         if tokens is None:
@@ -285,7 +308,7 @@ class DistillationModule(RLHFModule):
             teachers = [(tokens.map(lambda values: values[mask]), mask)]
         distillation = Distillation(
             teachers=teachers,
-            token_weights=self.aggregation.weights(mask),
+            token_weights=self.aggregation.weights(mask) if token_weights is None else token_weights,
             beta=self.divergence.beta,
             memory_bytes=self._memory_bytes,
         )
@@ -325,14 +348,18 @@ class DistillationModule(RLHFModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Log the divergence on the responses to held-out prompts, the mean over tokens."""
         rollout, means = self.pop_rollout().rollout, MeanAccumulator()
+        if not self.teachers:
+            return {}
         self._get_heads()
+        has_teacher = torch.stack([self.rows_of(role, rollout) for role in set(self.teachers.values())]).any(dim=0)
+        mask = rollout.response_mask & has_teacher.unsqueeze(1)
 
         def divergence(rows: Rollout) -> tuple[Tensor]:
             tokens = None if self.divergence.top_k is None else self._top_tokens(rows, self._requested(rows))
             return (self.compared(rows, rows.response_mask, tokens).divergence,)
 
-        means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], rollout.response_mask)
-        self.log_validation(means, rollout.response_mask.sum(), bar="val/divergence")
+        means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], mask)
+        self.log_validation(means, mask.sum(), bar="val/divergence")
         return {}
 
 

@@ -335,6 +335,10 @@ class RLHFModule(RoleModule):
         self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
     ) -> Tensor:
         """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
+        return self.aggregated(self.policy_losses(rows, scores, means), rows)
+
+    def policy_losses(self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator) -> Tensor:
+        """Return (B, T) policy loss, entropy bonus and KL loss of each token."""
         logprobs, mask = scores.logprobs, rows.mask
         policy, diagnostics = self.policy_loss(
             logprobs,
@@ -355,7 +359,7 @@ class RLHFModule(RoleModule):
         named = {"loss/policy": policy, "policy/entropy": scores.entropy}
         for name, values in (named | {f"policy/{name}": values for name, values in diagnostics.items()}).items():
             means.add(name, values, mask)
-        return self.aggregated(loss, rows)
+        return loss
 
     def importance_weights(self, logprobs: Tensor, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Return (B, T) weights of the policy loss; with bypass they are computed here, from the current actor."""
@@ -461,6 +465,7 @@ class RLHFModule(RoleModule):
             logprobs=old.logprobs if self.advantages.needs_sum_pi_squared or self.advantages.needs_ref else None,
             weights=weights,
             ref_logprobs=ref_logprobs if self.advantages.needs_ref else None,
+            source=rollout.source,
         )
         advantages, returns = self.advantages(inputs, ranks)
         advantages = advantages.masked_fill(~mask, 0)

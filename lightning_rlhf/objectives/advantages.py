@@ -1,6 +1,6 @@
 """Advantages from a critic, from a teacher, and none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -75,6 +75,47 @@ class TeacherLogRatio(AdvantageEstimator):
             return ratio, ratio
         advantages, returns = self.rewards(inputs, ranks)
         return ratio + self.reward_coef * advantages, returns
+
+
+@dataclass(frozen=True)
+class AdvantagesBySource(AdvantageEstimator):
+    """Advantages by a separate estimator for each source of prompts, from the responses of that source alone.
+
+    Advantages and returns of other sources are 0.
+
+    Args:
+        estimators: estimator of each source, by its name.
+        numbers: number of each source of the data, by its name.
+
+    Raises:
+        ValueError: an estimator needs a critic or greedy responses.
+    """
+
+    estimators: dict[str, AdvantageEstimator]
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, estimator in self.estimators.items():
+            if estimator.needs_critic or estimator.needs_greedy:
+                needed = "a critic" if estimator.needs_critic else "a greedy response to each prompt"
+                raise UsageError(
+                    f"{type(estimator).__name__} of the source {name!r} needs {needed}, which a mixture does not have: "
+                    f"use another estimator, such as GRPO"
+                )
+        for need in ("needs_groups", "needs_sum_pi_squared", "needs_ref", "needs_rewards"):
+            value = any(getattr(estimator, need) for estimator in self.estimators.values())
+            object.__setattr__(self, need, value)  # declared by class attributes otherwise
+
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
+        """See :meth:`AdvantageEstimator.__call__`."""
+        advantages, returns = (torch.zeros_like(inputs.token_rewards) for _ in range(2))
+        for name, estimator in self.estimators.items():
+            rows = torch.zeros_like(inputs.group, dtype=torch.bool)
+            if inputs.source is not None and name in self.numbers:
+                rows = inputs.source == self.numbers[name]
+            if ranks.sum(rows.sum()):  # on every rank or on none
+                advantages[rows], returns[rows] = estimator(inputs.of_rows(rows), ranks)
+        return advantages, returns
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class AdvantageInputs:
             ``needs_sum_pi_squared`` or ``needs_ref``.
         weights: (B, T) importance weights of a rollout correction; None without one.
         ref_logprobs: (B, T) log-probabilities of the frozen reference; None unless ``needs_ref``.
+        source: (B,) int64 number of the source of each prompt; None if the data has none.
     """
 
     token_rewards: Tensor
@@ -47,6 +48,7 @@ class AdvantageInputs:
     logprobs: Tensor | None = None
     weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    source: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.token_rewards.is_floating_point():
@@ -54,6 +56,21 @@ class AdvantageInputs:
                 f"token_rewards must be of a floating-point dtype, got {self.token_rewards.dtype}: advantages have its "
                 f"dtype, and integers would cut them off"
             )
+
+    def of_rows(self, rows: Tensor) -> AdvantageInputs:
+        """Return the inputs of some responses, with groups numbered from 0.
+
+        Args:
+            rows: (B,) bool, all responses to a prompt or none.
+        """
+
+        def chosen(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: values[rows] for name, values in value.items()}
+            return value[rows] if isinstance(value, Tensor) else value
+
+        fields = {name: chosen(value) for name, value in vars(self).items()}
+        return AdvantageInputs(**{**fields, "group": fields["group"].unique(return_inverse=True)[1]})
 
     @property
     def reward(self) -> Tensor:

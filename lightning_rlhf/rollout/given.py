@@ -14,6 +14,7 @@ from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.source import Requests, SampledRollout, Source, assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
@@ -100,6 +101,7 @@ class WithGiven(Source):
         samples: responses per prompt of the source.
         temperature: temperature of the sampling.
         rewards: names of all rewards, which given responses do not have.
+        clock: clock of the step.
         has_environment: whether the sampled responses are conversations with an environment.
         is_agent: whether that is an agent.
     """
@@ -110,6 +112,7 @@ class WithGiven(Source):
     samples: int
     temperature: float
     rewards: Sequence[str]
+    clock: Clock
     has_environment: bool = False
     is_agent: bool = False
     _ends: dict[bool, int] = field(default_factory=dict)  # end token of texts and of messages
@@ -123,7 +126,10 @@ class WithGiven(Source):
         """See :meth:`Source.finish`; waits for the rewards."""
         sampled, given = self._divided(requests.prompts)
         if not len(sampled):  # ranks that share an engine wait together
-            requests.wait()
+            with self.clock("time/generate_s"):
+                requests.wait()
+            with self.clock("time/reward_s"):  # 0: all ranks log the same times
+                pass
             return SampledRollout(self._rollout(given, requests.requests[0].step), requests=requests.requests)
         result = self.source.finish(replace(requests, prompts=sampled)).scored()
         if not len(given):

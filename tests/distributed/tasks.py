@@ -27,6 +27,7 @@ from lightning_rlhf import (
     DPOModule,
     GRPOModule,
     KTOModule,
+    MixtureModule,
     OnlineDPOModule,
     PPOModule,
     PreferenceDataModule,
@@ -42,12 +43,15 @@ from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.distillation import Divergence
+from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective, TeacherObjective
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
+from lightning_rlhf.rollout.given import GivenResponses
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.environments.worlds import CountsLetters
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -165,10 +169,17 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
-    if kind in ("ppo", "grpo", "online_dpo", "distillation"):
+    if kind in ("ppo", "grpo", "online_dpo", "distillation", "mixture"):
         items = [{"prompt": word} for word in WORDS]
         if kind == "distillation":
             items = [{"prompt": word, "source": "ab"[len(word) % 2], "longer": "fg" + word} for word in WORDS]
+        given = None
+        if kind == "mixture":
+            items = [
+                {"prompt": word, "source": ("math", "chat", "shown")[number % 3], "completion": word[::-1][:5]}
+                for number, word in enumerate(WORDS)
+            ]
+            given = GivenResponses(on_policy={"shown": 0.0, "chat": 0.5})
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
@@ -184,7 +195,17 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             validate_at_ends=False,
             max_staleness=max_staleness,
             teacher_prompt="longer" if kind == "distillation" else None,
+            given_responses=given,
         )
+        if kind == "mixture":
+            mixture = {
+                "math": RewardObjective(weight=0.7),
+                "chat": TeacherObjective(model(3, lora=None), weight=2.0, aggregation=SequenceMeanTokenMean()),
+                "shown": SupervisedObjective(weight=0.3),
+            }
+            divergence = Divergence(0.5, inputs.pop("top_k"))
+            inputs |= {"minibatch_size": rows, "kl_loss": KLTerm(0.05, "k3"), "ref": ref}
+            return MixtureModule(model(0), mixture, divergence=divergence, **inputs), data, [loop]
         if kind == "distillation":
             teachers = {"a": model(2, lora=None), "b": model(3, lora=None)}
             teacher = {"frozen": teachers["a"], "by source": teachers, "itself": "actor"}[inputs.pop("teacher")]

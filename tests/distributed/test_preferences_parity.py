@@ -27,6 +27,8 @@ RUNS = {
     "distillation, two teachers": ("distillation", {"teacher": "by source", "top_k": None}),
     "distillation, two teachers, top tokens": ("distillation", {"teacher": "by source", "top_k": 4}),
     "distillation, student as teacher": ("distillation", {"teacher": "itself", "top_k": 4}),
+    "mixture": ("mixture", {"top_k": None}),
+    "mixture, top tokens": ("mixture", {"top_k": 4}),
     "distillation, adapters": ("distillation", {"teacher": "frozen", "top_k": None, "lora": True}),
 }
 

@@ -1,0 +1,294 @@
+"""Mixture: one step with reinforcement learning, distillation and demonstrations, by the source of each prompt."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.divergence import DistilledScores
+from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.mismatch import means_over_ranks
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.distillation import DistillationModule, Divergence, Teacher
+from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.objectives.advantages import AdvantagesBySource
+from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.objectives.base import AdvantageEstimator, AnyPolicyLoss
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.group_advantages import GRPO
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.types import Experience, Rollout
+
+
+class SourceObjective(ABC):
+    """What a policy learns from the prompts of one source. Subclasses are frozen dataclasses."""
+
+    weight: float
+    aggregation: Aggregation
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise UsageError(f"weight of {type(self).__name__} must be at least 0, got {self.weight}")
+
+
+@dataclass(frozen=True)
+class RewardObjective(SourceObjective):
+    """Reinforcement learning from the rewards of sampled responses.
+
+    Args:
+        advantages: estimator of advantages, over the responses of this source.
+        weight: weight of the loss, at least 0.
+        aggregation: reduction of the losses of the source's tokens to one loss.
+    """
+
+    advantages: AdvantageEstimator = field(default_factory=GRPO)
+    weight: float = 1.0
+    aggregation: Aggregation = field(default_factory=TokenMean)
+
+
+@dataclass(frozen=True)
+class TeacherObjective(SourceObjective):
+    """Distillation of a teacher.
+
+    Args:
+        teacher: teacher as of :class:`~lightning_rlhf.modules.distillation.DistillationModule`.
+        weight: weight of the loss, at least 0.
+        aggregation: reduction of the divergences of the source's tokens to one loss.
+    """
+
+    teacher: Teacher
+    weight: float = 1.0
+    aggregation: Aggregation = field(default_factory=TokenMean)
+
+
+@dataclass(frozen=True)
+class SupervisedObjective(SourceObjective):
+    """Supervised learning of the responses in the data, which ``given_responses`` of RolloutLoop reads.
+
+    Args:
+        weight: weight of the loss, at least 0.
+        aggregation: reduction of the losses of the source's tokens to one loss.
+        loss: ``cross_entropy`` or ``dft``, as of :class:`~lightning_rlhf.SFTModule`.
+    """
+
+    weight: float = 1.0
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    loss: Literal["cross_entropy", "dft"] = "cross_entropy"
+
+
+class MixtureModule(DistillationModule):
+    """Trains a policy with a separate objective for each source of prompts.
+
+    The loss of an update is the sum of the objectives' losses times their weights. Each is divided by its own count
+    over the mini-batch and all ranks, so that the gradient is the weighted sum of those of separate runs. A source
+    without rows in a mini-batch adds nothing to it.
+
+    Args:
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        mixture: objective of each source of prompts, which is the column ``source`` or ``data_source``.
+        policy_loss: loss per token of all reward objectives.
+        divergence: divergence of all teacher objectives.
+        ref: frozen policy that the KL of the reward objectives is measured to; None takes the actor's source.
+        correction: importance weights for the gap between the log-probabilities of engine and actor, for the reward
+            objectives; None only measures it.
+        kl_loss: KL to the reference added to the losses of the reward objectives.
+        ent_coef: weight of the entropy bonus of the reward objectives, at least 0.
+        actor_optimizer: factory of the actor's optimizer.
+        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
+        update_epochs: passes over each rollout, at least 1.
+        minibatch_size: responses per optimizer step, over all ranks, at least 1.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
+        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
+        max_grad_norm: global norm that the gradient is clipped to; None does not clip.
+        target_kl: bound of KL(old || new) of the reward objectives; see :class:`~lightning_rlhf.RLHFModule`.
+    """
+
+    has_entropy_bonus = True
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        mixture: dict[str, SourceObjective],
+        policy_loss: AnyPolicyLoss = ClippedPolicyLoss(),
+        divergence: Divergence = Divergence(),
+        ref: str | ModelSource | None = None,
+        correction: RolloutCorrection | None = None,
+        kl_loss: KLTerm = KLTerm(estimator="k3"),
+        ent_coef: float = 0.0,
+        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
+        actor_lr_scheduler: LRSchedulerCallable | None = None,
+        update_epochs: int = 1,
+        minibatch_size: int = 64,
+        micro_batch_tokens: int | None = None,
+        packing: bool = True,
+        keep_groups: bool = False,
+        max_grad_norm: float | None = 1.0,
+        target_kl: float | None = None,
+    ) -> None:
+        if not mixture:
+            raise UsageError("mixture must have an objective for each source of the prompts, got an empty dictionary")
+        estimators = {name: each.advantages for name, each in mixture.items() if isinstance(each, RewardObjective)}
+        RLHFModule.__init__(
+            self,
+            actor,
+            ref=ref,
+            advantages=AdvantagesBySource(estimators),
+            policy_loss=policy_loss,
+            correction=correction,
+            kl_loss=kl_loss,
+            ent_coef=ent_coef,
+            actor_optimizer=actor_optimizer,
+            actor_lr_scheduler=actor_lr_scheduler,
+            update_epochs=update_epochs,
+            minibatch_size=minibatch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            packing=packing,
+            keep_groups=keep_groups,
+            max_grad_norm=max_grad_norm,
+            target_kl=target_kl,
+        )
+        self.mixture = mixture
+        self.needs_current_rollouts = bool(estimators)
+        self.set_teachers(
+            {name: each.teacher for name, each in mixture.items() if isinstance(each, TeacherObjective)}, divergence
+        )
+
+    # -- sources ----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Validate that each objective has the responses that it needs."""
+        super().setup(stage)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        loop = next((callback for callback in callbacks if hasattr(callback, "given_responses")), None)
+        if loop is None:
+            return
+        for name, objective in self.mixture.items():
+            sampled = 1.0 if loop.given_responses is None else loop.given_responses.fraction(name)
+            if isinstance(objective, SupervisedObjective) and sampled > 0:
+                raise UsageError(
+                    f"the source {name!r} of the mixture learns from responses of the data, but they are sampled: set "
+                    f"given_responses of RolloutLoop to {{on_policy: {{{name}: 0}}}}"
+                )
+            if isinstance(objective, RewardObjective) and sampled < 1:
+                raise UsageError(
+                    f"the source {name!r} of the mixture learns from the rewards of sampled responses, but "
+                    f"given_responses of RolloutLoop has responses of the data: set its on_policy of {name} to 1"
+                )
+
+    def check_sources(self) -> None:
+        """Raise for prompts whose source has no objective."""
+        missing = [name for name in self.source_names if name not in self.mixture]
+        if missing or not self.source_names:
+            found = f"no objective for the source {missing[0]!r}" if missing else "one objective for each source"
+            raise UsageError(
+                f"mixture has {found}: the rows have {self.source_names[:8]} in the column source or data_source, the "
+                f"objectives are for {sorted(self.mixture)}"
+            )
+        numbers = {name: number for number, name in enumerate(self.source_names)}
+        estimators = {name: each.advantages for name, each in self.mixture.items() if isinstance(each, RewardObjective)}
+        self.advantages = AdvantagesBySource(estimators, numbers)
+
+    def rows_from(self, name: str, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the rows of a source."""
+        if rollout.source is None:
+            raise UsageError(f"{type(self).__name__} has an objective for each source, but the rollout has no sources")
+        if name not in self.source_names:
+            return torch.zeros_like(rollout.included)
+        return rollout.source == self.source_names.index(name)
+
+    def tokens_of(self, kind: type[SourceObjective], rows: Experience) -> Tensor:
+        """Return (B, T) bool, the tokens in the losses of one kind of objective."""
+        of_kind = torch.zeros_like(rows.rollout.included)
+        for name, objective in self.mixture.items():
+            if isinstance(objective, kind):
+                of_kind |= self.rows_from(name, rows.rollout)
+        return rows.mask & of_kind.unsqueeze(1)
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        """Yield mini-batches with the factor of each row in the loss; see :meth:`RLHFModule.minibatches`."""
+        for minibatch in super().minibatches(experience):
+            yield replace(minibatch, scale=self._scale(minibatch))
+
+    def _scale(self, minibatch: Experience) -> Tensor:
+        """Return (B,) float64: the weight of each row's objective, divided by its count over all ranks. All ranks."""
+        scale = torch.zeros(len(minibatch), dtype=torch.float64, device=minibatch.mask.device)
+        for name, objective in self.mixture.items():
+            rows = self.rows_from(name, minibatch.rollout)
+            count = objective.aggregation.denominator(minibatch.mask & rows.unsqueeze(1), self.data_ranks)
+            scale += rows * (objective.weight / count)
+        return scale
+
+    def denominator(self, minibatch: Experience) -> Tensor:
+        """Return () 1: the factors of the rows contain the counts."""
+        return torch.ones((), dtype=torch.float64, device=minibatch.mask.device)
+
+    def token_weights(self, rows: Experience) -> Tensor:
+        """Return (B, T) float64, the factor of each token's loss."""
+        assert rows.scale is not None
+        weights = torch.zeros(rows.mask.shape, dtype=torch.float64, device=rows.mask.device)
+        for name, objective in self.mixture.items():
+            weights += objective.aggregation.weights(rows.mask & self.rows_from(name, rows.rollout).unsqueeze(1))
+        return weights * rows.scale.unsqueeze(1)
+
+    @torch.no_grad()
+    def with_selected_tokens(self, minibatch: Experience, seed: int) -> Experience:
+        """Select among the tokens of the reward objectives; see :meth:`RLHFModule.with_selected_tokens`. All ranks."""
+        rewarded = replace(minibatch, mask=self.tokens_of(RewardObjective, minibatch))
+        return replace(super().with_selected_tokens(rewarded, seed), mask=minibatch.mask)
+
+    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+        """Return the actor's scores, with the divergence of tokens that have a teacher, with gradient. All ranks."""
+        if not self.teachers:
+            return self.actor_scores("actor", rows.rollout)
+        mask = self.tokens_of(TeacherObjective, rows)
+        return self.compared(rows.rollout, mask, rows.teacher, self.token_weights(rows))
+
+    def policy_objective(
+        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
+    ) -> Tensor:
+        """Return the weighted losses of all objectives, summed over the tokens of some rows."""
+        losses = torch.zeros_like(rows.mask, dtype=scores.logprobs.dtype)
+        if isinstance(self.advantages, AdvantagesBySource) and self.advantages.estimators:
+            rewarded = replace(rows, mask=self.tokens_of(RewardObjective, rows))
+            losses = torch.where(rewarded.mask, self.policy_losses(rewarded, scores, means), losses)
+        for name, objective in self.mixture.items():
+            if isinstance(objective, SupervisedObjective):
+                mask = rows.mask & self.rows_from(name, rows.rollout).unsqueeze(1)
+                factor = scores.logprobs.detach().exp() if objective.loss == "dft" else 1.0
+                losses = torch.where(mask, -scores.logprobs * factor, losses)
+                means.add("loss/sft", -scores.logprobs, mask)
+        loss = (losses.masked_fill(~rows.mask, 0) * self.token_weights(rows).to(losses.dtype)).sum()
+        if isinstance(scores, DistilledScores):
+            distilled = self.tokens_of(TeacherObjective, rows)
+            means.add("loss/distillation", scores.divergence, distilled)
+            losses, loss = torch.where(distilled, scores.divergence, losses), loss + scores.loss
+        for name in self.mixture:
+            mask = rows.mask & self.rows_from(name, rows.rollout).unsqueeze(1)
+            means.add(f"mixture/{name}/loss", losses, mask)
+            means.add(f"mixture/{name}/entropy", scores.entropy, mask)
+        return loss
+
+    def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
+        """Return the metrics of a rollout, with rewards and lengths of each source. All ranks."""
+        metrics = RLHFModule.rollout_metrics(self, experience, roles)
+        rollout = experience.rollout
+        values: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, objective in self.mixture.items():
+            rows = self.rows_from(name, rollout)
+            values[f"mixture/{name}/fraction"] = (rows, torch.ones_like(rows))
+            values[f"mixture/{name}/response_tokens"] = (rollout.sampled_lengths, rows)
+            if isinstance(objective, RewardObjective):
+                values[f"mixture/{name}/reward"] = (experience.reward, rows)
+        return metrics | means_over_ranks(values, self.data_ranks)

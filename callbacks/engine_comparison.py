@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -216,18 +216,13 @@ class PushChecks:
             shortened(prompt, response.token_ids, longest)
             for prompt, response in zip(prompts.token_ids, responses, strict=True)
         ]
-        has_responses = bool(parts)
-        if not has_responses:
-            prompts, parts = PromptBatch([0], [[0]], [""], {}), [([0], [0])]
-        known = replace(prompts, token_ids=[prompt for prompt, _ in parts])
-        ends = [end for _, end in parts]
-        texts = [[*prompt, *end] for prompt, end in parts]
-        completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
+        evaluated = parts or [([0], [0])]
+        known = PromptBatch(list(range(len(evaluated))), [ids for ids, _ in evaluated], [""] * len(evaluated), {})
+        completions = [Completion(end, [0.0] * len(end), "length", version) for _, end in evaluated]
         logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
-        if not has_responses:
-            texts, ends, logprobs = [], [], logprobs[:0]
+        texts = [[*prompt, *end] for prompt, end in parts]
         generation = submit(sampler.engine, texts, SamplingParams(1, echo=True), [0] * len(texts))
-        unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
+        unpadded = [row[: len(end)] for row, (_, end) in zip(logprobs, parts, strict=False)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
 
     def finish(self, version: int) -> None:

@@ -159,7 +159,7 @@ class RolloutLog(Callback):
                     "kl": kl[i].item() if module.has_ref else None,
                     "response_tokens": lengths[i],
                     "truncated": truncated,
-                    **end_of(truncated, conversations.get(position), given=not bool(rollout.sampled_rows[i])),
+                    **end_of(truncated, conversations.get(position), is_given=not bool(rollout.sampled_rows[i])),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": position // group_size,
                     **(

@@ -17,7 +17,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.given import GivenResponses
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
@@ -104,9 +104,7 @@ class RolloutLoop(Callback):
             raise UsageError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
             raise UsageError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
-        self.rewards = [
-            reward if isinstance(reward, RewardFunction) else RewardFunction(reward) for reward in rewards or []
-        ]
+        self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards or []]
         self.reward_executor = RewardExecutor(self.rewards)
         self.group_size = group_size
         self.max_response_tokens = max_response_tokens

@@ -20,7 +20,7 @@ from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSa
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
 from lightning_rlhf.rollout.dynamic_sampling import WithContrast
-from lightning_rlhf.rollout.given import WithGiven
+from lightning_rlhf.rollout.given_responses import WithGiven
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
@@ -116,25 +116,11 @@ def make_parts(
         clock=clock,
     )
     source: Source = sampled
-    teacher_prompts = None
-    if settings.teacher_prompt is not None:
-        limits = [max_positions(model.hf_config()) for model in module.teacher_sources or ()]
-        limit = min((each for each in limits if each is not None), default=None)
-        has_environment = settings.environment is not None
-        teacher_prompts = TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit, has_environment)
+    teacher_prompts = make_teacher_prompts(settings, trainer, module)
+    if teacher_prompts is not None:
         source = WithTeacherPrompts(source, teacher_prompts, roles)
     if settings.given_responses is not None:
-        source = WithGiven(
-            source,
-            settings.given_responses,
-            trainer.datamodule,
-            samples=settings.group_size,
-            temperature=settings.temperature,
-            rewards=list(settings.reward_weights),
-            clock=clock,
-            has_environment=settings.environment is not None,
-            is_agent=settings.environment is not None and settings.environment.is_agent,
-        )
+        source = with_given_responses(source, settings, trainer, clock)
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
@@ -153,6 +139,32 @@ def make_parts(
             clock=clock,
         )
     return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
+
+
+def make_teacher_prompts(settings: RolloutSettings, trainer: Trainer, module: RLHFModule) -> TeacherPrompts | None:
+    """Return the prompts of a teacher that has others than the student; None without them."""
+    if settings.teacher_prompt is None:
+        return None
+    limits = [max_positions(model.hf_config()) for model in module.teacher_sources or ()]
+    limit = min((each for each in limits if each is not None), default=None)
+    has_environment = settings.environment is not None
+    return TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit, has_environment)
+
+
+def with_given_responses(source: Source, settings: RolloutSettings, trainer: Trainer, clock: Clock) -> Source:
+    """Return a source with the given responses of the settings."""
+    assert settings.given_responses is not None
+    return WithGiven(
+        source,
+        settings.given_responses,
+        trainer.datamodule,
+        samples=settings.group_size,
+        temperature=settings.temperature,
+        rewards=list(settings.reward_weights),
+        clock=clock,
+        has_environment=settings.environment is not None,
+        is_agent=settings.environment is not None and settings.environment.is_agent,
+    )
 
 
 def upcoming_batches(trainer: Trainer, count: int) -> Iterator[tuple[int, PromptBatch]]:

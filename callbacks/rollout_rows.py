@@ -43,15 +43,15 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
     return {"segments": segments}
 
 
-def end_of(truncated: bool, conversation: ConversationRecord | None, given: bool = False) -> dict[str, Any]:
+def end_of(truncated: bool, conversation: ConversationRecord | None, is_given: bool = False) -> dict[str, Any]:
     """Return why a response ended, and the numbers of turns and tool calls of a conversation.
 
     Args:
         truncated: whether the length limit cut the response.
         conversation: record of a conversation with an environment; None without one.
-        given: whether it is a response of the data.
+        is_given: whether it is a response of the data.
     """
-    if given:
+    if is_given:
         return {"stop": "given"}
     if conversation is None:
         return {"stop": "length" if truncated else "stop"}

@@ -18,7 +18,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.given import GivenResponses
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.scorer import check_reward_functions
 from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
@@ -111,7 +111,7 @@ class RolloutSettings:
         check_positions(roles, data.longest_text, self.max_response_tokens, module.has_pairs)
         check_reward_functions(self.rewards, executor, data, self.environment)
 
-    def _check_given(self, given: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
+    def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
         """Validate that module and data can use given responses.
 
         Raises:
@@ -132,7 +132,7 @@ class RolloutSettings:
                 f"responses do not have: use another estimator"
             )
         longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
-        given.check(trainer.datamodule, longest)
+        responses.check(trainer.datamodule, longest)
 
     def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
     from lightning_rlhf.modules.distillation import DistillationModule as DistillationModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
+    from lightning_rlhf.modules.echo import ECHOModule as ECHOModule
     from lightning_rlhf.modules.kto import KTOModule as KTOModule
     from lightning_rlhf.modules.mixture import MixtureModule as MixtureModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
@@ -59,6 +60,7 @@ _HOME = {
     "GRPOModule": "lightning_rlhf.modules.algorithms",
     "GSPOModule": "lightning_rlhf.modules.algorithms",
     "IPOModule": "lightning_rlhf.modules.algorithms",
+    "ECHOModule": "lightning_rlhf.modules.echo",
     "KTOModule": "lightning_rlhf.modules.kto",
     "MixtureModule": "lightning_rlhf.modules.mixture",
     "OnlineDPOModule": "lightning_rlhf.modules.response_pairs",

@@ -309,8 +309,8 @@ class Rollout(TensorBatch):
         teacher_prompt_lengths: (B,) int64, their lengths; None without them.
         source: (B,) int64, number of the source of each row's prompt among those of the data, -1 without one; None if
             the data has none.
-        given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0 and
-            their ``rewards`` NaN. None if all were sampled.
+        is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
+            and their ``rewards`` NaN. None if all were sampled.
     """
 
     prompt_ids: Tensor
@@ -332,7 +332,7 @@ class Rollout(TensorBatch):
     teacher_prompt_ids: Tensor | None = None
     teacher_prompt_lengths: Tensor | None = None
     source: Tensor | None = None
-    given: Tensor | None = None
+    is_given: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
@@ -356,9 +356,9 @@ class Rollout(TensorBatch):
     @property
     def sampled_rows(self) -> Tensor:
         """(B,) bool, the responses that the policy sampled."""
-        if self.given is None:
+        if self.is_given is None:
             return torch.ones_like(self.truncated)
-        return ~self.given
+        return ~self.is_given
 
     @property
     def sampled_lengths(self) -> Tensor:
@@ -413,6 +413,18 @@ class StepRollout:
     rollout: Rollout
     greedy: Rollout | None = None
     rewards: Rewards | None = None
+
+    def with_logprobs(self, logprobs: Tensor) -> StepRollout:
+        """Return the step with log-probs of the actor for given responses, which have none of an engine.
+
+        Args:
+            logprobs: (B, T) log-probabilities of the actor.
+        """
+        rollout = self.rollout
+        if rollout.is_given is None:
+            return self
+        values = torch.where(rollout.is_given.unsqueeze(1), logprobs, rollout.rollout_logprobs)
+        return dataclasses.replace(self, rollout=dataclasses.replace(rollout, rollout_logprobs=values))
 
     def with_rewards(self) -> Rollout:
         """Wait for the rewards that are still computed, and return the rollout with them. All ranks."""
@@ -472,7 +484,8 @@ class Experience(TensorBatch):
         entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats; None where
             the actor did not evaluate the responses.
         teacher: (B, T, K) most likely tokens of a teacher, anything where the mask is False; None without them.
-        scale: (B,) float64 factor of each row's losses in a mini-batch of a mixture; None without one.
+        scale: (B,) float64 factor of each row's losses in a mini-batch of a mixture, or of the losses of the
+            environment's tokens; None for other losses.
     """
 
     rollout: Rollout

@@ -10,7 +10,9 @@ import torch
 from lightning_rlhf import (
     DistillationModule,
     DPOModule,
+    ECHOModule,
     KTOModule,
+    MixtureModule,
     OnlineDPOModule,
     PPOModule,
     PreferenceDataModule,
@@ -25,6 +27,7 @@ from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyChec
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
@@ -34,6 +37,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.report.definitions import definitions, expanded
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.types import SequenceBatch
 from tests.environments import worlds
 from tests.helpers import concrete_objectives
@@ -106,13 +110,29 @@ def conversations(directory):
         environment=EnvironmentSettings(worlds.Guess, bridge="plain", max_turns=2, timeout_s=None),
     )  # fmt: skip
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
-    return run(directory, RLHFModule(TinyModel(), minibatch_size=4), data, [loop])
+    module = ECHOModule(TinyModel(), minibatch_size=4)
+    return run(directory, module, data, [loop])
 
 
 def distillation(directory):
     loop = RolloutLoop([], ScriptedEngine("ab", LETTERS.load()), max_response_tokens=4, check_rows=0)
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
     return run(directory, DistillationModule(TinyModel(), TinyModel(seed=1), minibatch_size=2), data, [loop])
+
+
+def mixture(directory):
+    loop = RolloutLoop(
+        [RewardFunction(right)],
+        ScriptedEngine("ab", LETTERS.load()),
+        group_size=2,
+        max_response_tokens=4,
+        check_rows=0,
+        given_responses=GivenResponses(on_policy={"two": 0.0}),
+    )
+    objectives = {"one": RewardObjective(), "two": SupervisedObjective()}
+    rows = [{**row, "completion": "ab"} for row in PROMPTS]
+    data = PromptDataModule(InMemory(rows), LETTERS, batch_size=4, max_tokens=4)
+    return run(directory, MixtureModule(TinyModel(), objectives, minibatch_size=8), data, [loop])
 
 
 def adapted_entropy(directory):
@@ -168,8 +188,8 @@ def rollout():
 
 
 RUNS = (
-    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, distillation, adapted_entropy, policy_losses,
-    corrections, supervised, preferences,
+    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, distillation, mixture, adapted_entropy,
+    policy_losses, corrections, supervised, preferences,
 )  # fmt: skip
 
 
@@ -187,6 +207,7 @@ REWARDS = ("style", "right", "given", "environment")
 PLACEHOLDERS = {
     "<reward>": f"({'|'.join(sorted(REWARDS))})",
     "<role>": "[a-z_]+",
+    "<source>": "(one|two)",
     "<k>": "[0-9]+",
     "<option>": "(token|sequence_sum|sequence_mean|sequence_max)_k[123]",
     "<metric>": "found",

@@ -198,9 +198,8 @@ class _Tokens:
                 total.divergence + self.scatter(scores.divergence, part),
                 total.loss + scores.loss,
             )
+        # Also without such targets: ZeRO-3 needs the same operations on every rank.
         part = without.nonzero().squeeze(1)
-        if not len(part):
-            return total
         others = self.scores(part)
         return total._replace(
             logprobs=total.logprobs + self.scatter(others.logprobs, part),

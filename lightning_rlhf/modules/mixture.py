@@ -30,7 +30,7 @@ from lightning_rlhf.types import Experience, Rollout
 
 
 class SourceObjective(ABC):
-    """What a policy learns from the prompts of one source. Subclasses are frozen dataclasses."""
+    """Objective of the prompts of one source. Subclasses are frozen dataclasses."""
 
     weight: float
     aggregation: Aggregation
@@ -189,9 +189,9 @@ class MixtureModule(DistillationModule):
         """Raise for prompts whose source has no objective."""
         missing = [name for name in self.source_names if name not in self.mixture]
         if missing or not self.source_names:
-            found = f"no objective for the source {missing[0]!r}" if missing else "one objective for each source"
+            fault = f"no objective for the source {missing[0]!r}" if missing else "one objective for each source"
             raise UsageError(
-                f"mixture has {found}: the rows have {self.source_names[:8]} in the column source or data_source, the "
+                f"mixture has {fault}: the rows have {self.source_names[:8]} in the column source or data_source, the "
                 f"objectives are for {sorted(self.mixture)}"
             )
         numbers = {name: number for number, name in enumerate(self.source_names)}

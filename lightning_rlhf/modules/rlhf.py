@@ -242,7 +242,7 @@ class RLHFModule(RoleModule):
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
-        """Return the metrics of a rollout over all ranks, without those of rewards if there is none. All ranks.
+        """Return the metrics of a rollout over all ranks, without those of rewards if it has no rewards. All ranks.
 
         Args:
             experience: rows of this rank.
@@ -268,8 +268,8 @@ class RLHFModule(RoleModule):
         for epoch in range(self.update_epochs):
             order = shuffled(rows, self.order_seed(epoch), self.keep_groups)
             parts = order.split(size)
-            if experience.rollout.given is not None:  # fewer responses than planned: mini-batches of about equal size
-                parts = order.tensor_split(len(parts))
+            if experience.rollout.is_given is not None:  # fewer responses than planned, at least one for each rank
+                parts = order.tensor_split(min(len(parts), len(order) // ranks.size))
             for number, minibatch in enumerate(parts):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
@@ -438,10 +438,7 @@ class RLHFModule(RoleModule):
         ranks, rollout = self.data_ranks, received.rollout
         old_scores = self.old_scores(rollout)
         old = old_scores.evaluate(rollout)
-        if rollout.given is not None:  # no engine sampled them: there is no gap to correct
-            given = rollout.given.unsqueeze(1)
-            rollout = replace(rollout, rollout_logprobs=torch.where(given, old.logprobs, rollout.rollout_logprobs))
-            received = replace(received, rollout=rollout)
+        rollout = (received := received.with_logprobs(old.logprobs)).rollout
         policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
         weights, mask, metrics = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
         ref_logprobs = old.logprobs
@@ -450,7 +447,7 @@ class RLHFModule(RoleModule):
         values, final_values = self.values(rollout)
         started = time.perf_counter()
         rollout = self.last_rollout = received.with_rewards()
-        reward_wait = time.perf_counter() - started
+        waited = time.perf_counter() - started
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
@@ -486,14 +483,14 @@ class RLHFModule(RoleModule):
             selected_tokens=torch.zeros_like(mask),
             entropies=None if self.correction.bypass else old.entropy,
         )
-        return Evaluation(experience, metrics, old_scores, reward_wait)
+        return Evaluation(experience, metrics, old_scores, reward_wait=waited)
 
     def old_scores(self, rollout: Rollout) -> OldScores:
         """Return the source of the actor's scores before the first update. All ranks."""
         if self.correction.bypass:
             return EngineScores()
         first = None
-        if self.reuses_first_forward and rollout.given is None and self.losses().get("actor") == self.actor_loss:
+        if self.reuses_first_forward and rollout.is_given is None and self.losses().get("actor") == self.actor_loss:
             first = FirstForward.of_step(self, rollout, self.order_seed(0))
         return first or SeparatePass(self.evaluated_actor)
 

@@ -13,6 +13,7 @@ _TABLE = Path(__file__).with_name("metrics.json")  # written by python -m tests.
 _PLACEHOLDERS = {
     "<reward>": "[^/]+",
     "<role>": "[a-z_]+",
+    "<source>": "[^/]+",
     "<k>": "[0-9]+",
     "<option>": "(?:token|sequence_sum|sequence_mean|sequence_max)_k[123]",
     "<metric>": "[^/]+",

@@ -13,7 +13,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.given import GivenResponses
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer
 
 LETTERS = CharacterTokenizer("abcdefg")
@@ -30,7 +30,7 @@ def one(completions):
     return [1.0] * len(completions)
 
 
-def distil(directory, given, rows=ROWS, kind=DistillationModule, steps=2, callbacks=(), model=(), **loop):
+def distil(directory, responses, rows=ROWS, kind=DistillationModule, steps=2, callbacks=(), model=(), **loop):
     """Return the module and its rollouts after a run whose engine answers ``ab``."""
     seen = []
 
@@ -41,7 +41,7 @@ def distil(directory, given, rows=ROWS, kind=DistillationModule, steps=2, callba
     loop = RolloutLoop(
         rewards=[RewardFunction(count, name="count")],
         engine=ScriptedEngine(["ab"], LETTERS.load()),
-        given_responses=given,
+        given_responses=responses,
         **{"check_rows": 4, "max_logprob_diff": 100.0, "max_response_tokens": 5, **loop},
     )
     options = {"actor_optimizer": partial(torch.optim.SGD, lr=0.1), "minibatch_size": 4}
@@ -69,10 +69,10 @@ def test_prompts_of_some_sources_have_the_response_of_their_row(tmp_path, sample
     module = distil(tmp_path, GivenResponses(on_policy={"shown": 0.0}), group_size=samples)
     rollout, end = module.last_step.experience.rollout, LETTERS.load().eos_token_id
     answers = {(row["prompt"], row["completion"], end) for row in ROWS if row["source"] == "shown"}
-    given = [text for text, is_given in zip(texts_of(module), rollout.given.tolist(), strict=True) if is_given]
-    assert set(given) == answers
-    assert len(given) == 2
-    others = [text for text, is_given in zip(texts_of(module), rollout.given.tolist(), strict=True) if not is_given]
+    of_data = [text for text, is_given in zip(texts_of(module), rollout.is_given.tolist(), strict=True) if is_given]
+    assert set(of_data) == answers
+    assert len(of_data) == 2
+    others = [text for text, is_given in zip(texts_of(module), rollout.is_given.tolist(), strict=True) if not is_given]
     assert sorted(prompt for prompt, *_ in others) == sorted(["bb", "d"] * samples)
     assert {answer for _, answer, _ in others} == {"ab"}
     assert len(rollout.position.unique()) == len(rollout)
@@ -82,14 +82,14 @@ def test_prompts_of_some_sources_have_the_response_of_their_row(tmp_path, sample
 def test_given_responses_are_learnt_from_but_have_no_reward(tmp_path):
     module = distil(tmp_path, GivenResponses(on_policy={"shown": 0.0}), callbacks=[RolloutLog()])
     experience = module.last_step.experience
-    given = experience.rollout.given
-    assert experience.mask[given].any(dim=1).all()
-    assert experience.rollout.rewards["count"][given].isnan().all()
+    of_data = experience.rollout.is_given
+    assert experience.mask[of_data].any(dim=1).all()
+    assert experience.rollout.rewards["count"][of_data].isnan().all()
     assert [len(texts) for texts in module.seen] == [2, 2]  # rewards of the sampled responses only
     metrics = module.trainer.callback_metrics
     assert metrics["reward/mean"] == metrics["reward/count"] == 1.0
     assert metrics["rollout/response_tokens_max"] == 3
-    torch.testing.assert_close(experience.rollout.rollout_logprobs[given], experience.old_logprobs[given])
+    torch.testing.assert_close(experience.rollout.rollout_logprobs[of_data], experience.old_logprobs[of_data])
     lines = [json.loads(line) for line in (tmp_path / "rollouts/step-000002.jsonl").read_text().splitlines()]
     assert sorted((line["prompt"], line["stop"]) for line in lines) == [
         ("a", "given"), ("bb", "stop"), ("ccc", "given"), ("d", "stop")
@@ -99,34 +99,34 @@ def test_given_responses_are_learnt_from_but_have_no_reward(tmp_path):
 
 def test_step_may_have_given_responses_only(tmp_path):
     module = distil(tmp_path, GivenResponses())
-    assert module.last_step.experience.rollout.given.all()
+    assert module.last_step.experience.rollout.is_given.all()
     assert sorted(answer for _, answer, _ in texts_of(module)) == ["e", "f", "gf", "gfe"]
     assert math.isnan(module.trainer.callback_metrics["reward/mean"])
     assert module.trainer.callback_metrics["loss/distillation"] > 0
 
 
 def test_fraction_is_drawn_anew_in_each_epoch():
-    given = GivenResponses(on_policy=0.25)
+    settings = GivenResponses(on_policy=0.25)
     rows = [{"prompt": "a" * n, "completion": "b"} for n in range(1, 8)] * 60
     data = PromptDataModule(InMemory(rows), tokenizer=LETTERS, batch_size=len(rows), max_tokens=8)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    first, again = given.numbers(batch), given.numbers(batch)
+    first, again = settings.numbers(batch), settings.numbers(batch)
     assert first == again
     assert abs(len(first) / len(rows) - 0.75) < 0.07
     batch.__dict__["epoch"] = 1
-    assert given.numbers(batch) != first
+    assert settings.numbers(batch) != first
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_steps_of_older_weights_have_given_rows_too(tmp_path, max_staleness):
     options = {"max_staleness": max_staleness, "steps": 3, "check_rows": 0}
     module = distil(tmp_path, GivenResponses(on_policy={"shown": 0.0}), **options)
-    assert sorted(module.last_step.experience.rollout.given.tolist()) == [False, False, True, True]
+    assert sorted(module.last_step.experience.rollout.is_given.tolist()) == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("settings", "options", "message"),
     [
         (GivenResponses("answer"), {}, r"training row 0 has no response in the column 'answer', .* \['completion',"),
         (GivenResponses(on_policy={"other": 0.5}), {}, "has the source 'other', but the rows have"),
@@ -136,9 +136,9 @@ def test_steps_of_older_weights_have_given_rows_too(tmp_path, max_staleness):
         (GivenResponses(), {"dynamic_sampling": DynamicSampling(4)}, "given_responses and dynamic_sampling .* cannot"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, given, options, message):
+def test_mistakes_are_one_sentence(tmp_path, settings, options, message):
     with pytest.raises(ValueError, match=message):
-        distil(tmp_path, given, **options)
+        distil(tmp_path, settings, **options)
 
 
 def test_fraction_out_of_range_raises():

@@ -51,7 +51,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
-from lightning_rlhf.rollout.given import GivenResponses
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.environments.worlds import CountsLetters
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -173,13 +173,13 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         items = [{"prompt": word} for word in WORDS]
         if kind == "distillation":
             items = [{"prompt": word, "source": "ab"[len(word) % 2], "longer": "fg" + word} for word in WORDS]
-        given = None
+        responses = None
         if kind == "mixture":
             items = [
                 {"prompt": word, "source": ("math", "chat", "shown")[number % 3], "completion": word[::-1][:5]}
                 for number, word in enumerate(WORDS)
             ]
-            given = GivenResponses(on_policy={"shown": 0.0, "chat": 0.5})
+            responses = GivenResponses(on_policy={"shown": 0.0, "chat": 0.5})
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
@@ -195,7 +195,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             validate_at_ends=False,
             max_staleness=max_staleness,
             teacher_prompt="longer" if kind == "distillation" else None,
-            given_responses=given,
+            given_responses=responses,
         )
         if kind == "mixture":
             mixture = {

@@ -27,7 +27,7 @@ SOURCE = torch.tensor([2, 2, 0, 1, 2, 0, 0, 2, 1, 1, 0, 2])  # math, chat, code:
 TOKENS, WHOLE = TokenMean(), Divergence()
 GROUP = torch.tensor([0, 0, 1, 2, 3, 1, 4, 3, 5, 6, 4, 3])
 ROLLOUT = replace(
-    rollout_of(ROWS, dtype=torch.float64), source=SOURCE, group=GROUP, given=SOURCE == 1
+    rollout_of(ROWS, dtype=torch.float64), source=SOURCE, group=GROUP, is_given=SOURCE == 1
 )  # code has given responses
 OPTIONS = {"actor_optimizer": partial(torch.optim.SGD, lr=RATE), "max_grad_norm": None}
 MIXTURE = {
@@ -48,7 +48,7 @@ def mixed(mixture=MIXTURE, rollout=ROLLOUT, **options):
 
 def of_source(number):
     rollout = ROLLOUT[number == SOURCE]
-    return replace(rollout, source=None, given=None, group=rollout.group.unique(return_inverse=True)[1])
+    return replace(rollout, source=None, is_given=None, group=rollout.group.unique(return_inverse=True)[1])
 
 
 def texts_of(rollout):
@@ -116,7 +116,7 @@ def test_each_mini_batch_divides_by_its_own_counts(monkeypatch):
     seen = []
     original = MixtureModule.minibatches
     monkeypatch.setattr(
-        MixtureModule, "minibatches", lambda self, experience: map(kept(seen), original(self, experience))
+        MixtureModule, "minibatches", lambda self, experience: map(recorder(seen), original(self, experience))
     )
     module = mixed(minibatch_size=6)
     assert module.metrics["policy/updates"] == len(seen) == 2
@@ -128,7 +128,7 @@ def test_each_mini_batch_divides_by_its_own_counts(monkeypatch):
             assert_close(minibatch.scale[rows], torch.full((int(rows.sum()),), float(expected)), rtol=1e-6)
 
 
-def kept(seen):
+def recorder(seen):
     return lambda minibatch: seen.append(minibatch) or minibatch
 
 

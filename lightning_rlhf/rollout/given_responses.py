@@ -29,7 +29,7 @@ class GivenResponses:
 
     Args:
         column: column of the data with the response, a text.
-        on_policy: fraction of the prompts whose responses are sampled, in [0, 1], drawn anew in each epoch; or such a
+        on_policy: fraction of the prompts whose responses are sampled, in [0, 1], drawn again in each epoch; or such a
             fraction for each source of prompts. The responses to prompts of other sources are sampled.
 
     Raises:
@@ -96,7 +96,7 @@ class WithGiven(Source):
 
     Args:
         source: source of the sampled responses, with one request for a step.
-        given: prompts whose responses are given.
+        responses: prompts whose responses are given.
         data: data module of the run, which tokenizes responses.
         samples: responses per prompt of the source.
         temperature: temperature of the sampling.
@@ -107,7 +107,7 @@ class WithGiven(Source):
     """
 
     source: Source
-    given: GivenResponses
+    responses: GivenResponses
     data: PromptDataModule
     samples: int
     temperature: float
@@ -124,34 +124,34 @@ class WithGiven(Source):
 
     def finish(self, requests: Requests) -> SampledRollout:
         """See :meth:`Source.finish`; waits for the rewards."""
-        sampled, given = self._divided(requests.prompts)
+        sampled, others = self._divided(requests.prompts)
         if not len(sampled):  # ranks that share an engine wait together
             with self.clock("time/generate_s"):
                 requests.wait()
             with self.clock("time/reward_s"):  # 0: all ranks log the same times
                 pass
-            return SampledRollout(self._rollout(given, requests.requests[0].step), requests=requests.requests)
+            return SampledRollout(self._rollout(others, requests.requests[0].step), requests=requests.requests)
         result = self.source.finish(replace(requests, prompts=sampled)).scored()
-        if not len(given):
-            return replace(result, rollout=replace(result.rollout, given=torch.zeros_like(result.rollout.truncated)))
+        if not len(others):
+            return replace(result, rollout=replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated)))
         rollouts = [
-            replace(result.rollout, given=torch.zeros_like(result.rollout.truncated)),
-            self._rollout(given, requests.requests[0].step).to(result.rollout.prompt_ids.device),
+            replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated)),
+            self._rollout(others, requests.requests[0].step).to(result.rollout.prompt_ids.device),
         ]
         return replace(result, rollout=concatenate(rollouts))
 
     def _divided(self, prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
         """Return the prompts whose responses are sampled, and the others."""
-        given = set(self.given.numbers(prompts))
+        numbers = set(self.responses.numbers(prompts))
         return (
-            prompts.take([number for number in range(len(prompts)) if number not in given]),
-            prompts.take(sorted(given)),
+            prompts.take([number for number in range(len(prompts)) if number not in numbers]),
+            prompts.take(sorted(numbers)),
         )
 
     def _rollout(self, prompts: PromptBatch, step: int) -> Rollout:
         """Return the given responses to some prompts, at least one, without rewards."""
         completions = []
-        for number, text in enumerate(prompts.columns[self.given.column]):
+        for number, text in enumerate(prompts.columns[self.responses.column]):
             ids = [*self.data.ids(text), self._end(bool(prompts.messages and prompts.messages[number]))]
             completions.append(Completion(ids, [0.0] * len(ids), "stop", step))
         rollout = assemble(prompts, completions, self.temperature)
@@ -161,7 +161,7 @@ class WithGiven(Source):
             rewards=dict.fromkeys(self.rewards, missing),
             reward=torch.zeros_like(missing),
             position=rollout.position * self.samples,
-            given=torch.ones_like(rollout.truncated),
+            is_given=torch.ones_like(rollout.truncated),
             step_rewards=torch.zeros(rollout.response_ids.shape) if self.has_environment else None,
             text_starts=torch.zeros_like(rollout.response_mask) if self.is_agent else None,
         )

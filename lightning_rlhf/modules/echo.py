@@ -1,0 +1,74 @@
+"""ECHO: reinforcement learning beside a supervised loss of the tokens that an environment wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.divergence import DistilledScores
+from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.modules.algorithms import GRPOModule
+from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.types import Experience, Rollout
+
+
+class ECHOModule(GRPOModule):
+    """GRPO with the cross-entropy of the tokens that an environment wrote, such as the results of tools.
+
+    L = policy loss + environment_coef * (sum of -log p over the environment's tokens) / (their number in the mini-batch
+    and over all ranks). The policy learns to predict the environment, also where all rewards of a group are equal.
+    The loss is that of ECHO in prime-rl.
+
+    Args:
+        environment_coef: weight of the cross-entropy, at least 0.
+        **kwargs: arguments of :class:`~lightning_rlhf.GRPOModule`.
+    """
+
+    def __init__(self, *args: Any, environment_coef: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not environment_coef >= 0:
+            raise UsageError(f"environment_coef must be at least 0, got {environment_coef}")
+        self.environment_coef = environment_coef
+
+    @property
+    def reuses_first_forward(self) -> bool:
+        """False: the loss evaluates other tokens than the policy loss."""
+        return False
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        """Yield mini-batches with the factor of the environment's tokens; see :meth:`RLHFModule.minibatches`."""
+        for minibatch in super().minibatches(experience):
+            count = self.data_ranks.sum(environment_mask(minibatch.rollout).sum()).clamp(min=1)
+            factor = self.environment_coef * self.denominator(minibatch) / count  # update() divides by the denominator
+            yield replace(minibatch, scale=factor.expand(len(minibatch)))
+
+    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+        """Return the actor's scores of the tokens of policy and environment, with gradient. All ranks."""
+        mask = rows.rollout.response_mask | environment_mask(rows.rollout)
+        scores: TokenScores = self.call_language_model("actor", rows.rollout, mask)
+        return scores
+
+    def policy_objective(
+        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
+    ) -> Tensor:
+        """Return the losses of the tokens of policy and environment, summed over some rows."""
+        written = environment_mask(rows.rollout)
+        means.add("loss/environment", -scores.logprobs, written)
+        assert rows.scale is not None
+        supervised = -(scores.logprobs.masked_fill(~written, 0) * rows.scale.unsqueeze(1)).sum()
+        return super().policy_objective(rows, scores, means) + supervised
+
+
+def environment_mask(rollout: Rollout) -> Tensor:
+    """Return (B, T) bool, the tokens that an environment wrote after other tokens, of the included rows."""
+    numbers = torch.arange(rollout.response_ids.shape[1], device=rollout.response_ids.device)
+    in_response = numbers < rollout.response_lengths.unsqueeze(1)
+    mask = in_response & ~rollout.response_mask & rollout.included.unsqueeze(1)
+    if rollout.text_starts is None:
+        return mask
+    return mask & ~rollout.text_starts  # the first token of a text is not predicted

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.algorithms import GRPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.types import Experience, Rollout
@@ -25,12 +26,13 @@ class ECHOModule(GRPOModule):
     The loss is that of ECHO in prime-rl.
 
     Args:
+        actor: policy to train: directory, hub id or ``FromConfig``.
         environment_coef: weight of the cross-entropy, at least 0.
         **kwargs: arguments of :class:`~lightning_rlhf.GRPOModule`.
     """
 
-    def __init__(self, *args: Any, environment_coef: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, actor: str | ModelSource, environment_coef: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(actor, **kwargs)
         if not environment_coef >= 0:
             raise UsageError(f"environment_coef must be at least 0, got {environment_coef}")
         self.environment_coef = environment_coef

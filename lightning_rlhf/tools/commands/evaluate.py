@@ -18,6 +18,7 @@ from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
+from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
 from lightning_rlhf.tools.commands.options import command_parser, parse_columns
 from lightning_rlhf.tools.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
 from lightning_rlhf.tools.commands.responses_file import ENVIRONMENT_REWARDS, write_errors
@@ -29,6 +30,10 @@ files for the same rows, such as before and after training, the differences from
   lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
   lightning-rlhf evaluate before.jsonl after.jsonl --reward my_rewards.py:right
   lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --answer my_rewards.py:last_number
+  lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --keep above 0.5 --to rows.jsonl
+
+--keep writes rows for training: best is the best response to each prompt, above R all different ones with a reward
+above R, pairs the best and the worst as chosen and rejected. Several rewards are summed.
 """
 
 
@@ -51,6 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
+    parser.add_argument("--keep", nargs="+", metavar="CHOICE", help="responses to write to --to: best, above R, pairs")
+    parser.add_argument("--to", type=Path, metavar="FILE.jsonl", help="rows for SFT or, of pairs, for DPO")
     return parser
 
 
@@ -68,6 +75,7 @@ def run(arguments: list[str]) -> int:
     repeated = next((name for i, name in enumerate(options.files) if name in options.files[:i]), None)
     if repeated is not None:
         raise UsageError(f"{repeated} was given twice: name each file once")
+    keep = check_target(options.to, options.keep, len(options.files))
     rewards = [RewardFunction(reference, messages=options.messages) for reference in options.reward]
     extract = load_function(options.answer) if options.answer else None
     files = {name: read_rows(name, parse_columns(options.columns), options.on_bad_row) for name in options.files}
@@ -103,6 +111,9 @@ def run(arguments: list[str]) -> int:
         screen.print(table(reports))
         for line in _lines(first, others, differences, len(scored[first])):
             screen.print(line)
+        if keep is not None:
+            (name,) = files
+            screen.print(write_kept(options.to, keep, files[name], scored[name]))
         if options.json is not None:
             report = {"files": reports, "differences": differences} if others else reports[0]
             with write_errors(options.json, "the table is above"):

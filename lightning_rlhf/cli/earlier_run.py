@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 from lightning_rlhf.expected_errors import UsageError
 
 log = logging.getLogger("lightning_rlhf")
+_RECORD = ("config.yaml", "env.json", "end.json", "report.html", "health_settings.json", "loggers.json")
 
 
 def rename_earlier_run(directory: Path) -> Path | None:
@@ -40,6 +41,26 @@ def restore_earlier_run(earlier: Path, directory: Path) -> None:
     """Rename an earlier run back after a new run that did not start."""
     shutil.rmtree(directory, ignore_errors=True)
     earlier.rename(directory)
+
+
+class RunRecord:
+    """Files about a run that its next part writes before the first step, to restore them if that part never starts.
+
+    Args:
+        directory: directory of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        paths = [directory / name for name in _RECORD]
+        self._contents = {path: path.read_bytes() if path.is_file() else None for path in paths}
+
+    def restore(self) -> None:
+        """Write the files as they were, and remove those that did not exist."""
+        for path, content in self._contents.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.read_bytes() != content:
+                path.write_bytes(content)
 
 
 def check_writable(directory: Path, renames: bool) -> None:

@@ -22,6 +22,7 @@ from lightning_rlhf.cli.config_files import add_import_folders, check_classes
 from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
+    RunRecord,
     check_reads_elsewhere,
     check_writable,
     log_renamed_run,
@@ -215,9 +216,11 @@ class RLHFCLI(LightningCLI):
         """Run the subcommand; expected errors become a :class:`CLIError`, any other keeps its traceback."""
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
-        earlier = None
+        earlier = record = None
         try:
             resumes = self._find_checkpoint(subcommand)
+            if subcommand == "fit" and resumes and trainer.is_global_zero:
+                record = RunRecord(directory)
             is_new = subcommand == "fit" and not resumes and not trainer.fast_dev_run and trainer.is_global_zero
             renames = is_new and (directory / "config.yaml").is_file()
             if is_new:
@@ -232,6 +235,8 @@ class RLHFCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt, too, restores the earlier run
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+            if record is not None and not started:
+                record.restore()
             if earlier is not None and not started:
                 if isinstance(error, EngineDied):  # its message names its log, which is in the directory
                     log_renamed_run(earlier, directory)

@@ -16,7 +16,11 @@ _REPEATED = {
 }
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
-_FIRST_REMEDY = "First add an example of each kind to the prompts; docs/prompts.md has further remedies"
+_CUT = 0.5  # fraction of cut responses with which the length limit comes first
+_REMEDY = (
+    "The first remedy is an example of each kind in the prompts, if they have none; others are on the documentation's "
+    "page 'Prompts for a small model'"
+)
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
 
 
@@ -121,12 +125,12 @@ def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float]
         answer, fraction = most_frequent
         return (
             f"{shares}: a model that always answers {answer!r} is correct for {fraction:.3f}, so that these may be "
-            f"guesses. {_FIRST_REMEDY}"
+            f"guesses. {_remedy(metrics)}"
         )
     if greedy > _NEARLY_ALL or greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
         return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
     if sampled == 0 or metrics.get(f"{measure}_sampled_high", sampled) < _FEW:
-        return f"{shares}: few responses have a reward, so that learning begins slowly. {_FIRST_REMEDY}"
+        return f"{shares}: few responses have a reward, so that learning begins slowly. {_remedy(metrics)}"
     rare = {
         name.split("/")[1]: metrics[f"{name}_sampled"]
         for name in sampled_means
@@ -136,9 +140,22 @@ def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float]
         kinds = ", ".join(f"{source} ({value:.3f} for sampled responses)" for source, value in rare.items())
         return (
             f"{shares}: there is something to learn, but little from {kinds}, where few responses have a reward. "
-            f"{_FIRST_REMEDY}"
+            f"{_remedy(metrics)}"
         )
     return f"{shares}: there is something to learn"
+
+
+def _remedy(metrics: Mapping[str, float]) -> str:
+    """Return a sentence about what to do first where responses have no reward."""
+    cut = {
+        name.rpartition("/")[0].removeprefix("val").strip("/") or "all prompts": value
+        for name, value in metrics.items()
+        if name.endswith("/truncated_fraction") and value > _CUT
+    }
+    if not cut:
+        return _REMEDY
+    kinds = ", ".join(f"{value:.0%} of those to {name}" for name, value in cut.items())
+    return f"First raise max_response_tokens, which cut {kinds}, unless these responses never end"
 
 
 def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:

@@ -66,7 +66,7 @@ class RolloutLoop(Callback):
         dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
         max_staleness: number of steps by which the weights that sampled a token may be older than those that the step
             starts from, at least 0. With 0, generation and learning take turns. With k, the engine generates the
-            responses of the next k steps while the module learns; docs/asynchrony.md describes the schedule.
+            responses of the next k steps while the module learns; the documentation has a page on it.
         environment: environment that replies to the policy, so that a response is a conversation of several turns;
             ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
         teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the

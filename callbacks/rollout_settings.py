@@ -101,7 +101,10 @@ class RolloutSettings:
                 "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
                 "callbacks=lightning_rlhf.callbacks.complete([...])"
             )
-        for warning in filter(None, (data.ignored_tools, data.end_token_warning(self.stop_token_ids))):
+        warnings = [data.ignored_tools, data.end_token_warning(self.stop_token_ids)]
+        if self.environment is None and not trainer.fast_dev_run:
+            warnings.append(data.length_warning(self.max_response_tokens))
+        for warning in filter(None, warnings):
             log.warning(warning)
         if self.dynamic_sampling is not None:
             weights, ranks = self.reward_weights, module.data_ranks.size

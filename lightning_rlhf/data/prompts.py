@@ -30,6 +30,9 @@ class Prompt(NamedTuple):
     messages: list[Message]
 
 
+_ANSWERS = 1000  # answers whose lengths are compared with the limit of responses
+
+
 def correct_answer(columns: Mapping[str, Any]) -> str | None:
     """Return the correct answer of a row if it is a text or a number, else None."""
     answer = columns.get("ground_truth")
@@ -98,6 +101,31 @@ class PromptDataModule(RowsDataModule):
             return None
         answer, count = answers.most_common(1)[0]
         return answer, count / len(rows)
+
+    def answer_lengths(self, part: str, most: int | None = None) -> list[int]:
+        """Return the numbers of tokens of the correct answers that are texts or numbers, without the end token.
+
+        Args:
+            part: part of the data, such as ``train``.
+            most: largest number of rows that are read; None reads all.
+        """
+        answers = (correct_answer(row.columns) for row in self.examples.get(part, ())[:most])
+        return [len(self.ids(answer)) for answer in answers if answer is not None]
+
+    def length_warning(self, max_response_tokens: int) -> str:
+        """Return a warning if correct answers have more tokens than a response may have.
+
+        Args:
+            max_response_tokens: longest response; its end token counts.
+        """
+        lengths = self.answer_lengths("train", most=_ANSWERS)
+        if not any(length >= max_response_tokens for length in lengths):
+            return ""
+        longer = sum(length >= max_response_tokens for length in lengths)
+        return (
+            f"{longer} of {len(lengths)} correct answers do not fit into max_response_tokens {max_response_tokens}: "
+            f"the longest has {max(lengths) + 1} tokens with its end token. Raise max_response_tokens of RolloutLoop"
+        )
 
     def end_token_warning(self, stop_token_ids: Sequence[int] = ()) -> str:
         """Return a warning if the chat template ends messages with a token at which responses do not end.

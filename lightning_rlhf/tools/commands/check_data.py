@@ -20,7 +20,7 @@ from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.prompts import Prompt, PromptDataModule, correct_answer
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
 from lightning_rlhf.models.positions import check_positions, max_positions
@@ -141,7 +141,7 @@ def unused_template(data: RowsDataModule) -> list[str]:
         return []
     return [
         "the tokenizer has a chat template, but text columns do not use it: a chat model expects conversations; "
-        "data.init_args.as_messages: true converts the texts to messages (docs/data.md)"
+        "data.init_args.as_messages: true converts the texts to messages (page Data of the documentation)"
     ]
 
 
@@ -158,17 +158,15 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "columns": dict(report.column_mappings.most_common()),
         "unknown": report.describe_unknown(),
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
-        "answer_tokens": _answer_tokens(data, examples) if isinstance(data, PromptDataModule) else {},
+        "answer_tokens": _answer_tokens(data, part) if isinstance(data, PromptDataModule) else {},
         "most_frequent_answer": data.most_frequent_answer(part) if isinstance(data, PromptDataModule) else None,
         "sample": describe_batch(data.collate(examples[:1], [0], [0], 0), data.tokenizer),
     }
 
 
-def _answer_tokens(data: PromptDataModule, examples: Sequence[Prompt]) -> dict[str, float]:
+def _answer_tokens(data: PromptDataModule, part: str) -> dict[str, float]:
     """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
-    answers = (correct_answer(example.columns) for example in examples)
-    lengths = [len(data.ids(answer)) for answer in answers if answer is not None]
-    if lengths:
+    if lengths := data.answer_lengths(part):
         return _quantiles(lengths)
     return {}
 
@@ -189,6 +187,9 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     arguments = loop_arguments(config)
     if isinstance(data, PromptDataModule):
         result["warnings"] += filter(None, [data.end_token_warning(arguments.get("stop_token_ids") or ())])
+        limit = arguments.get("max_response_tokens")
+        if limit and arguments.get("environment") is None:
+            result["warnings"] += filter(None, [data.length_warning(limit)])
     further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
     settings = arguments.get("rewards") or []
     if not settings and not further:

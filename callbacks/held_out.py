@@ -68,8 +68,8 @@ def before_and_after(
 
     Returns:
         The steps of both, and (metric, value before, value after, change) for the means of greedy and sampled
-        responses, the loss, the accuracies and the further metrics, those with an interval first. The change is that of
-        the same prompts; empty where it is not logged.
+        responses, the loss, the accuracies and the further metrics, those with an interval first, then the fraction of
+        correct responses of each source. The change is that of the same prompts; empty where it is not logged.
     """
     validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
     if len(validations) < 2:
@@ -82,11 +82,36 @@ def before_and_after(
     names = [name for name in last if name in shown and name in first and name.count("/") == 1]
     names = [name for name in names if name.endswith(("_greedy", "_sampled")) or name in {*_LOSSES, *further}]
     names.sort(key=lambda name: f"{name}_low" not in last)
+    names += [name for name in last if _is_correctness_of_source(name) and name in first]
     compared = []
     for name in names:
         change = with_interval(f"{name}{_CHANGE}", last) if f"{name}{_CHANGE}" in last else ""
         compared.append((name, with_interval(name, first), with_interval(name, last), change))
     return validations[0]["step"], validations[-1]["step"], compared
+
+
+def unchanged_kinds(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a sentence about the sources whose responses did not get better although those to all prompts did.
+
+    Args:
+        rows: rows of ``metrics.csv``.
+    """
+    validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
+    if len(validations) < 2:
+        return ""
+    low = {
+        name.removesuffix("_change_low"): float(value)
+        for name, value in validations[-1].items()
+        if value and name.endswith("_change_low") and "/fraction_correct_" in name
+    }
+    kinds = [name for name in low if name.count("/") == 2]
+    if not any(bound > 0 for name, bound in low.items() if name not in kinds):
+        return ""
+    better = {name.split("/")[1] for name in kinds if low[name] > 0}
+    same = sorted({name.split("/")[1] for name in kinds} - better)
+    if not same:
+        return ""
+    return f"not better than before training, by their 95 % intervals: {', '.join(same)}"
 
 
 def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float] | None = None) -> str:
@@ -156,6 +181,11 @@ def _remedy(metrics: Mapping[str, float]) -> str:
         return _REMEDY
     kinds = ", ".join(f"{value:.0%} of those to {name}" for name, value in cut.items())
     return f"First raise max_response_tokens, which cut {kinds}, unless these responses never end"
+
+
+def _is_correctness_of_source(name: str) -> bool:
+    """Return whether a metric is the fraction of correct responses of one source."""
+    return name.count("/") == 2 and name.endswith(("/fraction_correct_greedy", "/fraction_correct_sampled"))
 
 
 def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:

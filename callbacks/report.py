@@ -15,7 +15,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.report.run_directory import read_metrics
 
-from .held_out import before_and_after
+from .held_out import before_and_after, unchanged_kinds
 from .metrics_csv import MetricsCSV
 from .rollout_loop import RolloutLoop
 from .rollout_rows import own_parts
@@ -79,7 +79,12 @@ class Report(Callback):
             return
         screen = RichConsole(highlight=False, markup=False)
         rows = read_metrics(Path(trainer.default_root_dir) / "metrics.csv")
-        for part in (self.progress(rows), self.responses(self._loop(trainer).validation_samples), self.times(rows)):
+        for part in (
+            self.progress(rows),
+            unchanged_kinds(rows) or None,
+            self.responses(self._loop(trainer).validation_samples),
+            self.times(rows),
+        ):
             if part is not None:
                 screen.print(part)
         summary = {"seconds": time.perf_counter() - self._started, "before": self._before}

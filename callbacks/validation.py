@@ -252,6 +252,8 @@ class Validation:
     def _changes(self, first: Tensor, last: Tensor) -> dict[str, float]:
         """Return the mean changes of greedy and sampled responses to the prompts that two validations have in common.
 
+        Those of a source with at least two such prompts are added.
+
         Args:
             first: :meth:`table` of the first validation; other columns than now, as after a change of the rewards,
                 or fewer than two prompts in common, give an empty result.
@@ -261,17 +263,31 @@ class Validation:
         common = [(earlier[int(row[1])], row) for row in last.tolist() if int(row[1]) in earlier]
         if first.shape[1] != last.shape[1] or len(common) < 2:
             return {}
+        metrics = dict[str, float]()
+        for group, rows in self._groups(torch.tensor([row[0] for _, row in common])).items():
+            if rows.sum() > 1:
+                chosen = [pair for pair, is_chosen in zip(common, rows.tolist(), strict=True) if is_chosen]
+                metrics |= {f"{group}{name}": value for name, value in self._changes_of(chosen).items()}
+        return metrics
+
+    def _changes_of(self, pairs: list[tuple[list[float], list[float]]]) -> dict[str, float]:
+        """Return the mean changes of greedy and sampled responses to some prompts, without a prefix.
+
+        Args:
+            pairs: rows of each prompt in the tables of two validations.
+        """
         size = 1 + self._val_samples
         metrics = dict[str, float]()
         for number, quantity in enumerate(self._quantities):
             start = 2 + number * size
             for name, columns in (("greedy", slice(start, start + 1)), ("sampled", slice(start + 1, start + size))):
-                pairs = [[_known(row[columns]) for row in pair] for pair in common]
-                change = mean_difference([before for before, _ in pairs], [after for _, after in pairs])
+                values = [[_known(row[columns]) for row in pair] for pair in pairs]
+                change = mean_difference([before for before, _ in values], [after for _, after in values])
                 for bound, value in change.items():
                     ending = "_change" if bound == "mean" else f"_change_{bound}"
-                    key = f"val/{quantity.prefix}{quantity.mean_name}{name}{ending}"
-                    metrics[key] = math.nan if value is None else value
+                    metrics[f"{quantity.prefix}{quantity.mean_name}{name}{ending}"] = (
+                        math.nan if value is None else value
+                    )
         return metrics
 
     def metrics(self, ranks: DataRanks, first: Tensor | None = None) -> dict[str, float]:

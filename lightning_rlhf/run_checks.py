@@ -89,7 +89,8 @@ def check_minibatch_size(prompts: int, group_size: int, minibatch_size: int) -> 
     responses = prompts * group_size
     if responses % minibatch_size:
         divisors = [size for size in range(1, responses + 1) if responses % size == 0]
-        nearest = min(divisors, key=lambda size: abs(size - minibatch_size))
+        distance = min(abs(size - minibatch_size) for size in divisors)
+        nearest = " or ".join(str(size) for size in divisors if abs(size - minibatch_size) == distance)
         raise UsageError(
             f"minibatch_size {minibatch_size} does not divide the {responses} responses of a step "
             f"({prompts} prompts x group_size {group_size}); {nearest} would"

@@ -335,6 +335,8 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
     rewards = values_of(list(history.recent), "reward/mean")
     if len(later) < 2 or not max(values[-2:]) < bound or len(rewards) < 10:
         return None
+    if not history.validations[-1].get(f"{name}_high", -math.inf) < values[best]:  # the difference may be chance
+        return None
     half = len(rewards) // 2
     if not fmean(rewards[half:]) > fmean(rewards[:half]):
         return None
@@ -343,7 +345,7 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
         values[-1],
         bound,
         f"{name} fell from {values[best]:.3g} at step {history.validations[best]['step']:.0f} to {values[-1]:.3g}, "
-        "while the training reward rises: the policy exploits the reward",
+        "while the training reward rises: the policy may exploit the reward",
         "Use the checkpoint of the best validation (best of RunCheckpoint), raise the coef of kl_loss or kl_reward, or "
         "mend the reward",
     )

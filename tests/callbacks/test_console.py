@@ -12,7 +12,14 @@ from lightning.pytorch import Callback
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, MetricsCSV, console
 from lightning_rlhf.callbacks.console import _count, remaining_time, reward_model_accuracy
-from lightning_rlhf.callbacks.held_out import before_and_after, left_to_learn, number, shown_names, with_interval
+from lightning_rlhf.callbacks.held_out import (
+    before_and_after,
+    left_to_learn,
+    number,
+    shown_names,
+    unchanged_kinds,
+    with_interval,
+)
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS, exact
@@ -355,3 +362,17 @@ def test_unused_validation_data_are_reported(run, capsys, at_ends, interval, pri
         "validate_at_ends of RolloutLoop to true"
     )
     assert (line in capsys.readouterr().out) is printed
+
+
+def test_end_of_a_run_names_the_kinds_that_are_not_better():
+    def row(step, total, **low):
+        metrics = {f"val/{name}/fraction_correct_greedy_change_low": value for name, value in low.items()}
+        return {"step": step, "val/fraction_correct_greedy_change_low": total, **metrics, "val/a_greedy": "0.5"}
+
+    before = {"step": "0", "val/fraction_correct_greedy": "0.1"}
+    assert unchanged_kinds([before, row("24", "0.15", two="0.5", three="-0.1", four="-0.02")]) == (
+        "not better than before training, by their 95 % intervals: four, three"
+    )
+    assert unchanged_kinds([before, row("24", "0.15", two="0.5", three="0.1")]) == ""
+    assert unchanged_kinds([before, row("24", "-0.15", two="-0.5", three="-0.1")]) == ""  # the totals are not, either
+    assert unchanged_kinds([before]) == unchanged_kinds([]) == ""

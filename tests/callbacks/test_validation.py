@@ -128,6 +128,21 @@ def test_changes_since_the_first_validation_are_of_the_same_prompts(measured, to
     assert {name for name in later.metrics(ONE_RANK) if "change" in name} == set()
 
 
+def test_changes_of_a_source_are_of_its_prompts(tokenizer):
+    def of(values):
+        validation = Validation(1, ["given"], "given", sources=["a", "b"])
+        rollout = rollout_of([Response([3], [4], value) for value in values for _ in range(2)])
+        batch = PromptBatch(list(range(4)), [[3]] * 4, ["x"] * 4, {"source": ["a", "a", "b", "b"]})
+        validation.add(batch, rollout, tokenizer)
+        return validation
+
+    first = of([0, 0, 1, 1]).table(ONE_RANK)
+    result = of([1, 1, 1, 0]).metrics(ONE_RANK, first)
+    assert result["val/given_greedy_change"] == 0.25
+    assert result["val/a/given_greedy_change"] == 1.0
+    assert result["val/b/given_greedy_change"] == -0.5
+
+
 def test_changes_are_over_the_prompts_of_all_ranks(measured, tokenizer):
     first, (batch, rollout) = measured.table(ONE_RANK), judged(LATER)
 

@@ -147,7 +147,8 @@ def test_rows_without_a_column_of_a_reward_are_reported_with_their_line_as_in_fi
     assert message.endswith("/x.jsonl:4")
     assert "reward functions whose columns are all there" not in result.out
     assert (result.code, result.err) == (0, "")
-    assert json.loads(check_data("--json", **inputs, rewards=rewards).out)["warnings"] == [
+    long = {"max_response_tokens": 20}
+    assert json.loads(check_data("--json", **inputs, rewards=rewards, loop=long).out)["warnings"] == [
         message.removeprefix("warning: ")
     ]
 

@@ -323,7 +323,7 @@ def test_mistakes_give_a_one_line_message(evaluate, arguments, rows, code, messa
     assert not Path("report.json").exists()
 
 
-def kept(evaluate, *arguments, rows=ROWS):
+def rows_kept(evaluate, *arguments, rows=ROWS):
     """Return the rows that the command writes, and its output."""
     Path("rows.jsonl").unlink(missing_ok=True)
     code, _, shown = evaluate(*arguments, "--to", "rows.jsonl", rows=rows)
@@ -336,52 +336,52 @@ def texts(rows, *names):
 
 
 def test_best_response_to_each_prompt_becomes_a_row(evaluate):
-    rows, shown = kept(evaluate, "--reward", "rewards.py:right", "--keep", "best")
+    rows, shown = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "best")
     assert texts(rows, "prompt", "completion", "answer") == [("p", "1", "1"), ("p", "1", "9"), ("p", "5", "5")]
     assert "rows.jsonl has 3 rows from 3 of 3 prompts" in shown
 
 
 def test_different_responses_above_a_reward_become_rows(evaluate):
-    rows, shown = kept(evaluate, "--reward", "rewards.py:right", "--keep", "above", "0.5")
+    rows, shown = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "above", "0.5")
     assert texts(rows, "completion", "data_source") == [("1", "a"), ("5", "b")]
     assert "rows.jsonl has 2 rows from 2 of 3 prompts" in shown
-    rows, _ = kept(evaluate, "--reward", "rewards.py:right", "--keep", "above", "-1")
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "above", "-1")
     assert texts(rows, "completion") == [("1",), ("2",), ("3",), ("1",), ("2",), ("?",), ("5",)]
 
 
 def test_best_and_worst_responses_become_pairs(evaluate):
-    rows, _ = kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs")
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs")
     assert texts(rows, "prompt", "chosen", "rejected") == [("p", "1", "2")]  # the others have equal rewards
 
 
 def test_rewards_are_summed_and_those_that_do_not_apply_count_0(evaluate):
-    rows, _ = kept(evaluate, "--reward", "rewards.py:some", "--reward", "rewards.py:length", "--keep", "pairs")
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:some", "--reward", "rewards.py:length", "--keep", "pairs")
     assert texts(rows, "chosen", "rejected") == [("1", "?")]
-    rows, _ = kept(evaluate, "--reward", "rewards.py:some", "--keep", "above", "0")
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:some", "--keep", "above", "0")
     assert ("?",) not in texts(rows, "completion")
 
 
 def test_responses_that_were_cut_are_not_kept(evaluate):
     cut = [{**ROWS[0], "finish_reasons": ["length", "length", "stop", "length"]}]
-    assert texts(kept(evaluate, "--reward", "rewards.py:right", "--keep", "best", rows=cut)[0], "completion") == [
+    assert texts(rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "best", rows=cut)[0], "completion") == [
         ("2",)
     ]
     better = [{**ROWS[0], "finish_reasons": ["stop", "stop", "length", "length"]}]
-    rows, _ = kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs", rows=better)
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs", rows=better)
     assert texts(rows, "chosen", "rejected") == [("1", "2")]  # the worst may be cut
 
 
 def test_messages_are_continued_by_the_response_or_the_conversation(evaluate):
     question = [{"role": "user", "content": "p"}]
     row = {"messages": question, "answer": "1", "responses": ["2", "1"]}
-    rows, _ = kept(evaluate, "--reward", "rewards.py:right", "--keep", "best", rows=[row])
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "best", rows=[row])
     answer = {"role": "assistant", "content": "1"}
     assert rows[0]["messages"] == [*question, answer]
-    rows, _ = kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs", rows=[row])
+    rows, _ = rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", "pairs", rows=[row])
     assert (rows[0]["prompt"], rows[0]["chosen"]) == (question, [answer])
     turns = [[{"role": "assistant", "content": text}, {"role": "user", "content": "no"}, answer] for text in "12"]
     with_turns = {**row, "response_messages": turns, "turns": [2, 2], "environment_rewards": [0.0, 1.0]}
-    rows, _ = kept(evaluate, "--keep", "best", rows=[with_turns])
+    rows, _ = rows_kept(evaluate, "--keep", "best", rows=[with_turns])
     assert rows[0]["messages"] == [*question, *turns[1]]
 
 
@@ -390,7 +390,7 @@ def test_kept_rows_are_read_by_the_data_modules(evaluate):
     from lightning_rlhf.data.tokenizers import CharacterTokenizer
 
     for keep, kind in (("best", ConversationDataModule), ("pairs", PreferenceDataModule)):
-        kept(evaluate, "--reward", "rewards.py:right", "--keep", keep)
+        rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", keep)
         data = kind("rows.jsonl", CharacterTokenizer("p123459?"), batch_size=1, max_tokens=8)
         data.setup("fit")
         assert len(data.examples["train"]) == {"best": 3, "pairs": 1}[keep]

@@ -70,11 +70,7 @@ def run(arguments: list[str]) -> int:
     """
     options = make_parser().parse_args(arguments)
     add_import_folders()
-    if math.isnan(options.correct_at):
-        raise UsageError("--correct-at must be a number, got nan")
-    repeated = next((name for i, name in enumerate(options.files) if name in options.files[:i]), None)
-    if repeated is not None:
-        raise UsageError(f"{repeated} was given twice: name each file once")
+    _check_options(options)
     keep = check_target(options.to, options.keep, len(options.files))
     rewards = [RewardFunction(reference, messages=options.messages) for reference in options.reward]
     extract = load_function(options.answer) if options.answer else None
@@ -87,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
     # These import torch, which takes seconds.
     from lightning_rlhf.cli.screen import configure_messages
-    from lightning_rlhf.tools.commands.scores import difference, score_rows, statistics_by_source
+    from lightning_rlhf.tools.commands.scores import difference_by_source, score_rows, statistics_by_source
 
     configure_messages()
     with failure_code_1(shows_cause=True):
@@ -102,7 +98,7 @@ def run(arguments: list[str]) -> int:
         ]
         first, *others = scored
         differences = [
-            {"file": name, "from": first, "rewards": difference(scored[first], scored[name])}
+            {"file": name, "from": first, **difference_by_source(scored[first], scored[name])}
             for name in others
             if are_of_the_same_rows(files[first], files[name])
         ]
@@ -119,6 +115,14 @@ def run(arguments: list[str]) -> int:
             with write_errors(options.json, "the table is above"):
                 options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if math.isnan(options.correct_at):
+        raise UsageError("--correct-at must be a number, got nan")
+    repeated = next((name for i, name in enumerate(options.files) if name in options.files[:i]), None)
+    if repeated is not None:
+        raise UsageError(f"{repeated} was given twice: name each file once")
 
 
 def are_of_the_same_rows(first: Sequence[ResponseRow], second: Sequence[ResponseRow]) -> bool:
@@ -140,15 +144,20 @@ def _lines(first: str, others: Sequence[str], differences: Sequence[dict[str, An
             lines.append(f"{name} has other rows than {first}, so that their rewards are not compared")
             continue
         lines.append(f"{name} less {first}, {count} rows, 95 % intervals in brackets:")
-        for reward, values in difference["rewards"].items():
-            mean = "no response of both files has this reward"
-            if values["mean"] is not None:
-                mean = f"{values['mean']:+.3f}"
-            interval = ""
-            if values["low"] is not None:
-                interval = f" ({values['low']:+.3f} to {values['high']:+.3f})"
-            lines.append(f"  {reward}: {mean}{interval}")
+        lines += [f"  {reward}: {_change(values)}" for reward, values in difference["rewards"].items()]
+        for source, rewards in difference["sources"].items():
+            lines += [f"  {reward} of {source}: {_change(values)}" for reward, values in rewards.items()]
     return lines
+
+
+def _change(values: dict[str, float | None]) -> str:
+    """Return a mean difference with its interval as text."""
+    if values["mean"] is None:
+        return "no response of both files has this reward"
+    interval = ""
+    if values["low"] is not None:
+        interval = f" ({values['low']:+.3f} to {values['high']:+.3f})"
+    return f"{values['mean']:+.3f}{interval}"
 
 
 def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
 
 from lightning_rlhf.cli.config_files import add_import_folders
@@ -50,6 +54,7 @@ continues; the seed of a response does not depend on the batch size.
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
 """
 _DEFAULT_TOKENS = 512
+_CPU_RESPONSES = 64  # responses between two writes on a CPU, which take about a minute
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,7 +96,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--seed", type=int, metavar="N", default=0, help="(default: 0)")
     sampling.add_argument(
-        "--batch-size", type=int, metavar="N", default=128, help="prompts between two writes (default: 128)"
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="prompts between two writes (default: 128; without a GPU or server, those of 64 responses)",
     )
     return parser
 
@@ -111,7 +119,7 @@ def run(arguments: list[str]) -> int:
     add_import_folders()
     _check_options(options)
     try:
-        with closing(_make_backend(options)) as backend:
+        with _ended_by_sigterm(), closing(_make_backend(options)) as backend:
             rows = _generate_file(backend, options)
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)
@@ -120,12 +128,26 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, so that the engine ends and its files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def _check_options(options: argparse.Namespace) -> None:
     if options.to.suffix != ".jsonl":
         raise UsageError(f"--to must end with .jsonl, got {str(options.to)!r}")
     for name in ("n", "batch_size", "concurrency", "tensor_parallel_size"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"{name} must be at least 1, got {getattr(options, name)}")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}")
     if options.api_key_env is not None and options.server is None:
         raise UsageError("--api-key-env needs --server")
     if options.environment is not None and options.server is not None:
@@ -202,10 +224,13 @@ def _generate(
 ) -> None:
     """Generate the responses to the prompts after the last row of a file, and write them batch by batch."""
     n = options.n
+    size = options.batch_size or 128
+    if options.batch_size is None and options.server is None and not torch.cuda.is_available():
+        size = max(1, _CPU_RESPONSES // n)
     tokens = 0
     began = time.monotonic()
     while file.done < len(prompts):
-        positions = range(file.done, min(file.done + options.batch_size, len(prompts)))
+        positions = range(file.done, min(file.done + size, len(prompts)))
         requests = [
             ResponseRequest(
                 prompt=prompts[position],

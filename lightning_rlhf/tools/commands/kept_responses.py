@@ -37,7 +37,7 @@ class Keep:
         """Return the choice from the words of the command line.
 
         Raises:
-            UsageError: the words are none of the choices.
+            UsageError: the words are not one of the choices.
         """
         if list(words) in (["best"], ["pairs"]):
             return cls("best" if words[0] == "best" else "pairs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -98,8 +99,8 @@ cd {directory}
 _NEXT = """`--trainer.max_steps 4` tries everything in a few minutes. After three steps, a run prints its remaining time
 if it is more than five minutes.
 
-Measure the prompt before training, with `lightning-rlhf generate` and `lightning-rlhf evaluate`: where nearly no
-response has a reward, worked examples in the prompt help more than any setting.
+Measure the prompt before training, with `lightning-rlhf validate --config run.yaml`: where nearly no response has a
+reward, worked examples in the prompt help more than any setting.
 
 Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
 _NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, but forgets carries, and
@@ -143,6 +144,8 @@ def run(arguments: list[str]) -> int:
             if path.is_file():
                 _write(path, directory, values)
         (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
+    if "LoRA" in summary and importlib.util.find_spec("peft") is None:
+        summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
     print(
         f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n"
         + "\n".join(f"  {command}" for command in _commands(directory))

@@ -149,6 +149,24 @@ def _reward_statistics(rows: Sequence[ScoredResponses], name: str, correct_at: f
     return result | {name: mean_interval([[values[name]] for values in of_prompts]) for name in of_prompts[0]}
 
 
+def difference_by_source(before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]) -> dict[str, Any]:
+    """Compare the rewards of two lists of responses to the same prompts, and those of each source if there are several.
+
+    Args:
+        before: responses to each prompt.
+        after: other responses to the same prompts, in the same order.
+
+    Returns:
+        ``rewards``, a :func:`difference`, and ``sources``, one for each source.
+    """
+    sources = dict.fromkeys(row.source for row in before)
+    numbers = {name: [i for i, row in enumerate(before) if row.source == name] for name in sources}
+    of_sources = {
+        name: difference([before[i] for i in rows], [after[i] for i in rows]) for name, rows in numbers.items()
+    }
+    return {"rewards": difference(before, after), "sources": of_sources if len(sources) > 1 else {}}
+
+
 def difference(
     before: Sequence[ScoredResponses], after: Sequence[ScoredResponses]
 ) -> dict[str, dict[str, float | None]]:

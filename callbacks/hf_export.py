@@ -22,9 +22,10 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.strategies.checkpoints.io import digest
 
 from .checks import check_module
+from .held_out import shown_names, with_interval
 
 log = logging.getLogger(__name__)
-_CARD_METRICS = ("val/", "reward/mean", "kl/ref", "train/loss")  # beginnings of the names of metrics in a model card
+_CARD_METRICS = ("reward/mean", "kl/ref", "train/loss")  # metrics in a model card, besides those of the validation
 
 
 class HFExport(Callback):
@@ -206,10 +207,11 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
-    shown = {name: value for name, value in sorted(origin.metrics.items()) if name.startswith(_CARD_METRICS)}
-    if shown:
-        lines += ["", "Last metrics of the run; `metrics.json` has all:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| `{_cell(name)}` | {value:.6g} |" for name, value in shown.items()]
+    names = [*shown_names(origin.metrics), *(name for name in _CARD_METRICS if name in origin.metrics)]
+    if names:
+        lines += ["", "Last metrics of the run, 95 % intervals in brackets; `metrics.json` has all:", ""]
+        lines += ["| metric | value |", "|---|---|"]
+        lines += [f"| `{_cell(name)}` | {with_interval(name, origin.metrics)} |" for name in names]
     return "\n".join([*lines, "", "Written by lightning-rlhf.", ""])
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks import HFExport
+from lightning_rlhf.callbacks.held_out import with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.callbacks.conftest import ROWS
@@ -30,7 +31,9 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
     assert result["step"] == 2
     assert result["val/fraction_correct_greedy"] == made.metrics["val/fraction_correct_greedy"]
     card = (tmp_path / "export" / "README.md").read_text()
-    assert f"| `val/fraction_correct_greedy` | {result['val/fraction_correct_greedy']:.6g} |" in card
+    shown = with_interval("val/fraction_correct_greedy", result)
+    assert f"| `val/fraction_correct_greedy` | {shown} |" in card
+    assert "greedy_low" not in card
     assert "policy/clip_fraction" in result
     assert "clip_fraction" not in card
 

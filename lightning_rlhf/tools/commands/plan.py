@@ -16,6 +16,7 @@ from rich.table import Table
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, counted
+from lightning_rlhf.modules.distillation import DistillationModule
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
@@ -186,6 +187,8 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
         response_tokens=loop["max_response_tokens"],
+        divergence_bytes=module.divergence.memory_mb << 20 if isinstance(module, DistillationModule) else 0,
+        teachers_in_updates=isinstance(module, DistillationModule) and module.divergence.top_k is None,
     )
 
 

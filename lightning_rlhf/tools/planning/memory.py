@@ -268,7 +268,10 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             working = one_pass.forward_bytes()
         gathered = shard.gathered()
         gradients = {GRADIENTS: shard.update_gradients(work.micro_batches(texts, ranks))}
-        loss = {GATHERED: gathered.at_loss, ACTIVATIONS: activations, LOGITS: one_pass.logits_bytes()}
+        logits = one_pass.logits_bytes()
+        if role.trained and work.divergence_bytes:
+            logits = work.divergence_bytes + teacher_heads(run)
+        loss = {GATHERED: gathered.at_loss, ACTIVATIONS: activations, LOGITS: logits}
         peaks[f"the loss of the {role.name}"] = Counter(loss | gradients)
         layers = {GATHERED: gathered.in_layer, ACTIVATIONS: activations + working}
         peaks[f"the layers of the {role.name}"] = Counter(layers | gradients)
@@ -278,6 +281,14 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             step = {STEP: element * shard.trained_elements, GRADIENTS: shard.update_gradients(1)}
             peaks[f"the optimizer's step of the {role.name}"] = Counter(step)
     return peaks
+
+
+def teacher_heads(run: Run) -> int:
+    """Return the bytes of the heads of sharded teachers, which are gathered for the updates of a step."""
+    if not run.work.teachers_in_updates or not run.strategy.shards_weights:
+        return 0
+    teachers = (role for role in run.roles if role.is_teacher)
+    return sum(role.model.vocabulary * role.model.hidden * (2 if role.dtype == "bfloat16" else 4) for role in teachers)
 
 
 def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Counter[str]:

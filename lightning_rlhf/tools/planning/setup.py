@@ -153,7 +153,7 @@ class Role:
     """One model of a run.
 
     Args:
-        name: actor, critic, ref or reward_model.
+        name: actor, critic, ref, reward_model, or teacher and a source.
         model: shapes of its parameters.
         trained: whether it has gradients and an optimizer.
         dtype: dtype of its source, float32 or bfloat16.
@@ -169,6 +169,11 @@ class Role:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
     is_reference_too: bool = False
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether the model is a teacher of a DistillationModule."""
+        return self.name == "teacher" or self.name.startswith("teacher_")
 
     @property
     def adapters(self) -> int:
@@ -227,6 +232,8 @@ class Work:
         turns: largest number of turns of a conversation with an environment; 0 without an environment.
         environment_processes: largest number of processes of environments that one engine serves.
         response_tokens: tokens of the longest response; 0 without an engine.
+        divergence_bytes: memory of the logits of student and teachers at a time; 0 without distillation.
+        teachers_in_updates: whether teachers are evaluated in each update, as for whole distributions.
     """
 
     responses: int
@@ -242,6 +249,13 @@ class Work:
     turns: int = 0
     environment_processes: int = 0
     response_tokens: int = 0
+    divergence_bytes: int = 0
+    teachers_in_updates: bool = False
+
+    @property
+    def updates(self) -> int:
+        """Number of optimizer steps of a trained role in a step."""
+        return self.update_epochs * -(-self.responses // self.minibatch_size)
 
     @property
     def row_tokens(self) -> int:

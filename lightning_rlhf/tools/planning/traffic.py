@@ -101,12 +101,13 @@ def counts(role: Role, work: Work, ranks: int) -> PassCounts:
         reused = work.micro_batches(work.responses, ranks) - work.micro_batches(rest, ranks)
     if work.evaluates_mismatched:
         evaluations += 1 + role.is_reference_too
-    updates = 0
-    if role.trained:
-        updates = work.update_epochs * -(-work.responses // work.minibatch_size)
+    of_minibatch = work.micro_batches(work.minibatch_size, ranks)
+    if role.is_teacher and work.teachers_in_updates:
+        return PassCounts(evaluations=work.updates * of_minibatch, trained=0, updates=0)
+    updates = work.updates if role.trained else 0
     return PassCounts(
         evaluations=evaluations * work.micro_batches(work.responses, ranks) - reused,
-        trained=updates * work.micro_batches(work.minibatch_size, ranks),
+        trained=updates * of_minibatch,
         updates=updates,
     )
 

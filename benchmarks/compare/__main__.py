@@ -44,6 +44,12 @@ RUNS = {
     "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
     "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
 }
+DIVERGENCE_TOKENS, DIVERGENCE_VOCABULARY = 512, 151_936
+DIVERGENCES = {
+    "lightning-rlhf": (None, "ours"),
+    "TRL": ("trl", "trl"),
+    "TRL, tiles of 128 tokens": ("trl", "trl-small"),
+}
 BATCHES = {1: "grpo", 4: "grpo-4x", 16: "grpo-16x"}
 TITLES = {
     "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
@@ -305,7 +311,44 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
         *(f"| {size:,} | {used} | {4096 * size * 4 / 2**20:.0f} |" for size, used in measured["head"].items()),
         "",
     ]
+    if divergences := measured["divergences"]:
+        lines += divergence_section(divergences)
     return "\n".join(lines)
+
+
+def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
+    """Return the section about the losses of distillation."""
+    own = rows["lightning-rlhf"]["seconds"]
+    return [
+        "## Distillation over whole vocabularies",
+        "",
+        f"Generalized Jensen-Shannon divergence (beta 0.5) of {DIVERGENCE_TOKENS} tokens, a vocabulary of "
+        f"{DIVERGENCE_VOCABULARY:,} and a width of 896, with",
+        "gradients of hidden states and head, in float32. MB are the rise of the peak without these gradients. TRL's",
+        "tiles are made for GPUs; a row has tiles of 128 tokens.",
+        "",
+        "| library | CPU s | ratio | MB | divergence |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {row['seconds']:.2f} | {own / row['seconds']:.2f} | {row['mb']:.0f} | {row['loss']:.6f} |"
+            for name, row in rows.items()
+        ),
+        "",
+    ]
+
+
+def measure_divergences(directory: Path) -> None:
+    """Measure the losses of distillation of both libraries, one after the other."""
+    rows = {}
+    for name, (peer, library) in DIVERGENCES.items():
+        python = sys.executable if peer is None else str(peer_python(peer, directory))
+        sizes = [str(DIVERGENCE_TOKENS), str(DIVERGENCE_VOCABULARY)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [python, "-m", "benchmarks.compare.divergence", library, *sizes]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name}: {rows[name]}", flush=True)
+    (directory / "divergences.json").write_text(json.dumps(rows))
 
 
 def stored(directory: Path) -> dict[str, Any]:
@@ -322,7 +365,7 @@ def stored(directory: Path) -> dict[str, Any]:
         if "trained_tokens" in turns[0]["steps"][0]
     }
     models = {name: directory / task.sizes_of(name).folder / "model" for name in tasks}
-    costs, batches = directory / "costs.json", {}
+    costs, divergences, batches = directory / "costs.json", directory / "divergences.json", {}
     if costs.exists():
         batches = {times: per_token(json.loads(alone(directory, run).read_text())) for times, run in BATCHES.items()}
     heads = {}
@@ -340,6 +383,7 @@ def stored(directory: Path) -> dict[str, Any]:
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,
         "head": heads,
+        "divergences": json.loads(divergences.read_text()) if divergences.exists() else None,
         "dates": sorted({date.fromtimestamp(file.stat().st_mtime) for file in directory.glob("*-[0-9]*.json")}),
     }
 
@@ -371,6 +415,7 @@ def main() -> None:
         compare(name, directory, options.rounds, options.steps)
     if options.costs:
         measure_costs(directory)
+        measure_divergences(directory)
     page = report(stored(directory))
     print(page)
     if options.write:

@@ -14,6 +14,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
+from lightning_rlhf.modules.start_logprobs import StartLogprobs
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
 from lightning_rlhf.types import SequenceBatch
@@ -28,8 +29,9 @@ class DPOModule(PairModule):
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
         ref: frozen reference; None takes the actor's source. With LoRA that is the actor without its
-            adapters, and no second copy is loaded. ``none``: no reference, and log-probs take the place of log-ratios;
-            losses such as SimPO have none anyway.
+            adapters, and no second copy is loaded. ``start``: the actor evaluates all rows before the first update, and
+            these log-probs are the reference, without a second copy and its forward passes. ``none``: no reference, and
+            log-probs take the place of log-ratios; losses such as SimPO have none anyway.
         loss: loss of a pair from its log-ratios.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
@@ -62,8 +64,10 @@ class DPOModule(PairModule):
         if not loss.uses_reference and ref not in (None, "none"):
             raise UsageError(f"{type(loss).__name__} uses no reference: remove ref, got {ref!r}")
         self.has_reference = loss.uses_reference and ref != "none"
+        self.start_logprobs = StartLogprobs() if self.has_reference and ref == "start" else None
+        self.evaluates_reference = self.has_reference and ref != "start"
         reference = actor if ref is None else ref
-        self.set_sources(actor=actor, ref=reference if self.has_reference else None)
+        self.set_sources(actor=actor, ref=reference if self.evaluates_reference else None)
         self.sft_coef = sft_coef
         self.loss: Any = loss
         self.optimizer = optimizer
@@ -74,16 +78,48 @@ class DPOModule(PairModule):
         log_ratios, logprobs = self.answer_scores(concat_texts([rows.chosen, rows.rejected]))
         return (*log_ratios.chunk(2), *logprobs.chunk(2))
 
+    def on_train_start(self) -> None:
+        """Evaluate all rows with ``ref: start``, unless a checkpoint has their log-probs. All ranks."""
+        super().on_train_start()
+        if self.start_logprobs is None or self.start_logprobs:
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        actor: Any = self.actor
+        actor.eval()
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            self.start_logprobs.measure(data, self.data_ranks.rank, self.data_ranks.size, self._evaluated)
+        actor.train()
+
+    def _evaluated(self, batch: Any) -> tuple[SequenceBatch, Tensor]:
+        """Return the texts of some pairs, and (2 B,) their log-probs under the actor. All ranks."""
+        batch = batch.to(self.device)
+        scores = self.micro_batches.map(self.row_scores, batch)
+        return concat_texts([batch.chosen, batch.rejected]), torch.cat(scores[2:])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the log-probs of ``ref: start``."""
+        super().on_save_checkpoint(checkpoint)
+        if self.start_logprobs:
+            checkpoint["start_logprobs"] = self.start_logprobs.state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the log-probs of ``ref: start``."""
+        super().on_load_checkpoint(checkpoint)
+        if self.start_logprobs is not None and "start_logprobs" in checkpoint:
+            self.start_logprobs.load(checkpoint["start_logprobs"])
+
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks.
 
         Without a reference, the log-prob takes the place of the log-ratio; its mean over tokens, if the loss uses that.
         """
         reference: Tensor | float = 0.0
-        if self.has_reference:
+        if self.evaluates_reference:
             with torch.no_grad():
                 reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
         logprobs = text_scores(self, "actor", texts)[0].logprobs.sum(dim=1)
+        if self.start_logprobs:
+            reference = self.start_logprobs.of(texts).to(logprobs.dtype)
         if not self.has_reference and self.loss.length_normalized:
             return logprobs / _tokens(texts), logprobs
         return logprobs - reference, logprobs

@@ -237,7 +237,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]
     data = PreferenceDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
     if kind == "dpo":
-        inputs["ref"] = None if adapters else model(2)
+        inputs = {"ref": None if adapters else model(2), **inputs}
         return DPOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 RUNS = {
     "dpo": ("dpo", {}),
     "dpo, packed": ("dpo", {"packing": True}),
+    "dpo, start": ("dpo", {"ref": "start"}),
     "dpo, adapters": ("dpo", {"lora": True}),
     "kto": ("kto", {}),
     "kto, adapters": ("kto", {"lora": True}),

@@ -133,7 +133,9 @@ def saves_in_background(config: Namespace) -> bool:
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:
     """Build the module's models without weights."""
     roles = []
-    needs_ref = isinstance(module, DPOModule) or (isinstance(module, RLHFModule) and module.has_ref)
+    needs_ref = (isinstance(module, DPOModule) and module.evaluates_reference) or (
+        isinstance(module, RLHFModule) and module.has_ref
+    )
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")

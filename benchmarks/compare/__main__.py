@@ -318,7 +318,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
 
 def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
     """Return the section about the losses of distillation."""
-    own = rows["lightning-rlhf"]["seconds"]
+    ours = rows["lightning-rlhf"]["seconds"]
     return [
         "## Distillation over whole vocabularies",
         "",
@@ -330,7 +330,7 @@ def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
         "| library | CPU s | ratio | MB | divergence |",
         "|---|---|---|---|---|",
         *(
-            f"| {name} | {row['seconds']:.2f} | {own / row['seconds']:.2f} | {row['mb']:.0f} | {row['loss']:.6f} |"
+            f"| {name} | {row['seconds']:.2f} | {ours / row['seconds']:.2f} | {row['mb']:.0f} | {row['loss']:.6f} |"
             for name, row in rows.items()
         ),
         "",

@@ -42,14 +42,14 @@ class StartLogprobs:
             evaluate: function of a batch that returns its texts and their (B,) log-probs.
         """
         examples = [example for part in data.examples.values() for example in part]
-        own = examples[rank::size] or examples[:1]
+        of_rank = examples[rank::size] or examples[:1]
         for start in range(0, -(-len(examples) // size), _ROWS):
-            chosen = own[start : start + _ROWS] or own[:1]
+            chosen = of_rank[start : start + _ROWS] or of_rank[:1]
             numbers = list(range(len(chosen)))
             texts, values = evaluate(data.collate(chosen, numbers, numbers, 0))
             self._values |= dict(zip(keys_of(texts), values.tolist(), strict=True))
-        for of_rank in ranks.from_all_ranks(self._values):
-            self._values |= of_rank
+        for values_of_rank in ranks.from_all_ranks(self._values):
+            self._values |= values_of_rank
         log.info("The reference is the policy before training, which has evaluated %d texts.", len(self._values))
 
     def of(self, texts: SequenceBatch) -> Tensor:

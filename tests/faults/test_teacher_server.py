@@ -86,8 +86,8 @@ def distillation(server, max_staleness):
     }
     config["data"]["init_args"] = data("prompts", "Problems")
     loop, *others = config["trainer"]["callbacks"]
-    kept = [each for each in others if "KLControl" not in each["class_path"]]
-    config["trainer"] |= {"callbacks": [loop, *kept], "max_steps": 8, "val_check_interval": 4}
+    callbacks = [each for each in others if "KLControl" not in each["class_path"]]
+    config["trainer"] |= {"callbacks": [loop, *callbacks], "max_steps": 8, "val_check_interval": 4}
     return config
 
 
@@ -113,7 +113,7 @@ def test_kills_of_run_and_server_change_no_result(forge, server, tmp_path, max_s
 
     server.start().wait()
     restarted = threading.Thread(target=lambda: (time.sleep(3), server.kill(), server.start()))
-    restarted.start()  # dies and comes back while the run goes on
+    restarted.start()  # dies and comes back during the run
     assert forge.attempt(directory, config, resume="last") == 0, output(directory)[-4000:]
     restarted.join()
     server.wait()

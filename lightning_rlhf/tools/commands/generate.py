@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import Namespace
 
 from lightning_rlhf.cli.config_files import add_import_folders
@@ -54,7 +53,8 @@ continues; the seed of a response does not depend on the batch size.
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
 """
 _DEFAULT_TOKENS = 512
-_CPU_RESPONSES = 64  # responses between two writes on a CPU, which take about a minute
+_RESPONSES = 64  # responses before the first write, a minute of a model of 100 M parameters on a CPU
+_SECONDS = 20.0  # time between two writes below which the next one comes after twice as many prompts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--batch-size",
         type=int,
         metavar="N",
-        help="prompts between two writes (default: 128; without a GPU or server, those of 64 responses)",
+        help="prompts between two writes (default: those of 64 responses, then more, so that 20 s pass)",
     )
     return parser
 
@@ -224,11 +224,9 @@ def _generate(
 ) -> None:
     """Generate the responses to the prompts after the last row of a file, and write them batch by batch."""
     n = options.n
-    size = options.batch_size or 128
-    if options.batch_size is None and options.server is None and not torch.cuda.is_available():
-        size = max(1, _CPU_RESPONSES // n)
+    size = options.batch_size or max(1, _RESPONSES // n)
     tokens = 0
-    began = time.monotonic()
+    began = last = time.monotonic()
     while file.done < len(prompts):
         positions = range(file.done, min(file.done + size, len(prompts)))
         requests = [
@@ -244,7 +242,11 @@ def _generate(
         groups = [responses[first : first + n] for first in range(0, len(responses), n)]
         file.append([_row(prompts[position], group) for position, group in zip(positions, groups, strict=True)])
         tokens += sum(response.tokens or 0 for response in responses)
-        speed = tokens / (time.monotonic() - began)
+        now = time.monotonic()
+        if options.batch_size is None and now - last < _SECONDS:
+            size *= 2
+        last = now
+        speed = tokens / (now - began)
         print(f"{file.done} of {len(prompts)} prompts, {tokens} tokens, {speed:.0f} tokens/s", flush=True)
 
 

@@ -1,6 +1,7 @@
 """Every example runs to its end and learns the task that its documentation describes."""
 
 import json
+import random
 import re
 import runpy
 import string
@@ -108,3 +109,11 @@ def test_reward_of_the_chat_model_reads_the_last_number_of_a_finished_answer():
         0,
         0,
     ]
+
+
+def test_teacher_of_word_problems_has_the_worked_examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "smollm2"))
+    module = runpy.run_path(str(EXAMPLES / "smollm2/word_problems.py"))
+    (row,) = module["rows"](1, random.Random(1), set())
+    assert len(row["question"]) == 2
+    assert module["with_examples"]([row["question"]]) == [row["prompt"]]

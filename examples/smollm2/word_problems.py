@@ -2,8 +2,8 @@
 
     python examples/smollm2/word_problems.py data/word_problems
 
-This writes train.jsonl and val.jsonl with the columns ``prompt`` (chat messages with two worked examples) and
-``answer``. No problem of val.jsonl is in train.jsonl.
+This writes train.jsonl and val.jsonl with the columns ``prompt`` (chat messages with two worked examples), ``question``
+(the same without them) and ``answer``. No problem of val.jsonl is in train.jsonl.
 """
 
 import sys
@@ -45,7 +45,13 @@ def rows(count, draw, drawn):
             continue
         drawn.add((text, a, b, things))
         question = text.format(name=name, other=other, things=things, a=a, b=b)
-        yield {"prompt": [*EXAMPLES, {"role": "user", "content": question}], "answer": str(a + sign * b)}
+        asked = {"role": "user", "content": question}
+        yield {"prompt": [*EXAMPLES, asked], "question": [EXAMPLES[0], asked], "answer": str(a + sign * b)}
+
+
+def with_examples(messages):
+    """Return the prompts of a teacher: the worked examples, then the question of each student's prompt."""
+    return [[*EXAMPLES, prompt[-1]] for prompt in messages]
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class DistillationModule(RLHFModule):
         frozen: dict[str, Any] = {role: each for role, each in by_role.items() if role not in others}
         self.set_sources(**self.sources, **frozen)
         self.divergence = divergence
-        self.uses_frozen_in_updates = divergence.top_k is None and len(self.sources) > 1
+        self.uses_frozen_in_updates = divergence.top_k is None and any(role in self.sources for role in frozen)
         self._heads: dict[str, Head] = {}  # full weights of the heads of the teachers, during a step
 
     def setup(self, stage: str) -> None:

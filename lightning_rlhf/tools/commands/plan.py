@@ -177,6 +177,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
     else:
         prompts = sampling["prompts_per_step"]
     environment = loop["environment"]
+    has_teachers = isinstance(module, DistillationModule) and bool(module.teachers)
     return Work(
         responses=prompts * loop["group_size"],
         minibatch_size=module.minibatch_size,
@@ -189,8 +190,8 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
         response_tokens=loop["max_response_tokens"],
-        divergence_bytes=module.divergence.memory_mb << 20 if isinstance(module, DistillationModule) else 0,
-        teachers_in_updates=isinstance(module, DistillationModule) and module.divergence.top_k is None,
+        divergence_bytes=module.divergence.memory_mb << 20 if has_teachers else 0,
+        teachers_in_updates=has_teachers and module.divergence.top_k is None,
     )
 
 

@@ -11,9 +11,11 @@ from lightning_rlhf import DistillationModule, GRPOModule, PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.given_responses import GivenResponses
+from tests.environments import worlds
 from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer
 
 LETTERS = CharacterTokenizer("abcdefg")
@@ -123,6 +125,18 @@ def test_steps_of_older_weights_have_given_rows_too(tmp_path, max_staleness):
     options = {"max_staleness": max_staleness, "steps": 3, "check_rows": 0}
     module = distil(tmp_path, GivenResponses(on_policy={"shown": 0.0}), **options)
     assert sorted(module.last_step.experience.rollout.is_given.tolist()) == [False, False, True, True]
+
+
+@pytest.mark.parametrize("on_policy", [{"shown": 0.0}, 0.0])
+def test_conversations_have_given_responses_beside_them(tmp_path, on_policy):
+    environment = EnvironmentSettings(worlds.Guess, bridge="plain", max_turns=2, timeout_s=None)
+    options = {"environment": environment, "max_response_tokens": 12, "check_rows": 0}
+    module = distil(tmp_path, GivenResponses(on_policy=on_policy), **options)
+    rollout = module.last_step.experience.rollout
+    assert rollout.is_given.sum() == (2 if isinstance(on_policy, dict) else 4)
+    assert not rollout.step_rewards[rollout.is_given].any()
+    assert rollout.rewards["environment"][rollout.is_given].isnan().all()
+    assert rollout.response_mask[rollout.is_given].sum() == rollout.response_lengths[rollout.is_given].sum()
 
 
 @pytest.mark.parametrize(

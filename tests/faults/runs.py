@@ -247,7 +247,8 @@ def difference(ours, theirs, at=""):
     if type(ours) is not type(theirs):
         return f"{at}: {type(ours).__name__} and {type(theirs).__name__}"
     if isinstance(ours, torch.Tensor):
-        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.equal(theirs)
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        same = same and (ours.isnan().equal(theirs.isnan()) and ours.nan_to_num().equal(theirs.nan_to_num()))
         return None if same else f"{at}: tensors"
     if isinstance(ours, dict):
         if list(ours) != list(theirs):

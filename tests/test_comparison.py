@@ -110,6 +110,10 @@ def test_page_has_the_measured_figures():
         "batches": {1: 2.0, 16: 2.1},
         "costs": costs,
         "head": {32_000: 84},
+        "divergences": {
+            "lightning-rlhf": {"seconds": 2.0, "mb": 400, "loss": 0.25},
+            "TRL": {"seconds": 5.0, "mb": 700, "loss": 0.25},
+        },
         "dates": [date(2026, 11, 22), date(2026, 11, 23)],
     }
     page = command.report(measured)
@@ -122,11 +126,13 @@ def test_page_has_the_measured_figures():
         "| `a command` | 1.25 |",
         "the same requests 3588.",
         "| 32,000 | 84 | 500 |",
+        "| TRL | 5.00 | 0.40 | 700 | 0.250000 |",
     ):
         assert line in page.splitlines(), line
-    without = command.report({**measured, "floors": {}, "parts": {}, "batches": {}, "costs": None})
+    without = command.report({**measured, "floors": {}, "parts": {}, "batches": {}, "costs": None, "divergences": None})
     assert "## Batch sizes" not in without
     assert "## Pushes" not in without
+    assert "## Distillation" not in without
     assert "## Updates" not in without
 
 

@@ -15,7 +15,7 @@ from lightning_rlhf.types import (
 )
 
 ROWS, PROMPT, TOKENS = 3, 2, 4
-PER_TOKEN = tuple(field.name for field in dataclasses.fields(Experience) if field.name != "teacher")[2:]
+PER_TOKEN = tuple(field.name for field in dataclasses.fields(Experience) if field.name not in ("teacher", "scale"))[2:]
 
 
 @pytest.fixture

@@ -45,8 +45,8 @@ def rows(count, draw, drawn):
             continue
         drawn.add((text, a, b, things))
         question = text.format(name=name, other=other, things=things, a=a, b=b)
-        asked = {"role": "user", "content": question}
-        yield {"prompt": [*EXAMPLES, asked], "question": [EXAMPLES[0], asked], "answer": str(a + sign * b)}
+        last = {"role": "user", "content": question}
+        yield {"prompt": [*EXAMPLES, last], "question": [EXAMPLES[0], last], "answer": str(a + sign * b)}
 
 
 def with_examples(messages):

@@ -110,7 +110,8 @@ class PromptDataModule(RowsDataModule):
             most: largest number of rows that are read; None reads all.
         """
         answers = (correct_answer(row.columns) for row in self.examples.get(part, ())[:most])
-        return [len(self.ids(answer)) for answer in answers if answer is not None]
+        texts = (answer.encode(errors="replace").decode() for answer in answers if answer is not None)
+        return [len(self.ids(text)) for text in texts]
 
     def length_warning(self, max_response_tokens: int) -> str:
         """Return a warning if correct answers have more tokens than a response may have.

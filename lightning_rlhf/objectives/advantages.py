@@ -91,8 +91,8 @@ class AdvantagesBySource(AdvantageEstimator):
         ValueError: an estimator needs a critic or greedy responses.
     """
 
-    estimators: dict[str, AdvantageEstimator]
-    numbers: dict[str, int] = field(default_factory=dict)
+    estimators: dict[str, AdvantageEstimator] = field(hash=False)
+    numbers: dict[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, estimator in self.estimators.items():

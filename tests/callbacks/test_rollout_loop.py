@@ -76,7 +76,7 @@ def test_invalid_arguments_raise(arguments, message):
     [
         (
             {"model": {"minibatch_size": 3}, "loop": {"group_size": 2}},
-            "minibatch_size 3 does not divide the 4 responses of a step (2 prompts x group_size 2); 2 would",
+            "minibatch_size 3 does not divide the 4 responses of a step (2 prompts x group_size 2); 2 or 4 would",
         ),
         (
             {"model": {"minibatch_size": 64}},

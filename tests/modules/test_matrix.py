@@ -11,7 +11,7 @@ from lightning_rlhf import PPOModule, RLHFModule
 from lightning_rlhf.objectives import group_advantages as groups
 from lightning_rlhf.objectives import policy_losses as tokens
 from lightning_rlhf.objectives import return_advantages as returns
-from lightning_rlhf.objectives.advantages import GAE, NoAdvantages
+from lightning_rlhf.objectives.advantages import GAE, AdvantagesBySource, NoAdvantages, TeacherLogRatio
 from lightning_rlhf.objectives.aggregation import (
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
@@ -139,8 +139,9 @@ def test_every_combination_steps_independent_of_micro_batches(estimator):
 
 def test_matrix_holds_all_objectives():
     # BestAgainstWorst marks responses for online DPO, which combines with no policy loss; NoAdvantages has no loss.
-    estimators = set(concrete_objectives(AdvantageEstimator))
-    assert estimators - {BestAgainstWorst, NoAdvantages} == {type(estimator) for estimator in ESTIMATORS}
+    # TeacherLogRatio needs a teacher, AdvantagesBySource sources: tests/modules/test_distillation.py, test_mixture.py.
+    others = {BestAgainstWorst, NoAdvantages, TeacherLogRatio, AdvantagesBySource}
+    assert set(concrete_objectives(AdvantageEstimator)) - others == {type(estimator) for estimator in ESTIMATORS}
     assert len(LOSSES) >= 14
 
 

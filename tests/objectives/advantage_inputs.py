@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_rlhf.objectives.base import AdvantageInputs
 from tests.helpers import golden, masks, normal, pad_columns, seeds, with_garbage
 
-TOKEN_FIELDS = ("token_rewards", "values", "sum_pi_squared", "logprobs", "weights")
-ROW_FIELDS = ("group", "final_values", "greedy_reward")
+TOKEN_FIELDS = ("token_rewards", "values", "sum_pi_squared", "logprobs", "weights", "ref_logprobs")
+ROW_FIELDS = ("group", "final_values", "greedy_reward", "source")
 
 
 def outcomes(rewards: list[float], group: list[int], lengths: list[int] | None = None) -> AdvantageInputs:
@@ -44,6 +44,8 @@ def random_inputs(mask: Tensor, group: list[int] | Tensor, seed: int) -> Advanta
         sum_pi_squared=with_garbage((distributions**2).sum(dim=-1), mask),
         logprobs=with_garbage(distributions[..., 0].log(), mask),
         weights=with_garbage(normal(*mask.shape, seed=seed + 7).abs(), mask),
+        ref_logprobs=with_garbage(distributions[..., 1].log(), mask),
+        source=torch.as_tensor(group) % 2,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.advantages import GAE, AdvantagesBySource, TeacherLogRatio
 from lightning_rlhf.objectives.group_advantages import (
     GDPO,
     GPG,
@@ -44,6 +44,9 @@ ESTIMATORS = [
     OptimalTokenBaseline(),
     OptimalTokenBaseline(handle_zero_tail=False),
     ToolOptimalTokenBaseline(),
+    TeacherLogRatio(),
+    TeacherLogRatio(GRPO(), reward_coef=0.5),
+    AdvantagesBySource({"a": RLOO(), "b": GRPO()}, {"a": 0, "b": 1}),
 ]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 

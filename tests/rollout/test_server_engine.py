@@ -302,7 +302,7 @@ def test_server_of_another_model_is_rejected_if_its_config_is_known(make, stub, 
 
 def test_server_without_the_routes_is_rejected_with_the_start_command(make, stub):
     stub.answers["/server_info"] = 404, {"detail": "Not Found"}
-    with pytest.raises(ValueError, match=r"does not have the route /server_info.*docs/rollouts.md"):
+    with pytest.raises(ValueError, match=r"does not have the route /server_info.*page Engines of the documentation"):
         make().wait()
 
 
@@ -366,7 +366,7 @@ def test_unreachable_server_is_retried_until_the_timeout(make):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=1.5), time.monotonic()
-        with pytest.raises(EngineDied, match=r"cannot be reached \(.*refused\); docs/rollouts.md has the command"):
+        with pytest.raises(EngineDied, match=r"cannot be reached \(.*refused\); the page Engines of the doc"):
             engine.wait()
     assert 1.5 < time.monotonic() - began < 6
 

@@ -179,8 +179,11 @@ def _remedy(metrics: Mapping[str, float]) -> str:
     }
     if not cut:
         return _REMEDY
-    kinds = ", ".join(f"{value:.0%} of those to {name}" for name, value in cut.items())
-    return f"First raise max_response_tokens, which cut {kinds}, unless these responses never end"
+    kinds = ", ".join(f"{value:.0%} of the responses to {name}" for name, value in cut.items())
+    return (
+        f"max_response_tokens cut {kinds}: raise it first if correct answers are longer, else show the model where "
+        "answers end, by examples in the prompts"
+    )
 
 
 def _is_correctness_of_source(name: str) -> bool:

@@ -54,13 +54,19 @@ def main() -> int:
             if _is_first_process():  # others find the same
                 print(f"lightning-rlhf: {message}", file=sys.stderr)
             return 2
-        if name == "fit" and not {"--print_config", "--help-all"} & set(arguments) and _is_first_process():
+        if name == "fit" and not any(_shows_only(argument) for argument in arguments) and _is_first_process():
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _shows_only(argument: str) -> bool:
+    """Return whether an argument lets ``fit`` print something instead of training."""
+    option = argument.partition("=")[0]
+    return option in ("--print_config", "--help-all") or option.endswith(".help")
 
 
 def _is_first_process() -> bool:

@@ -81,14 +81,23 @@ class DPOModule(PairModule):
     def on_train_start(self) -> None:
         """Evaluate all rows with ``ref: start``, unless a checkpoint has their log-probs. All ranks."""
         super().on_train_start()
+        self._measure_start()
+
+    def on_validation_start(self) -> None:
+        """Evaluate all rows with ``ref: start`` in a validation before training. All ranks."""
+        super().on_validation_start()
+        self._measure_start()
+
+    def _measure_start(self) -> None:
         if self.start_logprobs is None or self.start_logprobs:
             return
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         actor: Any = self.actor
+        was_training = actor.training
         actor.eval()
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():
             self.start_logprobs.measure(data, self.data_ranks.rank, self.data_ranks.size, self._evaluated)
-        actor.train()
+        actor.train(was_training)
 
     def _evaluated(self, batch: Any) -> tuple[SequenceBatch, Tensor]:
         """Return the texts of some pairs, and (2 B,) their log-probs under the actor. All ranks."""
@@ -103,10 +112,20 @@ class DPOModule(PairModule):
             checkpoint["start_logprobs"] = self.start_logprobs.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the log-probs of ``ref: start``."""
+        """Load the log-probs of ``ref: start``.
+
+        Raises:
+            ValueError: the checkpoint has none, because its run had another reference.
+        """
         super().on_load_checkpoint(checkpoint)
-        if self.start_logprobs is not None and "start_logprobs" in checkpoint:
-            self.start_logprobs.load(checkpoint["start_logprobs"])
+        if self.start_logprobs is None:
+            return
+        if "start_logprobs" not in checkpoint:
+            raise UsageError(
+                "the checkpoint has no log-probs for ref: start, because its run had another ref: set that one, or "
+                "start a new run from an export"
+            )
+        self.start_logprobs.load(checkpoint["start_logprobs"])
 
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks.

@@ -136,7 +136,7 @@ class RLHFModule(RoleModule):
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
         if advantages.needs_ref and ref is None:
-            raise UsageError(f"{type(advantages).__name__} learns from a teacher: set ref to its directory or hub id")
+            raise UsageError("the advantages are log-ratios of a teacher: set ref to its directory or hub id")
         self.has_ref = self.needs_ref or advantages.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
         ref = (actor if ref is None else ref) if self.has_ref else None
         self.set_sources(actor=actor, ref=ref, reward_model=reward_model)

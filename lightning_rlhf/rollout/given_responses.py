@@ -72,6 +72,8 @@ class GivenResponses:
                     f"training row {number} has no response in the column {self.column!r}, got {text!r:.80}: set "
                     f"column of given_responses to one of {data.column_names}"
                 )
+            if text != text.encode(errors="replace").decode():
+                raise UsageError(f"the given response of training row {number} is not valid Unicode: {text!r:.80}")
             tokens = len(data.ids(text)) + 1
             if tokens > max_response_tokens:
                 raise UsageError(

@@ -94,7 +94,7 @@ def test_changes_that_would_repeat_or_lose_rows_are_rejected(forge, begun, tmp_p
     assert "Traceback" not in output
     files, before = ({path.name: path.read_bytes() for path in (at / "run").glob("*.*")} for at in (tmp_path, begun))
     assert {"config.yaml", "end.json", "env.json", "report.html", "metrics.csv"} <= files.keys()
-    assert files == before  # a start that is refused changes nothing
+    assert files == before
 
 
 @pytest.mark.slow

@@ -71,5 +71,5 @@ def test_bad_arguments_raise():
             TeacherLogRatio(**options)
     with pytest.raises(ValueError, match="needs the log-probabilities of the policy and of the reference"):
         TeacherLogRatio()(inputs(ref_logprobs=None))
-    with pytest.raises(ValueError, match="TeacherLogRatio learns from a teacher: set ref"):
+    with pytest.raises(ValueError, match="the advantages are log-ratios of a teacher: set ref"):
         RLHFModule(TinyModel(), advantages=TeacherLogRatio())

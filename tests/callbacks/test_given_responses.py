@@ -147,6 +147,11 @@ def test_conversations_have_given_responses_beside_them(tmp_path, on_policy):
         (GivenResponses(), {"max_response_tokens": 3}, "of training row 2 has 4 tokens .*, more than max_response_to"),
         (GivenResponses(), {"kind": GRPOModule, "group_size": 2}, "GRPOModule learns from sampled responses only"),
         (GivenResponses(), {"teacher_prompt": "completion"}, "given_responses and teacher_prompt .* cannot be"),
+        (
+            GivenResponses(),
+            {"rows": [{"prompt": "a", "completion": "\ud800"}]},
+            "of training row 0 is not valid Unicode",
+        ),
         (GivenResponses(), {"dynamic_sampling": DynamicSampling(4)}, "given_responses and dynamic_sampling .* cannot"),
     ],
 )

@@ -10,6 +10,7 @@ from lightning_rlhf import DPOModule, KTOModule, PreferenceDataModule
 from lightning_rlhf.callbacks import RunCheckpoint, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.start_logprobs import StartLogprobs, keys_of
 from lightning_rlhf.objectives.preference_losses import IPOLoss
 from lightning_rlhf.types import SequenceBatch
@@ -34,16 +35,19 @@ class Watch(Callback):
         self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def run(directory, ref, steps=5, ckpt=None, rows=ROWS, **options):
+def preference_data():
+    letters = CharacterTokenizer("abcdefg")
+    return PreferenceDataModule(InMemory(ROWS), letters, val=InMemory(ROWS[:2]), batch_size=2, max_tokens=16)
+
+
+def run(directory, ref, steps=5, ckpt=None, **options):
     """Return the module and the metrics of each step."""
     module = DPOModule(TinyModel(dtype="float64"), ref=ref, optimizer=partial(torch.optim.SGD, lr=0.5), **options)
-    letters = CharacterTokenizer("abcdefg")
-    data = PreferenceDataModule(InMemory(rows), letters, val=InMemory(ROWS[:2]), batch_size=2, max_tokens=16)
     watch = Watch()
     callbacks = complete([watch, RunCheckpoint(every_n_steps=1)])
     settings = {"default_root_dir": str(directory), "callbacks": callbacks, "max_steps": steps, "max_epochs": -1}
     trainer = quiet_trainer(strategy="rlhf_single", enable_checkpointing=True, val_check_interval=2, **settings)
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    trainer.fit(module, datamodule=preference_data(), ckpt_path=ckpt)
     return module, watch.rows
 
 
@@ -68,6 +72,21 @@ def test_resumed_run_has_the_log_probs_of_the_start(tmp_path):
     assert [row["train/loss"] for row in metrics] == [row["train/loss"] for row in expected[3:]]
     for name, weight in resumed.actor.state_dict().items():
         assert torch.equal(weight, whole.actor.state_dict()[name])
+
+
+def test_checkpoint_of_another_reference_is_an_error(tmp_path):
+    run(tmp_path, None, steps=1)
+    with pytest.raises(UsageError, match="the checkpoint has no log-probs for ref: start"):
+        run(tmp_path, "start", steps=2, ckpt=tmp_path / "checkpoints/last.ckpt")
+
+
+def test_validation_alone_compares_with_the_model_itself(tmp_path):
+    module = DPOModule(TinyModel(dtype="float64"), ref="start")
+    trainer = quiet_trainer(strategy="rlhf_single", default_root_dir=str(tmp_path))
+    (metrics,) = trainer.validate(module, datamodule=preference_data(), verbose=False)
+    assert metrics["val/reward_chosen"] == 0.0
+    assert metrics["val/score_margin"] == 0.0
+    assert metrics["val/logprob_chosen"] < 0.0
 
 
 def test_texts_that_were_not_there_at_the_start_are_an_error(tmp_path):

@@ -150,7 +150,7 @@ def test_conversations_have_given_responses_beside_them(tmp_path, on_policy):
         (
             GivenResponses(),
             {"rows": [{"prompt": "a", "completion": "\ud800"}]},
-            "of training row 0 is not valid Unicode",
+            "row 0 is not valid Unicode",
         ),
         (GivenResponses(), {"dynamic_sampling": DynamicSampling(4)}, "given_responses and dynamic_sampling .* cannot"),
     ],

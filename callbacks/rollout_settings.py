@@ -16,6 +16,7 @@ from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
+from lightning_rlhf.rollout.answer_rewards import answer_warnings
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.given_responses import GivenResponses
@@ -113,6 +114,9 @@ class RolloutSettings:
         roles = {f"the {name}": source for name, source in module.sources.items()}
         check_positions(roles, data.longest_text, self.max_response_tokens, module.has_pairs)
         check_reward_functions(self.rewards, executor, data, self.environment)
+        if self.environment is None and not trainer.fast_dev_run:
+            for warning in answer_warnings(self.rewards, data):
+                log.warning(warning)
 
     def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
         """Validate that module and data can use given responses.

@@ -101,6 +101,7 @@ def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
         "    ground_truth = so",
         "",
         "reward functions whose columns are all there: exact",
+        "  exact of the correct answers as responses: 1, of empty responses: 0",
         "",
         "actor: 36 tokens, 64 positions",
         "critic: 36 tokens, 64 positions",
@@ -112,6 +113,62 @@ def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
 def test_answers_that_are_longer_than_a_response_are_a_warning(check_data):
     result = check_data(rows=PROMPTS, columns={"prompt": "question"}, loop={"max_response_tokens": 13})
     assert "warning: 1 of 2 correct answers do not fit into max_response_tokens 13: the longest has 14" in result.out
+
+
+def equals_list(completions, ground_truth):
+    return [float(text == answer) for text, answer in zip(completions, ground_truth, strict=True)]
+
+
+def equals_joined_list(completions, ground_truth):
+    return [float(text == ", ".join(answer)) for text, answer in zip(completions, ground_truth, strict=True)]
+
+
+def fails_for_a_list(completions, ground_truth):
+    if any(text.startswith("a") for text in completions):
+        raise ZeroDivisionError("no letters")
+    return [0.0] * len(completions)
+
+
+ASCII = {
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+    "init_args": {"characters": "".join(map(chr, range(32, 127)))},
+}
+LISTS = [{"question": "which?", "answer": ["a", "b"]}, {"question": "why?", "answer": ["b", "c"]}]
+
+
+def test_reward_that_compares_a_list_with_a_text_is_a_warning(check_data):
+    inputs = {"rows": LISTS, "columns": {"prompt": "question"}, "tokenizer": ASCII, "architecture": {"vocab_size": 100}}
+    result = check_data(**inputs, rewards=[{"function": f"{__file__}:equals_list"}])
+    assert result.code == 0
+    assert (
+        "warning: reward function 'equals_list' gives the correct answers of the first rows, written as responses, no "
+        "larger reward than empty responses (0). ground_truth is a list, such as ['a', 'b']"
+    ) in result.out
+    result = check_data(**inputs, rewards=[{"function": f"{__file__}:equals_joined_list"}])
+    assert "warning" not in result.out
+    assert "  equals_joined_list of the correct answers as responses: 1, of empty responses: 0" in result.out
+
+
+def test_reward_that_fails_for_a_correct_answer_is_an_error(check_data):
+    inputs = {"rows": LISTS, "columns": {"prompt": "question"}, "tokenizer": ASCII, "architecture": {"vocab_size": 100}}
+    result = check_data(**inputs, rewards=[{"function": f"{__file__}:fails_for_a_list"}])
+    assert result.code == 2
+    assert "no letters" in result.err
+    assert "called before the run with correct answers as responses" in result.err
+
+
+@pytest.mark.parametrize("answer", [7, 7.5, True, {"b": 1}])
+def test_answers_of_other_types_are_tried_as_texts(check_data, answer):
+    rows = [{"question": "which?", "answer": answer}] * 2
+    wide = {"columns": {"prompt": "question"}, "tokenizer": ASCII, "architecture": {"vocab_size": 100}}
+    result = check_data(rows=rows, rewards=[{"function": f"{__file__}:equals_text"}], **wide)
+    assert "warning: reward function" not in result.out
+    result = check_data(rows=rows, rewards=[{"function": f"{__file__}:equals_list"}], **wide)
+    assert "warning: reward function 'equals_list' gives the correct answers" in result.out
+
+
+def equals_text(completions, ground_truth):
+    return [float(text == str(answer)) for text, answer in zip(completions, ground_truth, strict=True)]
 
 
 def of_messages(prompts, completions, **_):

@@ -244,6 +244,27 @@ def test_summary_has_the_change_of_the_same_prompts(show):
     assert shown["val/loss"] == []
 
 
+def test_correct_responses_of_each_source_are_a_table(show):
+    values = {
+        "val/sums/fraction_correct_greedy": [0.25, 0.75],
+        "val/sums/fraction_correct_greedy_change": [None, 0.5],
+        "val/sums/fraction_correct_greedy_change_low": [None, 0.25],
+        "val/sums/fraction_correct_greedy_change_high": [None, 0.75],
+        "val/<b>times/fraction_correct_greedy": [0, 0],
+        "val/<b>times/fraction_correct_sampled": [0, 0.125],
+    }
+    rows = "[...document.querySelectorAll('.sources tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    browser = show(page(run(validation={"step": [0, 4], **values})), width=390)
+    assert browser.evaluate(rows) == [
+        ["source", "fraction correct, greedy", "fraction correct, sampled"],
+        ["<b>times", "0 → 0", "0 → 0.125"],
+        ["sums", "0.25 → 0.75\nchange +0.5 (+0.25 to +0.75)", ""],
+    ]
+    only = {name: numbers for name, numbers in values.items() if "times" not in name}
+    browser = show(page(run(validation={"step": [0, 4], **only})))
+    assert browser.evaluate(rows) == []
+
+
 @pytest.mark.parametrize(("state", "message"), [("passed", "No check failed."), ("too early", "No check has run yet.")])
 def test_run_without_finished_checks_is_not_called_healthy(show, state, message):
     browser = show(page(run(checks=[{"name": "clipping", "state": state, "note": ""}])))

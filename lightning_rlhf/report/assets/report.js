@@ -40,6 +40,18 @@
     return [...main, ...rewards.slice(0, MOST_REWARDS)];
   }
 
+  /** A table of the correct responses to the prompts of each source, before and after; nothing with fewer than two sources. */
+  function sourcesOf(run) {
+    const kinds = ["greedy", "sampled"], nameOf = (source, kind) => `val/${source}/fraction_correct_${kind}`;
+    const names = Object.keys(run.validation).map((name) => /^val\/([^/]+)\/fraction_correct_(greedy|sampled)$/.exec(name)).filter(Boolean);
+    const sources = [...new Set(names.map((match) => match[1]))].sort();
+    if (sources.length < 2) return [];
+    const cell = (source, kind) => element("td", { class: "nowrap", text: change(own(run.validation, nameOf(source, kind))) }, ...changeOfPrompts(run, nameOf(source, kind)));
+    return [element("div", { class: "scroll" }, element("table", { class: "sources" },
+      element("tr", {}, ...["source", ...kinds.map((kind) => `fraction correct, ${kind}`)].map((text) => element("th", { text }))),
+      ...sources.map((source) => element("tr", {}, element("td", { class: "name", text: source }), ...kinds.map((kind) => cell(source, kind))))))];
+  }
+
   function summarise() {
     const values = [...new Set(runs.flatMap(validationsOf))];
     const figures = runs.map((run) => ({
@@ -61,7 +73,7 @@
     } else {
       const [run] = figures;
       summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) => element("div", { class: `figure ${kind(run, name)}` },
-        element("b", { text: run[name] }), element("span", { class: "muted", text: name }), ...changeOfPrompts(runs[0], name)))));
+        element("b", { text: run[name] }), element("span", { class: "muted", text: name }), ...changeOfPrompts(runs[0], name)))), ...sourcesOf(runs[0]));
     }
   }
   fills.push(summarise);

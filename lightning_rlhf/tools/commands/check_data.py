@@ -27,6 +27,7 @@ from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction
+from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
 from lightning_rlhf.run_checks import check_val_metric
@@ -49,7 +50,7 @@ _USAGE = """usage: lightning-rlhf check-data --config x.yaml [--json] [options o
 Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
 used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
 know all tokens and have enough positions; whether the sizes of batches, groups and mini-batches belong together; the
-first row as the model reads it, with the trained part in ⟦ ⟧. Each reward function is called once.
+first row as the model reads it, with the trained part in ⟦ ⟧; and the rewards of the correct answers as responses.
 
   --config x.yaml  the configuration of the run
   --json           print JSON
@@ -115,6 +116,7 @@ def check(config: Namespace) -> dict[str, Any]:
         "module": type(data).__name__,
         "data": {name: describe(data, name) for name in data.examples},
         "rewards": [],
+        "answer_rewards": {},
         "conversation": None,
         "warnings": [*unused_template(data), *([data.ignored_tools] if data.ignored_tools else [])],
         "models": [],
@@ -179,7 +181,7 @@ def _quantiles(values: Sequence[int]) -> dict[str, float]:
 
 
 def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Call each reward once; add to the result those with their columns in every row, and warnings about the others.
+    """Call each reward; add to the result those with their columns in every row, and warnings about the others.
 
     Raises:
         ValueError: a reward cannot be created or called, no row has its columns, or ``val_metric`` is not one of them.
@@ -205,6 +207,10 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     try:
         with RewardExecutor(rewards) as executor:
             call_reward_functions(rewards, executor, data, make_environment(config))
+        if not further:
+            for label, values in rewards_of_answers(rewards, data).items():
+                result["answer_rewards"][label] = {"answer": values.answer, "empty": values.empty}
+                result["warnings"] += filter(None, [values.warning(label)])
     finally:
         for reward in rewards:
             reward.close()
@@ -336,6 +342,9 @@ def render(result: dict[str, Any]) -> str:
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if result["rewards"]:
         lines += ["", f"reward functions whose columns are all there: {', '.join(result['rewards'])}"]
+    for label, values in result["answer_rewards"].items():
+        answer, empty = values["answer"], values["empty"]
+        lines.append(f"  {label} of the correct answers as responses: {answer:.3g}, of empty responses: {empty:.3g}")
     if conversation := result["conversation"]:
         calls = "a call of each tool, then " if conversation["calls"] else ""
         turns = f"a conversation whose turns are {calls}{_MADE_UP_TURN!r}"

@@ -178,11 +178,11 @@ def _sizes(hidden: Tensor, weight: Tensor, memory_bytes: int, has_softcap: bool)
     """Return the tokens of a chunk and of a block of chunks.
 
     A chunk reads both heads, a block reads and writes the gradient of one. The fewest bytes are moved where a block has
-    twice as many tokens as a chunk; the memory is that of three chunks and a block, and of two further chunks for the
-    slope of a soft cap.
+    twice as many tokens as a chunk. The memory is that of three chunks, a block and its copy for the product with the
+    states, and of two further chunks for the slope of a soft cap.
     """
     of_token = len(weight) * torch.promote_types(hidden.dtype, torch.float32).itemsize
-    chunk = max(1, memory_bytes // (7 if has_softcap else 5) // of_token)
+    chunk = max(1, memory_bytes // (9 if has_softcap else 7) // of_token)
     return chunk, 2 * chunk
 
 

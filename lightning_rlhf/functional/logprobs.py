@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.functional.products import linear, uses_onednn
+from lightning_rlhf.functional.products import linear, linear_into
 
 # Memory of the logits that are computed at a time. On a CPU they fit into its caches. On a GPU each chunk reads the
 # whole head, and its backward pass writes a gradient of the same size, so that few large chunks move fewer bytes.
@@ -84,12 +84,7 @@ def head_logits(
     Returns:
         ``out``.
     """
-    if out.dtype != hidden.dtype or uses_onednn(hidden, weight):
-        out.copy_(linear(hidden, weight, bias))
-    elif bias is None:
-        torch.mm(hidden, weight.T, out=out)
-    else:
-        torch.addmm(bias, hidden, weight.T, out=out)
+    linear_into(out, hidden, weight, bias)
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)
     if scale == 1.0:

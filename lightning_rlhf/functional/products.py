@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_SLICE_BYTES = 4 << 20  # of a product that is copied to given memory
 _SMALLEST = 64  # inner or outer dimension from which oneDNN is faster; the matrices of adapters are smaller
 
 
@@ -48,6 +49,34 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         product: Tensor = _Linear.apply(states, weight, bias)
         return product
     return _onednn(states, weight, bias)
+
+
+def linear_into(out: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`linear` into given memory, without gradient.
+
+    oneDNN only returns new memory, so that its products are copied in slices of 4 MiB.
+
+    Args:
+        out: (N, V) memory of the result, of any floating dtype.
+        states: (N, H).
+        weight: (V, H).
+        bias: (V,) or None.
+
+    Returns:
+        ``out``.
+    """
+    if uses_onednn(states, weight):
+        width = max(_SMALLEST, _SLICE_BYTES // (len(states) * states.element_size()))
+        for begin in range(0, len(weight), width):
+            part = slice(begin, begin + width)
+            out[:, part].copy_(_onednn(states, weight[part], None if bias is None else bias[part]))
+    elif out.dtype != states.dtype:
+        out.copy_(linear(states, weight, bias))
+    elif bias is None:
+        torch.mm(states, weight.T, out=out)
+    else:
+        torch.addmm(bias, states, weight.T, out=out)
+    return out
 
 
 def uses_onednn(states: Tensor, weight: Tensor) -> bool:

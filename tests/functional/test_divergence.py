@@ -1,5 +1,8 @@
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from lightning_rlhf.functional.logprobs import token_scores
 from lightning_rlhf.types import TopTokens
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, VOCABULARY, TEACHER_WIDTH = 4, 7, 3
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 EYE = torch.eye(3, dtype=torch.float64)
@@ -345,9 +349,34 @@ def test_memory_of_a_large_vocabulary_stays_below_200_mb_at_any_length(tokens, s
         targets = torch.zeros(tokens, dtype=torch.long)
         with _Allocations() as seen:
             distillation_scores(hidden, weight, None, targets, teacher, torch.ones(tokens), beta=0.5, softcap=softcap)
-    assert max(seen.empty) > 40e6  # the chunks are as large as the memory allows
+    assert max(seen.empty) > 30e6  # the chunks are as large as the memory allows
     # With a soft cap, its slope is there beside another temporary result.
     assert sum(seen.empty) + (1 if softcap is None else 2) * max(seen.computed) < 200e6
+
+
+RESIDENT = """
+import torch
+from benchmarks.compare.head_memory import peak
+from lightning_rlhf.functional.divergence import TeacherHead, distillation_scores
+torch.set_num_threads(1)
+def step(tokens, vocabulary):
+    hidden, weight = torch.randn(tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
+    teacher = TeacherHead(torch.randn(tokens, 64), torch.randn(vocabulary, 64))
+    targets = torch.zeros(tokens, dtype=torch.long)
+    distillation_scores(hidden, weight, None, targets, teacher, torch.ones(tokens), beta=0.5).loss.backward()
+step(128, 512)  # libraries load
+before = peak()
+step(512, 152064)
+print(peak() - before - 3 * 152064 * 64 * 4 / 2**20)  # without both heads and the gradient of one
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of resident memory is read from /proc")
+def test_resident_memory_of_a_large_vocabulary_stays_below_200_mb():
+    options = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
+    shown = subprocess.run([sys.executable, "-c", RESIDENT], **options).stdout
+    assert 20 < float(shown) < 200
 
 
 def test_memory_of_the_top_tokens_of_a_teacher_stays_below_200_mb():

@@ -50,6 +50,29 @@ def test_values_and_gradients_are_those_of_float64(rows, bias, transpose, onednn
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_product_in_given_memory_has_the_same_bits_in_any_slices(bias, dtype, onednn, monkeypatch):
+    states, weight, shift = (None if each is None else each.detach() for each in _layer((7,), bias))
+    weight, shift = weight.repeat(3, 1), None if shift is None else shift.repeat(3)
+    expected = products.linear(states, weight, shift).to(dtype)
+    monkeypatch.setattr(products, "_SLICE_BYTES", 7 * 4 * 100)  # slices of 100, 100 and 40 columns
+    onednn.clear()
+    out = torch.empty(7, 240, dtype=dtype)
+    assert products.linear_into(out, states, weight, shift) is out
+    assert onednn == [(100, 96), (100, 96), (40, 96)]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "of_out"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_product_of_other_dtypes_in_given_memory_is_that_of_torch(bias, dtype, of_out, onednn):
+    tensors = [None if each is None else each.detach().to(dtype) for each in _layer((7,), bias)]
+    out = products.linear_into(torch.empty(7, 80, dtype=of_out), *tensors)
+    assert not onednn
+    torch.testing.assert_close(out, functional.linear(*tensors).to(of_out))
+
+
 def test_gradient_expanded_from_one_number_is_supported():
     states, weight, _ = _layer((5,), bias=False)
     products.linear(states, weight).sum().backward()

@@ -7,6 +7,7 @@ from lightning_rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import GAE, TeacherLogRatio
 from lightning_rlhf.objectives.base import AdvantageInputs
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
+from tests.helpers import golden
 from tests.stand_ins import TinyModel
 
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -0.25, 9.0]], dtype=torch.float64)
@@ -26,6 +27,17 @@ def test_advantage_is_the_log_ratio_of_the_teacher_to_the_policy():
     assert torch.equal(returns, advantages)
     clipped, _ = TeacherLogRatio(clip=1.0)(inputs())
     assert clipped.tolist() == [[0.5, -1.0, 0.0], [1.0, -0.5, 0.0]]
+
+
+@pytest.mark.parametrize("case", golden("teacher_advantages")["cases"], ids=lambda case: case["coefficient"])
+def test_advantages_equal_those_of_tinker_cookbook(case):
+    recorded = golden("teacher_advantages")
+    for policy, teacher, expected in zip(recorded["logprobs"], recorded["teacher"], case["advantages"], strict=True):
+        row = torch.tensor([policy, teacher], dtype=torch.float64)
+        mask = torch.ones(1, len(policy), dtype=torch.bool)
+        fields = {"group": torch.zeros(1, dtype=torch.long), "logprobs": row[:1], "ref_logprobs": row[1:]}
+        advantages, _ = TeacherLogRatio()(AdvantageInputs(torch.zeros(1, len(policy)).double(), mask, **fields))
+        assert (case["coefficient"] * advantages[0]).tolist() == expected
 
 
 def test_advantages_of_rewards_are_added_with_their_weight():

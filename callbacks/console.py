@@ -79,31 +79,41 @@ class Console(Callback):
         self._began = 0.0
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last steps
         self._steps = 0  # of this process
-        self._doing = ""  # work before the first step
+        self._earlier: float | None = None  # median seconds of a step in the part of the run that is resumed
+        self._doing = ""  # work before the first step, or validation
+        self._doing_since = 0.0
         self._shown: list[str] = []  # metrics of validations that were shown
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Validate the module, and start to print the work in progress."""
         check_module(self, pl_module, RoleModule)
-        if stage == "fit":
-            if _rollout_loop(trainer) is None:
-                self._doing = "loading the models"
-            else:
-                self._doing = "starting the engine, loading the models"
-            self._print_regularly(trainer, lambda: self._doing, _WAITING_SECONDS)
+        if _rollout_loop(trainer) is None:
+            self._do("loading the models")
+        else:
+            self._do("starting the engine, loading the models")
+        self._print_regularly(trainer, lambda: (self._doing, self._doing_since), _WAITING_SECONDS)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Update the line about the work in progress: the models are loaded."""
         if _rollout_loop(trainer) is None:
-            self._doing = "preparing the run"
+            self._do("preparing the run")
         else:
-            self._doing = "starting the engine"
+            self._do("starting the engine")
+
+    def _do(self, work: str) -> None:
+        """Set the work in progress that lines name."""
+        if work != self._doing:
+            self._doing, self._doing_since = work, time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
         self._seconds.clear()
         self._steps = 0
+        self._do("preparing the first step")
         if trainer.is_global_zero:
+            rows = read_metrics(Path(trainer.default_root_dir) / "metrics.csv") if trainer.global_step else []
+            earlier = [float(row["time/step_s"]) for row in rows if row.get("time/step_s")]
+            self._earlier = median(earlier) if earlier else None
             print("\n".join(self.description(trainer, pl_module)), flush=True)
 
     def on_validation_batch_start(
@@ -111,7 +121,10 @@ class Console(Callback):
     ) -> None:
         """Update the line about the work in progress: a batch of the validation."""
         count = sum(int(number) for number in trainer.num_val_batches if math.isfinite(number))
-        self._doing = f"validation, batch {batch_idx + 1} of {count}"
+        self._do(f"validation, batch {batch_idx + 1} of {count}")
+        printing = self._ended is not None and not self._ended.is_set()
+        if not (printing or _draws_a_bar(trainer)):  # between two steps
+            self._print_regularly(trainer, lambda: (self._doing, self._doing_since), _HEARTBEAT_SECONDS)
 
     def description(self, trainer: Trainer, module: RoleModule) -> list[str]:
         """Return lines about models, data, batch arithmetic, engine and device."""
@@ -162,8 +175,11 @@ class Console(Callback):
         self._began = time.monotonic()
         self._stop()
         if not _draws_a_bar(trainer):
-            step = trainer.global_step + 1
-            self._print_regularly(trainer, lambda: f"step {step}: running", _HEARTBEAT_SECONDS)
+            text, began = f"step {trainer.global_step + 1}: running", self._began
+            usual = median(self._seconds) if self._seconds else self._earlier
+            if usual is not None:
+                text += f", steps before took {usual:.3g} s"
+            self._print_regularly(trainer, lambda: (text, began), _HEARTBEAT_SECONDS)
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
         """Stop printing the work in progress."""
@@ -173,8 +189,8 @@ class Console(Callback):
         """Stop printing the work in progress."""
         self._stop()
 
-    def _print_regularly(self, trainer: Trainer, doing: Callable[[], str], seconds: float) -> None:
-        """Print the work in progress every few seconds, until it is stopped."""
+    def _print_regularly(self, trainer: Trainer, doing: Callable[[], tuple[str, float]], seconds: float) -> None:
+        """Print the work in progress, and the seconds since its begin, every few seconds, until it is stopped."""
         self._stop()
         if trainer.is_global_zero:
             self._ended = threading.Event()
@@ -204,6 +220,10 @@ class Console(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the metrics of the validation, those of a source or an environment in a separate line."""
+        if self._steps or not trainer.training:
+            self._stop()
+        else:
+            self._do("preparing the first step")
         if not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             names = shown_names(metrics)
@@ -289,12 +309,13 @@ def _has(trainer: Any, kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in trainer.callbacks)
 
 
-def _print_until(ended: threading.Event, doing: Callable[[], str], seconds: float) -> None:
-    """Print the work in progress, with the seconds so far, until it has ended; less often the longer it takes."""
+def _print_until(ended: threading.Event, doing: Callable[[], tuple[str, float]], seconds: float) -> None:
+    """Print the work in progress, with its seconds so far, until it has ended; less often the longer it takes."""
     passed = 0.0
-    while not ended.wait(interval := max(seconds, min(passed / 5, _HEARTBEAT_SECONDS))):
-        passed += interval
-        print(f"{doing()} ({passed:.0f} s)", flush=True)
+    while not ended.wait(max(seconds, min(passed / 5, _HEARTBEAT_SECONDS))):
+        text, began = doing()
+        passed = time.monotonic() - began
+        print(f"{text} ({passed:.0f} s)", flush=True)
 
 
 def comparison(directory: Path) -> list[str]:

@@ -140,10 +140,7 @@ def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float]
         parts = ", ".join(f"{name} ({metrics[f'{name}_sampled']:.3f} for sampled responses)" for name in others)
         return f"{shares}, but {parts} has values to learn from"
     if sampled == greedy == 0:
-        return (
-            f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "
-            "with more values, or supervised fine-tuning first"
-        )
+        return f"{shares}: where no response has a reward, there is nothing to learn from. {_remedy(metrics)}"
     if sampled > _NEARLY_ALL:
         return f"{shares}: little is left to learn"
     if most_frequent is not None and most_frequent[1] >= _FEW and max(greedy, sampled) <= most_frequent[1]:

@@ -100,6 +100,7 @@ class MixtureModule(DistillationModule):
         ref: frozen policy that the KL of the reward objectives is measured to; None takes the actor's source.
         correction: importance weights for the gap between the log-probabilities of engine and actor, for the reward
             objectives; None only measures it.
+        kl_reward: KL to the reference subtracted from each token's reward, for the reward objectives.
         kl_loss: KL to the reference added to the losses of the reward objectives.
         ent_coef: weight of the entropy bonus of the reward objectives, at least 0.
         actor_optimizer: factory of the actor's optimizer.
@@ -123,6 +124,7 @@ class MixtureModule(DistillationModule):
         divergence: Divergence = Divergence(),
         ref: str | ModelSource | None = None,
         correction: RolloutCorrection | None = None,
+        kl_reward: KLTerm = KLTerm(),
         kl_loss: KLTerm = KLTerm(estimator="k3"),
         ent_coef: float = 0.0,
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
@@ -135,9 +137,9 @@ class MixtureModule(DistillationModule):
         max_grad_norm: float | None = 1.0,
         target_kl: float | None = None,
     ) -> None:
-        if not mixture:
-            raise UsageError("mixture must have an objective for each source of the prompts, got an empty dictionary")
-        estimators = {name: each.advantages for name, each in mixture.items() if isinstance(each, RewardObjective)}
+        estimators = _estimators_of(mixture)
+        if kl_reward.coef > 0 and not estimators:
+            raise UsageError("kl_reward belongs to reward objectives, but the mixture has none: remove it")
         RLHFModule.__init__(
             self,
             actor,
@@ -145,6 +147,7 @@ class MixtureModule(DistillationModule):
             advantages=AdvantagesBySource(estimators),
             policy_loss=policy_loss,
             correction=correction,
+            kl_reward=kl_reward,
             kl_loss=kl_loss,
             ent_coef=ent_coef,
             actor_optimizer=actor_optimizer,
@@ -195,8 +198,7 @@ class MixtureModule(DistillationModule):
                 f"objectives are for {sorted(self.mixture)}"
             )
         numbers = {name: number for number, name in enumerate(self.source_names)}
-        estimators = {name: each.advantages for name, each in self.mixture.items() if isinstance(each, RewardObjective)}
-        self.advantages = AdvantagesBySource(estimators, numbers)
+        self.advantages = AdvantagesBySource(_estimators_of(self.mixture), numbers)
 
     def rows_from(self, name: str, rollout: Rollout) -> Tensor:
         """Return (B,) bool, the rows of a source."""
@@ -292,3 +294,14 @@ class MixtureModule(DistillationModule):
             if isinstance(objective, RewardObjective):
                 values[f"mixture/{name}/reward"] = (experience.reward, rows)
         return metrics | means_over_ranks(values, self.data_ranks)
+
+
+def _estimators_of(mixture: dict[str, SourceObjective]) -> dict[str, AdvantageEstimator]:
+    """Return the estimator of each source with a reward objective.
+
+    Raises:
+        ValueError: the mixture is empty.
+    """
+    if not mixture:
+        raise UsageError("mixture must have an objective for each source of the prompts, got an empty dictionary")
+    return {name: each.advantages for name, each in mixture.items() if isinstance(each, RewardObjective)}

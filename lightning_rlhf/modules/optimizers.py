@@ -37,7 +37,7 @@ class MuonAdamW(Optimizer):
     The orthogonalisation needs whole matrices: it does not work under DeepSpeed, which divides them into flat pieces.
 
     Args:
-        params: parameters of a model, not groups; :func:`mark_embeddings` has marked embeddings and heads.
+        params: parameters of a model, not groups; :func:`mark_parameters_of_adamw` has marked embeddings and heads.
         lr: learning rate of all parameters.
         weight_decay: decay of matrices, embeddings and heads included.
         momentum: decay of Muon's mean of gradients, in [0, 1).
@@ -79,8 +79,15 @@ class MuonAdamW(Optimizer):
         return loss
 
 
-def mark_embeddings(model: nn.Module) -> None:
-    """Mark the weights of embeddings and of output heads, by the attribute ``is_embedding``, for MuonAdamW."""
+def mark_parameters_of_adamw(model: nn.Module) -> None:
+    """Mark the matrices that MuonAdamW leaves to AdamW, by the attribute ``steps_by_adamw``.
+
+    These are the weights of embeddings and of output heads, and matrices other than the weights of layers, such as the
+    decay rates of state-space models (``A_log``).
+    """
+    for name, parameter in model.named_parameters():
+        if not name.endswith("weight"):
+            parameter.steps_by_adamw = True  # type: ignore[attr-defined]
     for module in model.modules():
         layers = [module] if isinstance(module, nn.Embedding) else []
         if isinstance(module, PreTrainedModel):
@@ -88,7 +95,7 @@ def mark_embeddings(model: nn.Module) -> None:
         for layer in layers:
             weight = getattr(layer, "weight", None)
             if isinstance(weight, nn.Parameter):
-                weight.is_embedding = True  # type: ignore[attr-defined]
+                weight.steps_by_adamw = True  # type: ignore[attr-defined]
 
 
 def _divided(
@@ -108,7 +115,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 def _is_hidden_matrix(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix of a hidden layer."""
-    return parameter.ndim == 2 and min(parameter.shape) > 1 and not hasattr(parameter, "is_embedding")
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and not hasattr(parameter, "steps_by_adamw")
 
 
 def use_fused_kernels(optimizer: Optimizer) -> None:

@@ -30,7 +30,7 @@ from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
-from lightning_rlhf.modules.optimizers import mark_embeddings, use_fused_kernels
+from lightning_rlhf.modules.optimizers import mark_parameters_of_adamw, use_fused_kernels
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.trainer_settings import check_trainer
@@ -217,7 +217,7 @@ class RoleModule(LightningModule):
         configured = []
         for name in self.trained_roles:
             make_optimizer, make_scheduler = self.optimizer_of(name)
-            mark_embeddings(getattr(self, name))
+            mark_parameters_of_adamw(getattr(self, name))
             optimizer = make_optimizer([p for p in getattr(self, name).parameters() if p.requires_grad])
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"the {name}'s optimizer must be a torch.optim.Optimizer, got {optimizer!r}")

@@ -102,7 +102,7 @@ class AdvantagesBySource(AdvantageEstimator):
                     f"{type(estimator).__name__} of the source {name!r} needs {needed}, which a mixture does not have: "
                     f"use another estimator, such as GRPO"
                 )
-        for need in ("needs_groups", "needs_sum_pi_squared", "needs_ref", "needs_rewards"):
+        for need in ("needs_groups", "needs_sum_pi_squared", "needs_ref", "needs_rewards", "reads_total_reward"):
             value = any(getattr(estimator, need) for estimator in self.estimators.values())
             object.__setattr__(self, need, value)  # declared by class attributes otherwise
 

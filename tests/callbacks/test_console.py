@@ -1,5 +1,6 @@
 """Output of a run without a terminal."""
 
+import itertools
 import json
 import re
 import time
@@ -155,7 +156,12 @@ METRICS = {
 def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
     console, metrics = Console(), {"val/fraction_correct_greedy": 0.5, "val/fraction_correct_sampled": 0.5}
     trainer = SimpleNamespace(
-        sanity_checking=False, is_global_zero=True, global_step=8, callbacks=[], progress_bar_callback=None
+        sanity_checking=False,
+        is_global_zero=True,
+        global_step=8,
+        callbacks=[],
+        progress_bar_callback=None,
+        training=True,
     )
     for parts in (0.75, 0.5):
         of_parts = {"val/parts_greedy": parts, "val/parts_sampled": parts}
@@ -164,6 +170,16 @@ def test_metric_that_was_shown_stays_when_it_later_equals_another(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "val/parts_sampled 0.75" in first
     assert "val/parts_sampled 0.5" in second
+
+
+def test_line_of_a_long_step_has_the_seconds_of_the_steps_before(run, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_HEARTBEAT_SECONDS", 0.1)
+    options = {"loop": {"rewards": [RewardFunction(slow, dry_call=False)]}, "callbacks": [Console()]}
+    made = run(trainer={"max_steps": 2}, **options)
+    made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))
+    made.fit()
+    shown = capsys.readouterr().out
+    assert re.search(r"^step 2: running, steps before took [\d.]+ s \(\d+ s\)$", shown, re.MULTILINE)
 
 
 def test_few_responses_with_a_reward_are_reported_if_the_interval_excludes_more():
@@ -186,7 +202,7 @@ def test_validation_metrics_are_shown_once():
 @pytest.mark.parametrize(
     ("greedy", "sampled", "expected"),
     [
-        (0.0, 0.0, "nothing to learn from. Use easier prompts"),
+        (0.0, 0.0, "nothing to learn from. The first remedy is an example"),
         (0.25, 0.0, "few responses have a reward, so that learning begins slowly. The first remedy is an"),
         (0.99, 0.96, "little is left to learn"),
         (0.875, 0.164, "the most likely answers are right already"),
@@ -256,11 +272,25 @@ def test_lines_about_work_in_progress_become_rarer(monkeypatch, capsys):
             waits.append(seconds)
             return len(waits) > 40
 
-    console._print_until(Ended(), lambda: "starting", 5.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: sum(waits))
+    console._print_until(Ended(), lambda: ("starting", 0.0), 5.0)
     assert waits[:5] == [5, 5, 5, 5, 5]
     assert waits[-1] == 60
     assert all(later <= max(5, sum(waits[:i]) / 5) for i, later in enumerate(waits))
     assert f"starting ({sum(waits[:-1]):.0f} s)" in capsys.readouterr().out
+
+
+def test_seconds_of_new_work_begin_anew(monkeypatch, capsys):
+    clock = itertools.count(1)
+
+    class Ended:
+        def wait(self, seconds):
+            return next(clock) > 3
+
+    monkeypatch.setattr(console.time, "monotonic", lambda: 100.0)
+    work = iter([("starting", 93.0), ("starting", 93.0), ("validation", 99.0)])
+    console._print_until(Ended(), lambda: next(work), 5.0)
+    assert capsys.readouterr().out.splitlines() == ["starting (7 s)", "starting (7 s)", "validation (1 s)"]
 
 
 def test_first_and_last_validation_are_compared():

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 
-from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW, mark_embeddings
+from lightning_rlhf import FromConfig
+from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW, mark_parameters_of_adamw
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
+from tests.models.architectures import tiny
 from tests.stand_ins import TinyModel
 
 
@@ -50,7 +52,7 @@ def test_shapes_of_parameters_emptied_by_zero_are_used():
 
 def muon_parameters():
     model = TinyModel().causal()
-    mark_embeddings(model)
+    mark_parameters_of_adamw(model)
     return {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
 
 
@@ -89,6 +91,22 @@ def test_hidden_matrices_step_by_muon_and_all_others_by_adamw():
         else:
             expected = start * (1 - 0.1 * decay) - 0.1 * gradient / (gradient.abs() + 1e-8)
             torch.testing.assert_close(parameter.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mamba", "gemma2", "mixtral"])
+def test_only_weights_of_hidden_layers_step_by_muon_in_other_architectures(kind):
+    model = FromConfig(tiny(kind)).causal()
+    mark_parameters_of_adamw(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = MuonAdamW(model.parameters(), lr=0.1)
+    by_muon = [names[id(each)] for group in optimizer.param_groups if "ns_steps" in group for each in group["params"]]
+    others = set(names.values()) - set(by_muon)
+    assert by_muon
+    assert all(name.endswith("weight") for name in by_muon)
+    assert not [name for name in by_muon if any(part in name for part in ("embed", "wte", "wpe", "head", "norm"))]
+    assert any(part in name for name in others for part in ("embed", "wte"))
+    if kind == "mamba":
+        assert [name for name in others if name.endswith("A_log")]
 
 
 def test_state_is_restored_to_the_bit_and_schedules_reach_both_parts():

@@ -408,7 +408,7 @@ def list_environment(report: Report) -> None:
     machine = Machine.here(os.environ)
     for variable in VARIABLES:
         value, setter = origin(variable, os.environ, machine)
-        finding = f"not applicable (set {variable.condition})"
+        finding = f"not set here (it is set {variable.condition})"
         if value or setter == "you":
             finding = f"= {value}, set by {setter}"
         if variable.process != "all":

@@ -25,6 +25,7 @@ from lightning_rlhf.functional.samples import (
     majorities,
     mean_difference,
     mean_interval,
+    number_or_nan,
     passes,
 )
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -285,9 +286,7 @@ class Validation:
                 change = mean_difference([before for before, _ in values], [after for _, after in values])
                 for bound, value in change.items():
                     ending = "_change" if bound == "mean" else f"_change_{bound}"
-                    metrics[f"{quantity.prefix}{quantity.mean_name}{name}{ending}"] = (
-                        math.nan if value is None else value
-                    )
+                    metrics[f"{quantity.prefix}{quantity.mean_name}{name}{ending}"] = number_or_nan(value)
         return metrics
 
     def metrics(self, ranks: DataRanks, first: Tensor | None = None) -> dict[str, float]:
@@ -342,9 +341,8 @@ class Validation:
                     if any(known):
                         interval = mean_interval([row for row in known if row])
                     for bound in ("low", "high"):
-                        value = interval.get(bound)
                         key = f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"
-                        metrics[key] = math.nan if value is None else value
+                        metrics[key] = number_or_nan(interval.get(bound))
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

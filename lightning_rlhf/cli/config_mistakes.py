@@ -27,6 +27,7 @@ from lightning_rlhf.cli.used_classes import (
     classes_in,
     merge,
     named_class,
+    of_kind,
     trainer_class,
 )
 from lightning_rlhf.cli.wrong_values import wrong_value
@@ -240,14 +241,10 @@ def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) ->
         options = settings["trainer"].get("callbacks")
     else:
         options = None
-    if isinstance(config.get("trainer"), dict):
-        callbacks = config["trainer"].get("callbacks")
-    else:
-        callbacks = None
+    callbacks = of_kind(config.get("trainer"), dict).get("callbacks")
     if not isinstance(options, dict) or not isinstance(callbacks, list) or not callbacks:
         return False
-    init_args = options.get("init_args")
-    names = {*options, *(init_args if isinstance(init_args, dict) else ())} - set(CLASS_KEYS)
+    names = {*options, *of_kind(options.get("init_args"), dict)} - set(CLASS_KEYS)
     last = next(classes_in(callbacks[-1:], "trainer.callbacks", None), None)
     return last is not None and bool(last.known) and not names <= last.known.keys()
 

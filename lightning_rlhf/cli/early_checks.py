@@ -20,7 +20,7 @@ import yaml
 
 from lightning_rlhf.cli.earlier_run import check_permission
 from lightning_rlhf.cli.source_classes import SourceClass
-from lightning_rlhf.cli.used_classes import UsedClass, classes_in
+from lightning_rlhf.cli.used_classes import UsedClass, classes_in, entries_of, of_kind
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.files import Files, is_url
 from lightning_rlhf.data.row import BadRow, Row
@@ -137,12 +137,8 @@ def _run_of(config: dict[str, Any], command: str) -> _Run:
     first: dict[str, UsedClass | None] = {
         section: next(classes_in(config.get(section), section, None), None) for section in ("model", "data")
     }
-    trainer = config.get("trainer")
-    callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-    used = [
-        next(classes_in([callback], "trainer.callbacks", None), None)
-        for callback in (callbacks if isinstance(callbacks, list) else [])
-    ]
+    callbacks = of_kind(of_kind(config.get("trainer"), dict).get("callbacks"), list)
+    used = [next(classes_in([callback], "trainer.callbacks", None), None) for callback in callbacks]
     return _Run(config, command, first["model"], first["data"], [kind for kind in used if kind is not None])
 
 
@@ -169,8 +165,7 @@ def _check_directory(run: _Run) -> None:
 
 
 def _check_loggers(run: _Run) -> None:
-    entries = run.trainer.get("logger")
-    for entry in entries if isinstance(entries, list) else [entries]:
+    for entry in entries_of(run.trainer.get("logger")):
         path = entry.get("class_path") if isinstance(entry, dict) else entry
         module, _, name = str(path).rpartition(".")
         package = _PACKAGES_OF_LOGGERS.get(name)
@@ -202,11 +197,13 @@ def _check_time(run: _Run) -> None:
 
 
 def _check_models(run: _Run) -> None:
-    for name, value in ({} if run.module is None else run.module.arguments).items():
+    if run.module is None:
+        return
+    for name, value in run.module.arguments.items():
         source = next(classes_in(value, "model", None), None)
         if source is not None and source.kind is not None and source.kind.path == f"{_SOURCES}.Pretrained":
             value = source.arguments.get("path")
-        known = None if run.module is None else run.module.known.get(name)
+        known = run.module.known.get(name)
         if known is None or known.expression is None:
             annotation = ""
         else:
@@ -220,8 +217,7 @@ def _check_data(run: _Run) -> None:
     if run.data is None:
         return
     for name in ("train", "val"):
-        source = run.data.arguments.get(name)
-        for part in source if isinstance(source, list) else [source]:
+        for part in entries_of(run.data.arguments.get(name)):
             if isinstance(part, str) and not is_url(part):
                 as_rows(part)
     size = _size(run.data, "batch_size") or 1
@@ -240,7 +236,9 @@ def _check_data(run: _Run) -> None:
 
 
 def _check_loops(run: _Run) -> None:
-    kind = None if run.module is None else run.module.kind
+    if run.module is None:
+        return
+    kind = run.module.kind
     if kind is not None and kind.is_subclass(_MODULE) and _is_ours(kind):
         others = [callback.kind for callback in run.callbacks if callback not in run.loops]
         provided = bool(run.loops) or not all(kind is not None and _is_ours(kind) for kind in others)
@@ -301,8 +299,9 @@ def _estimator(module: UsedClass) -> Any:
 
 def _size(used: UsedClass, name: str) -> int | None:
     """Return a number among the arguments of a class, or its default; None if it is unknown."""
-    default = used.known[name].default if name in used.known else None
-    value = used.arguments.get(name, default.value if isinstance(default, ast.Constant) else None)
+    value, parameter = used.arguments.get(name), used.known.get(name)
+    if name not in used.arguments and parameter is not None and isinstance(parameter.default, ast.Constant):
+        value = parameter.default.value
     if isinstance(value, str):  # of the command line
         value = _read(value)
     if isinstance(value, int) and value > 0:
@@ -323,10 +322,9 @@ def _check_rewards(run: _Run) -> None:
     if len(run.loops) != 1:
         return
     (loop,) = run.loops
-    entries = loop.arguments.get("rewards")
     rewards = [
         RewardFunction(entry["function"], name=entry.get("name"))
-        for entry in (entries if isinstance(entries, list) else [])
+        for entry in of_kind(loop.arguments.get("rewards"), list)
         if isinstance(entry, dict)
         and entry.keys() <= {"function", "name", "weight"}
         and isinstance(entry.get("name"), str | None)
@@ -352,7 +350,7 @@ def _reward_columns(run: _Run, rows: Iterable[tuple[str, Row]]) -> list[str]:
 
 def _loads_quickly(reference: Any) -> bool:
     """Return whether a reference is of a function in a file that imports modules of Python's library alone."""
-    source = reference.rpartition(":")[0] if isinstance(reference, str) else ""
+    source = of_kind(reference, str).rpartition(":")[0]
     if not source.endswith(".py"):
         return False
     path = next((candidate for folder in (".", *sys.path) if (candidate := Path(folder, source)).is_file()), None)

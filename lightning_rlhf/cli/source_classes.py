@@ -163,14 +163,19 @@ class SourceClass:
             order += kind.order if isinstance(kind, SourceClass) else [None]
         return order
 
+    @property
+    def known_order(self) -> list[SourceClass]:
+        """The class and its known base classes, nearest first."""
+        return [kind for kind in self.order if kind is not None]
+
     def is_subclass(self, path: str) -> bool:
         """Return whether it is the class with a full name or one of its subclasses."""
-        return any(kind is not None and kind.path == path for kind in self.order)
+        return any(kind.path == path for kind in self.known_order)
 
     def attribute(self, name: str) -> Any:
         """Return the value of a class attribute that is a constant; None if it is unknown."""
-        for kind in self.order:
-            for statement in [] if kind is None else kind.node.body:
+        for kind in self.known_order:
+            for statement in kind.node.body:
                 targets = getattr(statement, "targets", [getattr(statement, "target", None)])
                 value = getattr(statement, "value", None)
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -183,8 +188,8 @@ class SourceClass:
     def is_abstract(self) -> bool:
         """Whether a method has no implementation."""
         methods: dict[str, bool] = {}
-        for kind in self.order:
-            for statement in [] if kind is None else kind.node.body:
+        for kind in self.known_order:
+            for statement in kind.node.body:
                 if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                     methods.setdefault(
                         statement.name, any("abstract" in ast.unparse(part) for part in statement.decorator_list)
@@ -198,9 +203,9 @@ class SourceClass:
         A constructor with ``**kwargs`` has those of the base class, too, except the ones that it passes itself.
         """
         result = self._constructor_parameters()
-        for kind in reversed(self.order):
-            for name, value in () if kind is None else kind._changed_defaults():
-                if name in result and kind is not None:
+        for kind in reversed(self.known_order):
+            for name, value in kind._changed_defaults():
+                if name in result:
                     result[name] = replace(result[name], default=value, default_module=kind.module)
         return result
 
@@ -246,11 +251,11 @@ class SourceClass:
     def _fields(self) -> dict[str, Parameter]:
         """Return the parameters of the constructor of a dataclass."""
         fields: dict[str, Parameter] = {}
-        for kind in reversed(self.order):
-            for statement in [] if kind is None else kind.node.body:
+        for kind in reversed(self.known_order):
+            for statement in kind.node.body:
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     is_constant = ast.unparse(statement.annotation).startswith("ClassVar")
-                    if kind is not None and not is_constant and "init=False" not in ast.unparse(statement):
+                    if not is_constant and "init=False" not in ast.unparse(statement):
                         fields[statement.target.id] = Parameter(statement.annotation, kind.module, statement.value)
         return fields
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_rlhf.cli.source_classes import Absent, Parameter, SourceClass, class_named, find_class
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 REQUIRED = ("model", "data")
 _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ class UsedClass:
         return f"{self.key} ({self.kind.name})"
 
 
+def of_kind(value: Any, kind: type[_Kind]) -> _Kind:
+    """Return a value if it is of a type, else an empty value of the type: users may write anything anywhere."""
+    if isinstance(value, kind):
+        return value
+    return kind()
+
+
+def entries_of(value: Any) -> list[Any]:
+    """Return the entries of a list; a value of another type is the only entry."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
 def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
     """Yield the classes in a value, outer ones first.
 
@@ -66,13 +81,11 @@ def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
         for entry in value:
             yield from classes_in({"class_path": entry} if _is_callback(key, entry) else entry, key, annotation)
     elif isinstance(value, dict):
-        class_path = value.get("class_path")
-        path = class_path if isinstance(class_path, str) else ""
+        path = of_kind(value.get("class_path"), str)
         named = named_class(path) if path else _only_class(annotation)
         kind = named if isinstance(named, SourceClass) else None
-        init_args = value.get("init_args")
         direct = {name: entry for name, entry in value.items() if name not in CLASS_KEYS}  # of the command line
-        arguments = merge(init_args if isinstance(init_args, dict) else {}, direct)
+        arguments = merge(of_kind(value.get("init_args"), dict), direct)
         is_complete = key in REQUIRED or key == "trainer.callbacks" or _accepts(annotation, kind)
         absent = named.message if isinstance(named, Absent) else ""
         yield UsedClass(key, path, kind, arguments, absent=absent, is_complete=is_complete)

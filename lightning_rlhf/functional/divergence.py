@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_rlhf.functional.logprobs import add_product, head_logits, in_one_dtype
-from lightning_rlhf.functional.products import linear
+from lightning_rlhf.functional.products import linear, part_of
 from lightning_rlhf.types import LEAST_REST, TopTokens
 
 DEFAULT_MEMORY_BYTES = 150 << 20  # of the logits and gradients that distillation computes at a time
@@ -233,7 +233,7 @@ def _with_head(chunk: _Chunk, teacher: TeacherHead) -> tuple[Tensor, Tensor, Ten
     tokens = len(chunk.logits)
     common = min(chunk.logits.shape[1], len(teacher.weight))
     student = chunk.logits[:, :common].sub_(weights[:, :common].sum(dim=-1, keepdim=True).log())
-    bias = None if teacher.bias is None else teacher.bias[:common]
+    bias = part_of(teacher.bias, slice(common))
     memory = chunk.buffers.teacher[:tokens, :common]
     other = head_logits(
         teacher.states, teacher.weight[:common], bias, scale=teacher.scale, softcap=teacher.softcap, out=memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.functional.products import linear, linear_into
+from lightning_rlhf.functional.products import linear, linear_into, part_of
 
 # Memory of the logits that are computed at a time. On a CPU they fit into its caches. On a GPU each chunk reads the
 # whole head, and its backward pass writes a gradient of the same size, so that few large chunks move fewer bytes.
@@ -240,8 +240,8 @@ class _HeadScores(torch.autograd.Function):
                 _to_gradient(
                     gradient,
                     targets[part],
-                    None if of_logprobs is None else of_logprobs[part],
-                    None if of_entropy is None else of_entropy[part],
+                    part_of(of_logprobs, part),
+                    part_of(of_entropy, part),
                     entropy[part],
                 )
                 gradient.mul_(scale if slope is None else slope.mul_(scale))

@@ -69,7 +69,7 @@ def linear_into(out: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None
         width = max(_SMALLEST, _SLICE_BYTES // (len(states) * states.element_size()))
         for begin in range(0, len(weight), width):
             part = slice(begin, begin + width)
-            out[:, part].copy_(_onednn(states, weight[part], None if bias is None else bias[part]))
+            out[:, part].copy_(_onednn(states, weight[part], part_of(bias, part)))
     elif out.dtype != states.dtype:
         out.copy_(linear(states, weight, bias))
     elif bias is None:
@@ -77,6 +77,13 @@ def linear_into(out: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None
     else:
         torch.addmm(bias, states, weight.T, out=out)
     return out
+
+
+def part_of(values: Tensor | None, part: slice) -> Tensor | None:
+    """Return a part of values, or None if there are none."""
+    if values is None:
+        return None
+    return values[part]
 
 
 def uses_onednn(states: Tensor, weight: Tensor) -> bool:

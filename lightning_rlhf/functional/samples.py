@@ -236,3 +236,10 @@ def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[
         return {"mean": changes[0] if changes else None, "low": None, "high": None}
     mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
     return {"mean": mean, "low": mean - reach, "high": mean + reach}
+
+
+def number_or_nan(value: float | None) -> float:
+    """Return a number as a float, and NaN for None."""
+    if value is None:
+        return math.nan
+    return float(value)

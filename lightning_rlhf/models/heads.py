@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.products import part_of
 
 # Names of the configuration's factors and caps by architecture, read in transformers' sources. A configuration may
 # contain such a name without the architecture using it, as MPT's may contain logit_scale.
@@ -67,7 +68,7 @@ def head_of(lm: Any, weights: tuple[Tensor, Tensor | None] | None = None) -> Hea
     weight, bias = weights or (linear.weight, getattr(linear, "bias", None))
     tokens = getattr(config, _REAL_VOCABULARY, None)
     if tokens is not None and tokens < len(weight):
-        weight, bias = weight[:tokens], None if bias is None else bias[:tokens]
+        weight, bias = weight[:tokens], part_of(bias, slice(tokens))
     kind = config.model_type
     scale = _number(config, _FACTORS.get(kind), 1.0) / _number(config, _DIVISORS.get(kind), 1.0)
     cap = _CAPS.get(lm.config.model_type, _CAPS.get(kind, _CAP))

@@ -145,15 +145,16 @@ def _conversation_columns(completions: Sequence[Completion], texts: Sequence[str
         completions: conversations.
         texts: text of the last turn of each.
     """
-    pairs = [(completion.conversation, text) for completion, text in zip(completions, texts, strict=True)]
-    return {
-        "conversations": [
-            [{"role": "assistant", "content": text}] if record is None else record.messages for record, text in pairs
-        ],
-        "turns": [1 if record is None else len(record.turn_ends) for record, _ in pairs],
-        "environment_rewards": [0.0 if record is None else sum(record.turn_rewards) for record, _ in pairs],
-        "stop_reasons": ["done" if record is None else record.stop for record, _ in pairs],
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in CONVERSATION_COLUMNS}
+    for completion, text in zip(completions, texts, strict=True):
+        record = completion.conversation
+        if record is None:
+            values: tuple[Any, ...] = ([{"role": "assistant", "content": text}], 1, 0.0, "done")
+        else:
+            values = (record.messages, len(record.turn_ends), sum(record.turn_rewards), record.stop)
+        for name, value in zip(CONVERSATION_COLUMNS, values, strict=True):
+            columns[name].append(value)
+    return columns
 
 
 def sampled_tokens(completion: Completion) -> list[int]:

@@ -34,7 +34,7 @@ from lightning_rlhf.expected_errors import counted
 from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
 from lightning_rlhf.rollout.vllm.availability import unusable_build, vllm_installed
-from lightning_rlhf.tools.commands.options import command_parser
+from lightning_rlhf.tools.commands.options import command_parser, table_width
 from lightning_rlhf.tools.commands.separate_process import error_line
 
 Fact = tuple[str, str, str]  # name, value, and a fault or an empty string
@@ -148,8 +148,7 @@ def _print_table(report: Report) -> None:
             table.add_section()
         table.add_row(section if section != previous else "", name, finding)
         previous = section
-    # A log has no terminal width; without a width, lines would be folded at 80 characters.
-    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+    Console(width=table_width(), markup=False).print(table)
     sys.stdout.flush()
 
 
@@ -369,10 +368,12 @@ def compiler_findings(environ: Mapping[str, str]) -> list[Fact]:
     reason = "Triton compiles on a GPU at run time, for vLLM and for torch.compile, and needs"
     no_compiler = f"{reason} a C compiler; {' or '.join(compilers)} is not on the PATH: on Debian apt-get install gcc"
     no_header = f"{reason} Python's headers; {header} is missing: on Debian apt-get install python3-dev"
-    return [
-        ("C compiler", compiler or "not found", "" if compiler else no_compiler),
-        ("Python.h", str(header) if header.is_file() else "not found", "" if header.is_file() else no_header),
-    ]
+    findings = [("C compiler", compiler or "not found", ""), ("Python.h", str(header), "")]
+    if not compiler:
+        findings[0] = ("C compiler", "not found", no_compiler)
+    if not header.is_file():
+        findings[1] = ("Python.h", "not found", no_header)
+    return findings
 
 
 def check_engine(report: Report) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
-from lightning_rlhf.tools.commands.options import command_parser, parse_columns
+from lightning_rlhf.tools.commands.options import command_parser, parse_columns, table_width
 from lightning_rlhf.tools.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
 from lightning_rlhf.tools.commands.responses_file import ENVIRONMENT_REWARDS, write_errors
 
@@ -102,8 +101,8 @@ def run(arguments: list[str]) -> int:
             for name in others
             if are_of_the_same_rows(files[first], files[name])
         ]
-        # In a log no line is cut; names are printed without markup.
-        screen = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+        # Names are printed without markup.
+        screen = Console(width=table_width(), markup=False, emoji=False, highlight=False)
         screen.print(table(reports))
         for line in _lines(first, others, differences, len(scored[first])):
             screen.print(line)

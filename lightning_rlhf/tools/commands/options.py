@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 
 from lightning_rlhf.expected_errors import UsageError
@@ -51,3 +52,10 @@ def parse_columns(pairs: list[str]) -> dict[str, str]:
     if wrong:
         raise UsageError(f"--columns needs field=column, for example prompt=question, got {wrong[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def table_width() -> int | None:
+    """Return the width of tables: None, that of the terminal, or one at which a log's lines are not folded."""
+    if sys.stdout.isatty():
+        return None
+    return 200

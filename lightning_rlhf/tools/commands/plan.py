@@ -106,8 +106,11 @@ def run_of(config: Namespace) -> Run:
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]
-    work = work_of(module, data, None if loop is None else loop["init_args"], mixed)
-    engine = None if loop is None else engine_of(loop["init_args"]["engine"])
+    settings, engine = None, None
+    if loop is not None:
+        settings = loop["init_args"]
+        engine = engine_of(settings["engine"])
+    work = work_of(module, data, settings, mixed)
     if engine is not None and engine.dtype is None:
         actor = module.sources["actor"].dtype
         engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.functional.samples import draw_sizes, majorities, mean_difference, mean_interval, passes
+from lightning_rlhf.functional.samples import (
+    draw_sizes,
+    majorities,
+    mean_difference,
+    mean_interval,
+    number_or_nan,
+    passes,
+)
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.tools.commands.response_rows import ALL, ResponseRow, common_columns
@@ -65,7 +72,7 @@ def score_rows(
     offered |= {name: [row.columns.get(name) for row in row_of_response] for name in columns}
     values = {reward.label: iter(compute_reward(reward, **offered).tolist()) for reward in rewards}
     if ENVIRONMENT_REWARDS in offered:
-        numbers = [math.nan if value is None else float(value) for value in offered[ENVIRONMENT_REWARDS]]
+        numbers = [number_or_nan(value) for value in offered[ENVIRONMENT_REWARDS]]
         values = {ENVIRONMENT: iter(numbers), **values}
     return [
         ScoredResponses(

@@ -189,7 +189,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
             f"plan supports layers whose MLP has gate_proj, up_proj and down_proj, as in Llama, Qwen and Mixtral; "
             f"the layers of {config.model_type!r} have other parts"
         )
-    expert = next((shape for shape in down if len(shape) == 3), None)
+    experts, _, expert = next((shape for shape in down if len(shape) == 3), (0, 0, 0))
     norms = [name for name, value in parameters.items() if "norm" in name and "self_attn" not in name]
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     return Layer(
@@ -198,12 +198,12 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         heads=config.num_attention_heads,
         head_norm=any("q_norm" in name for name in parameters),
         dense=sum(shape[1] for shape in down if len(shape) == 2),
-        expert=0 if expert is None else expert[2],
-        experts=0 if expert is None else expert[0],
-        active=0 if expert is None else config.num_experts_per_tok,
+        expert=expert,
+        experts=experts,
+        active=config.num_experts_per_tok if experts else 0,
         post_norms=len(norms) - 2,
         wide_norms=config.model_type.startswith("gemma"),
-        wide_router=expert is not None and config.model_type.startswith("deepseek"),
+        wide_router=experts > 0 and config.model_type.startswith("deepseek"),
         gated_shared=any("shared_expert_gate" in name for name in parameters),
         eager=config._attn_implementation == "eager" or is_capped,
         packed=config._attn_implementation == packed_attention.NAME,

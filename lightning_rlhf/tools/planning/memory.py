@@ -261,11 +261,10 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             length=work.longest,
             checkpointing=strategy.checkpointing,
         )
-        activations = one_pass.kept_bytes() if role.trained else 0
         if role.trained:
-            working = one_pass.backward_bytes()
+            activations, working = one_pass.kept_bytes(), one_pass.backward_bytes()
         else:
-            working = one_pass.forward_bytes()
+            activations, working = 0, one_pass.forward_bytes()
         gathered = shard.gathered()
         gradients = {GRADIENTS: shard.update_gradients(work.micro_batches(texts, ranks))}
         logits = one_pass.logits_bytes()
@@ -357,9 +356,10 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
         for term in shard.offloaded:
             host[term] += resting.pop(term)
         if run.strategy.offload_idle:
-            term = OPTIMIZER if role.trained else PARAMETERS
+            term, users = PARAMETERS, [role.name]
+            if role.trained:
+                term, users = OPTIMIZER, run.trained
             host[term] += resting[term]
-            users = run.trained if role.trained else [role.name]
             for moment in temporary:
                 if moment.endswith(tuple(f"of the {name}" for name in users)):
                     temporary[moment][term] += resting[term]

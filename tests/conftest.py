@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep tests that fraction fixtures on one worker: those of a file, and those of some folders."""
+    """Keep tests that share fixtures on one worker: those of a file, and those of some folders."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFixtures(LoadScopeScheduling):

@@ -157,6 +157,7 @@ def test_reward_that_fails_for_a_correct_answer_is_an_error(check_data):
     assert "called before the run with correct answers as responses" in result.err
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("answer", [7, 7.5, True, {"b": 1}])
 def test_answers_of_other_types_are_tried_as_texts(check_data, answer):
     rows = [{"question": "which?", "answer": answer}] * 2
@@ -516,6 +517,7 @@ def test_val_metric_that_is_not_a_reward_is_an_error(check_data):
     assert "val_metric must be the name of a reward, one of ['environment'], got 'wrong'" in alone.err
 
 
+@pytest.mark.slow
 def test_template_that_omits_tools_is_a_warning(check_data, tiny_export, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
     result = check_data(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_check_data:count"], max_tokens=64)

@@ -125,6 +125,7 @@ def test_conversations_are_evaluated_by_the_environment_and_by_functions(convers
     assert "environment" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_failures_end_the_command_or_are_skipped(converse):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "break", "count": 1}) + "\n" + json.dumps(ROWS[0]) + "\n")
     code, error = converse()

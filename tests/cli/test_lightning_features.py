@@ -106,6 +106,7 @@ def test_feature_works(with_feature, config, feature):
     assert CHECKS[feature](result)
 
 
+@pytest.mark.slow
 def test_last_checkpoint_of_the_lightning_callback_is_found(with_feature):
     row = row_of("best checkpoints")
     assert with_feature(row).code == 0

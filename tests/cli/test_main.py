@@ -420,6 +420,7 @@ def test_validation_interval_counts_steps_over_the_ends_of_epochs(fit, config):
     assert [row["step"] for row in rows if row["val/truncated_fraction"]] == ["0", "4", "8"]
 
 
+@pytest.mark.slow
 def test_validation_table_of_lightning_is_printed_with_verbose(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
@@ -561,6 +562,7 @@ def test_validate_keeps_the_table_of_the_run_and_logs_the_step_of_the_checkpoint
         assert Path("runs/tiny/metrics.csv").read_bytes() == table
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_the_responses_of_steps_before_its_checkpoint(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]

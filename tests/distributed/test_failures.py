@@ -61,6 +61,7 @@ def description_of(rank, tmp_path):
 EACH_RANK = pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 
 
+@pytest.mark.slow
 @EACH_RANK
 def test_failing_rank_prints_the_only_traceback(tmp_path, rank):
     code, err, seconds = run(tmp_path, "raise", rank)

@@ -44,6 +44,7 @@ DEATHS = {
 _BY_EPOCHS = {"max_epochs": 2, "val_check_interval": 1.0}
 
 
+@pytest.mark.slow
 def test_uninterrupted_run_changes_everything_that_is_compared(undisturbed):
     table = [dict(row) for row in rows(undisturbed(ppo(), calls=0))]
     training = [row for row in table if row["kl/coef"]]

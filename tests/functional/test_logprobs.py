@@ -318,6 +318,7 @@ class MovedBytes(TorchDispatchMode):
         return outputs
 
 
+@pytest.mark.slow
 def test_head_is_read_for_chunks_of_hundreds_of_tokens_on_a_gpu():
     """Counted for a 7B model and 16,384 tokens in bfloat16 without a backward pass, which needs a GPU."""
     tokens, vocabulary, width = 16_384, 152_064, 3_584

@@ -71,6 +71,7 @@ def test_fault_of_the_first_rank_raises_the_same_error_on_both():
     assert first == second
 
 
+@pytest.mark.slow
 def test_ended_rank_raises_an_error_without_a_long_wait(tmp_path, monkeypatch):
     monkeypatch.setenv("ERROR_FILE", str(tmp_path / "told"))
     with pytest.raises(FileNotFoundError):  # both ranks end without an answer

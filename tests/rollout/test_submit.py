@@ -108,6 +108,7 @@ def test_push_waits_for_earlier_responses(engines):
     assert largest_gap(second, PROMPTS, later.completions()) < 1e-5
 
 
+@pytest.mark.slow
 @vllm
 @pytest.mark.timeout(600)
 def test_completions_are_passed_on_before_all_are_finished(engines):
@@ -138,9 +139,10 @@ def test_error_of_the_callback_is_raised_when_the_completions_are_read(engines):
     assert generate(engines.tied, PROMPTS[:1], SAMPLING, [0])
 
 
+@pytest.mark.slow
 @vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("unfinished", ["continue", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("unfinished", ["continue", "cut"])
 def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, unfinished):
     engine = VLLMEngine(unfinished=unfinished)
     assert engine.traits.mixes_versions

@@ -263,6 +263,7 @@ def test_all_ranks_raise_the_error_of_one_rank(tmp_path):
     assert Path(tmp_path, "last.ckpt", "v000001").is_dir()
 
 
+@pytest.mark.slow
 def test_rank_killed_during_a_save_leaves_the_previous_version(tmp_path):
     with pytest.raises(RuntimeError, match=r"rank [01] of 2 ended"):
         run_ranks("tests.strategies.role_ranks:dying_ranks", 2, str(tmp_path))

@@ -80,7 +80,7 @@ def linear_into(out: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def part_of(values: Tensor | None, part: slice) -> Tensor | None:
-    """Return a part of values, or None where they are None."""
+    """Return a part of values; None without values."""
     if values is None:
         return None
     return values[part]

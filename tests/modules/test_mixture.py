@@ -21,7 +21,7 @@ from tests.helpers import assert_close
 from tests.models.architectures import tiny
 from tests.modules import test_distillation
 from tests.modules.test_distillation import RATE, SECOND, STUDENT, TEACHER, Sources, change
-from tests.stand_ins import HandOver, fit, quiet_trainer, responses, rollout_of
+from tests.stand_ins import TINY_LLAMA, HandOver, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 pytestmark = pytest.mark.usefixtures("exact")
 ROWS = responses(12, seed=8)
@@ -125,6 +125,22 @@ def test_gradient_of_other_architectures_is_the_weighted_sum(kind, monkeypatch):
     # Their norms or states are computed in float32, where it matters which texts share a forward pass.
     tolerance = 1e-12 if kind == "gpt2" else 1e-6
     assert_gradient(mixed(mixture), weighted((0.7, alone(2)), (2.0, alone(0)), (0.3, alone(1))), tolerance)
+
+
+@pytest.mark.slow
+def test_gradient_of_texts_of_5000_tokens_is_the_weighted_sum(monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    rows = [Response([3], torch.randint(3, 11, (size,), generator=draw).tolist()) for size in (5000, 4, 5000, 5000)]
+    source, group = torch.tensor([2, 2, 0, 1]), torch.tensor([0, 0, 1, 2])
+    rollout = replace(rollout_of(rows, dtype=torch.float64), source=source, group=group, is_given=source == 1)
+    long = {**TINY_LLAMA, "max_position_embeddings": 5002, "num_hidden_layers": 1}
+    student, teacher = (TinyModel(dtype="float64", seed=seed, architecture=long) for seed in (0, 7))
+    for name, value in (("STUDENT", student), ("TEACHER", teacher), ("ROLLOUT", rollout), ("SOURCE", source)):
+        monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setattr(test_distillation, "STUDENT", student)
+    mixture = {**MIXTURE, "chat": TeacherObjective(teacher, weight=2.0)}
+    expected = weighted((0.7, alone(2)), (2.0, alone(0)), (0.3, alone(1)))
+    assert_gradient(mixed(mixture, rollout, micro_batch_tokens=6000), expected)
 
 
 def test_kl_in_the_reward_is_that_of_the_reward_objectives():

@@ -115,7 +115,7 @@ class Pass:
 
     def _attention_bytes(self, layer: Layer) -> int:
         c = self.precision.compute
-        if layer.eager:  # keys and values are repeated for the heads that fraction them
+        if layer.eager:  # keys and values are repeated for the heads that share them
             probabilities = c + (c if c < _FLOAT else 0)
             return 4 * c * layer.query + layer.heads * self.length * (_FLOAT + probabilities)
         if layer.latents:

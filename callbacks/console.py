@@ -121,7 +121,9 @@ class Console(Callback):
     ) -> None:
         """Update the line about the work in progress: a batch of the validation."""
         count = sum(int(number) for number in trainer.num_val_batches if math.isfinite(number))
-        self._do(f"validation, batch {batch_idx + 1} of {count}")
+        if batch_idx == 0:
+            self._do("validation")
+        self._doing = f"validation, batch {batch_idx + 1} of {count}"
         printing = self._ended is not None and not self._ended.is_set()
         if not (printing or _draws_a_bar(trainer)):  # between two steps
             self._print_regularly(trainer, lambda: (self._doing, self._doing_since), _HEARTBEAT_SECONDS)

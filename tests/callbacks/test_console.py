@@ -293,6 +293,20 @@ def test_seconds_of_new_work_begin_anew(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["starting (7 s)", "starting (7 s)", "validation (1 s)"]
 
 
+def test_seconds_of_a_validation_are_those_of_all_its_batches(monkeypatch):
+    made, clock = Console(), itertools.count(10)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(made, "_print_regularly", lambda *_: None)
+    trainer = SimpleNamespace(num_val_batches=[3], progress_bar_callback=None)
+    seen = []
+    for _ in range(2):
+        for batch in range(3):
+            made.on_validation_batch_start(trainer, None, None, batch)
+            seen.append((made._doing, made._doing_since))
+    names = [f"validation, batch {number} of 3" for number in (1, 2, 3)]
+    assert seen == [*((name, 10) for name in names), *((name, 11) for name in names)]
+
+
 def test_first_and_last_validation_are_compared():
     def row(step, **changes):
         return {"step": step, **{name: str(value) for name, value in {**METRICS, **changes}.items()}}

@@ -192,7 +192,7 @@ class Console(Callback):
         self._stop()
 
     def _print_regularly(self, trainer: Trainer, doing: Callable[[], tuple[str, float]], seconds: float) -> None:
-        """Print the work in progress, and the seconds since its begin, every few seconds, until it is stopped."""
+        """Print the work in progress, and the seconds since it began, every few seconds, until it is stopped."""
         self._stop()
         if trainer.is_global_zero:
             self._ended = threading.Event()

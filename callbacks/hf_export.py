@@ -208,10 +208,8 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
     if origin.role == "actor":
-        lines += [
-            "",
-            "Prompts of another form than in its data, such as without its examples, were not trained.",
-        ]
+        form = "Prompts of another form than those of the data, for example without their examples, were not trained."
+        lines += ["", form]
     names = [*shown_names(origin.metrics), *(name for name in _CARD_METRICS if name in origin.metrics)]
     if names:
         lines += ["", "Last metrics of the run, 95 % intervals in brackets; `metrics.json` has all:", ""]

@@ -37,7 +37,7 @@ class MuonAdamW(Optimizer):
     The orthogonalisation needs whole matrices: it does not work under DeepSpeed, which divides them into flat pieces.
 
     Args:
-        params: parameters of a model, not groups; :func:`mark_parameters_of_adamw` has marked embeddings and heads.
+        params: parameters of a model, not groups; :func:`mark_parameters_of_adamw` has marked those for AdamW.
         lr: learning rate of all parameters.
         weight_decay: decay of matrices, embeddings and heads included.
         momentum: decay of Muon's mean of gradients, in [0, 1).

@@ -158,6 +158,11 @@ class RewardFunction:
         names = {parameter.name for parameter in self.parameters}
         return next((convention for convention in (VERL, VERL_BATCH, OPENRLHF) if convention.marker in names), OURS)
 
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that parameters have; those of ``**kwargs`` are unknown."""
+        return {self.convention.columns.get(parameter.name, parameter.name) for parameter in self.parameters}
+
     @cached_property
     def required(self) -> list[str]:
         """Names of parameters without a default."""

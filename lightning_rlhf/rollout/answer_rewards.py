@@ -56,7 +56,8 @@ def rewards_of_answers(rewards: Sequence[RewardFunction], data: PromptDataModule
     """Call reward functions with the correct answers of the first training rows as responses.
 
     Args:
-        rewards: reward functions; those that must not be called before the run (``dry_call: false``) are left out.
+        rewards: reward functions. Those without a parameter for the answer, such as one of the length, and those that
+            must not be called before the run (``dry_call: false``) are left out.
         data: data module that was set up.
 
     Returns:
@@ -65,10 +66,14 @@ def rewards_of_answers(rewards: Sequence[RewardFunction], data: PromptDataModule
     Raises:
         UsageError: a function fails.
     """
-    called = [reward for reward in rewards if reward.supports_dry_run]
     first = data.examples.get("train", ())[:_ROWS]
     rows = [row for row in first if row.columns.get("ground_truth") is not None]
-    if not called or not rows:
+    if not rows:
+        return {}
+    columns = rows[0].columns
+    names = {name for name, value in columns.items() if value is columns["ground_truth"]}  # the data's own name, too
+    called = [reward for reward in rewards if reward.supports_dry_run and names & reward.columns]
+    if not called:
         return {}
     answers = [row.columns["ground_truth"] for row in rows]
     forms = [_forms(answer) for answer in answers]

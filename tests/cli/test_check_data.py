@@ -149,6 +149,18 @@ def test_reward_that_compares_a_list_with_a_text_is_a_warning(check_data):
     assert "  equals_joined_list of the correct answers as responses: 1, of empty responses: 0" in result.out
 
 
+def shorter(completions, **kwargs):
+    return [-float(len(text)) for text in completions]
+
+
+def test_reward_that_does_not_read_the_answer_is_not_compared_with_it(check_data):
+    inputs = {"rows": LISTS, "columns": {"prompt": "question"}, "tokenizer": ASCII, "architecture": {"vocab_size": 100}}
+    result = check_data(**inputs, rewards=[{"function": f"{__file__}:shorter"}])
+    assert result.code == 0
+    assert "correct answers as responses" not in result.out
+    assert "warning" not in result.out
+
+
 def test_reward_that_fails_for_a_correct_answer_is_an_error(check_data):
     inputs = {"rows": LISTS, "columns": {"prompt": "question"}, "tokenizer": ASCII, "architecture": {"vocab_size": 100}}
     result = check_data(**inputs, rewards=[{"function": f"{__file__}:fails_for_a_list"}])

@@ -368,11 +368,15 @@ def compiler_findings(environ: Mapping[str, str]) -> list[Fact]:
     reason = "Triton compiles on a GPU at run time, for vLLM and for torch.compile, and needs"
     no_compiler = f"{reason} a C compiler; {' or '.join(compilers)} is not on the PATH: on Debian apt-get install gcc"
     no_header = f"{reason} Python's headers; {header} is missing: on Debian apt-get install python3-dev"
-    findings = [("C compiler", compiler or "not found", ""), ("Python.h", str(header), "")]
-    if not compiler:
-        findings[0] = ("C compiler", "not found", no_compiler)
-    if not header.is_file():
-        findings[1] = ("Python.h", "not found", no_header)
+    findings = []
+    if compiler:
+        findings.append(("C compiler", compiler, ""))
+    else:
+        findings.append(("C compiler", "not found", no_compiler))
+    if header.is_file():
+        findings.append(("Python.h", str(header), ""))
+    else:
+        findings.append(("Python.h", "not found", no_header))
     return findings
 
 

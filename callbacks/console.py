@@ -27,7 +27,7 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.report.run_directory import read_metrics
 
 from .checks import check_at_least, check_module
-from .held_out import before_and_after, left_to_learn, shown_names, unchanged_kinds, with_interval
+from .held_out import before_and_after, left_to_learn, shown_names, still_improving, unchanged_kinds, with_interval
 from .metrics_csv import MetricsCSV
 from .report import Report
 from .rollout_loop import RolloutLoop
@@ -232,7 +232,7 @@ class Console(Callback):
             self._shown = list(dict.fromkeys([*self._shown, *names]))  # a reward that equals another one later stays
             lines = defaultdict[str, list[str]](list)
             for name in metrics:
-                if name in self._shown:
+                if name in self._shown and (name.count("/") == 1 or "/fraction_correct_" in name):
                     lines[name.rpartition("/")[0]].append(name)
             for line in lines.values():
                 self._line(trainer, line)
@@ -336,8 +336,7 @@ def comparison(directory: Path) -> list[str]:
     for name, before, after, change in values:
         lines.append(f"  {name:<{width}}  {before} -> {after}{f', change {change}' if change else ''}")
     if lines:
-        if sentence := unchanged_kinds(rows):
-            lines.append(sentence)
+        lines += [sentence for sentence in (unchanged_kinds(rows), still_improving(rows)) if sentence]
         return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
     return []
 

@@ -114,6 +114,35 @@ def unchanged_kinds(rows: Sequence[Mapping[str, str]]) -> str:
     return f"not better than before training, by their 95 % intervals: {', '.join(same)}"
 
 
+def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a sentence if a run was still improving at its end; empty if it was not, or if it is unknown.
+
+    Compares the last validation with the last one in the first half of the run, but after the first step, as
+    docs/hyperparameters.md explains: by more than a quarter of the width of an interval, about a standard error.
+
+    Args:
+        rows: rows of ``metrics.csv``.
+    """
+    validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
+    steps = [int(row["step"]) for row in validations]
+    halves = [index for index, step in enumerate(steps) if 0 < step <= steps[-1] / 2]
+    if not halves:
+        return ""
+    then, last = (
+        {name: float(value) for name, value in row.items() if name.startswith("val/fraction_correct_") and value}
+        for row in (validations[halves[-1]], validations[-1])
+    )
+    means = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
+    known = [name for name in means if name in then and f"{name}_low" in last and f"{name}_high" in last]
+    better = [name for name in known if last[name] - then[name] > (last[f"{name}_high"] - last[f"{name}_low"]) / 4]
+    if not better or last.get(means[1], 0.0) > _NEARLY_ALL:
+        return ""
+    return (
+        f"still better than at step {steps[halves[-1]]} by more than a standard error: more steps may help, such as "
+        f"--trainer.max_steps {2 * steps[-1]} --ckpt_path last"
+    )
+
+
 def left_to_learn(metrics: Mapping[str, float], most_frequent: tuple[str, float] | None = None) -> str:
     """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 

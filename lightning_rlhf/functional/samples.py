@@ -229,13 +229,24 @@ def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[
     Returns:
         ``mean`` over prompts of the difference of the means of a prompt's values, and the bounds ``low`` and ``high``
         of its 95 % interval, mean -+ 1.96 s / sqrt(m), where s is the standard deviation of the m differences. ``low``
-        and ``high`` become None without two prompts that have values in both lists, and ``mean`` without any.
+        and ``high`` become None without two prompts that have values in both lists, and ``mean`` without any. If all
+        values are in [0, 1], the bounds are in [-1, 1]; m equal differences then have the interval of m + 2, with half
+        a difference of 1 and half of -1 added. See "Simple improved confidence intervals for comparing matched
+        proportions", Agresti and Min 2005.
     """
-    changes = [fmean(new) - fmean(old) for old, new in zip(before, after, strict=True) if old and new]
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old and new]
+    changes = [fmean(new) - fmean(old) for old, new in pairs]
     if len(changes) < 2:
         return {"mean": changes[0] if changes else None, "low": None, "high": None}
-    mean, reach = fmean(changes), Z * stdev(changes) / math.sqrt(len(changes))
-    return {"mean": mean, "low": mean - reach, "high": mean + reach}
+    mean, count = fmean(changes), len(changes)
+    reach = Z * stdev(changes) / math.sqrt(count)
+    if not all(0 <= value <= 1 for pair in pairs for values in pair for value in values):
+        return {"mean": mean, "low": mean - reach, "high": mean + reach}
+    center = mean
+    if reach == 0:
+        center = mean * count / (count + 2)
+        reach = Z * math.sqrt(((mean**2 * count + 1) / (count + 2) - center**2) / (count + 2))
+    return {"mean": mean, "low": min(mean, max(-1.0, center - reach)), "high": max(mean, min(1.0, center + reach))}
 
 
 def number_or_nan(value: float | None) -> float:

@@ -18,6 +18,7 @@ from lightning_rlhf.callbacks.held_out import (
     left_to_learn,
     number,
     shown_names,
+    still_improving,
     unchanged_kinds,
     with_interval,
 )
@@ -420,3 +421,36 @@ def test_end_of_a_run_names_the_kinds_that_are_not_better():
     assert unchanged_kinds([before, row("24", "0.15", two="0.5", three="0.1")]) == ""
     assert unchanged_kinds([before, row("24", "-0.15", two="-0.5", three="-0.1")]) == ""  # the totals are not, either
     assert unchanged_kinds([before]) == unchanged_kinds([]) == ""
+
+
+def test_end_of_a_run_states_whether_more_steps_may_help():
+    def row(step, sampled, greedy=0.5):
+        bounds = {f"val/fraction_correct_{kind}_{end}": "" for kind in ("greedy", "sampled") for end in ("low", "high")}
+        means = {"val/fraction_correct_sampled": str(sampled), "val/fraction_correct_greedy": str(greedy)}
+        for kind, mean in (("sampled", sampled), ("greedy", greedy)):
+            bounds[f"val/fraction_correct_{kind}_low"] = str(mean - 0.08)
+            bounds[f"val/fraction_correct_{kind}_high"] = str(mean + 0.08)
+        return {"step": str(step), **means, **bounds}
+
+    rising = [row(0, 0.1), row(8, 0.2), row(16, 0.31), row(24, 0.3)]
+    assert still_improving(rising) == (
+        "still better than at step 8 by more than a standard error: more steps may help, such as "
+        "--trainer.max_steps 48 --ckpt_path last"
+    )
+    assert still_improving([row(0, 0.1), row(12, 0.27), row(24, 0.3)]) == ""  # 0.03 is less than 0.16 / 4
+    assert "than at step 12" in still_improving([row(0, 0.1), row(12, 0.3, greedy=0.4), row(24, 0.3)])
+    assert still_improving([row(0, 0.1), row(24, 0.9)]) == ""  # no validation between them
+    assert still_improving([row(0, 0.1), row(12, 0.5), row(24, 0.96, greedy=0.9)]) == ""  # little is left
+    assert still_improving([{"step": "0", "val/loss": "1"}, {"step": "4", "val/loss": "0.5"}]) == ""
+    assert still_improving([]) == ""
+
+
+def test_lines_of_a_validation_have_the_fractions_of_each_source_only(tmp_path, capsys):
+    callback, trainer = Console(), quiet_trainer(default_root_dir=tmp_path)
+    metrics = {"val/a_greedy": 0.5, "val/one/fraction_correct_greedy": 0.25, "val/one/response_tokens_mean": 7.0}
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    callback.on_validation_end(trainer, None)
+    printed = capsys.readouterr().out
+    assert "val/one/fraction_correct_greedy 0.25" in printed
+    assert "val/a_greedy 0.5" in printed
+    assert "response_tokens_mean" not in printed

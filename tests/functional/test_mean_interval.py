@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_rlhf.functional.samples import mean_interval, wilson_interval
+from lightning_rlhf.functional.samples import mean_difference, mean_interval, wilson_interval
 from tests.helpers import assert_close
 
 
@@ -66,3 +66,40 @@ def test_intervals_at_0_and_1_contain_them():
         assert result["high"] - result["low"] > 0.3
     assert mean_interval([[0.0]])["low"] == 0.0
     assert mean_interval([[1.0]])["high"] == 1.0
+
+
+# -- differences of two lists ------------------------------------------------------------------------------------------
+
+
+def test_difference_by_hand():
+    result = mean_difference([[0.0], [0.0], [1.0], [1.0]], [[1.0], [1.0], [1.0], [0.0]])
+    assert result["mean"] == 0.25
+    deviation = (((0.75**2) * 2 + 0.25**2 + 1.25**2) / 3) ** 0.5
+    assert result["low"] == pytest.approx(0.25 - 1.959964 * deviation / 2)
+    assert result["high"] == 1.0  # 0.25 + 0.938, cut at the largest difference
+
+
+def test_equal_differences_have_an_interval():
+    """By hand, after Agresti and Min: 10 changes of 1, half a 1 and half a -1; mean 10 / 12, mean square 11 / 12."""
+    reach = 1.959964 * ((11 / 12 - (10 / 12) ** 2) / 12) ** 0.5
+    assert mean_difference([[0.0]] * 10, [[1.0]] * 10) == {
+        "mean": 1.0,
+        "low": pytest.approx(10 / 12 - reach),
+        "high": 1.0,
+    }
+    assert mean_difference([[1.0]] * 10, [[0.0]] * 10) == {
+        "mean": -1.0,
+        "low": -1.0,
+        "high": pytest.approx(reach - 10 / 12),
+    }
+    same = mean_difference([[0.0]] * 10, [[0.0]] * 10)
+    assert same["mean"] == 0.0
+    assert same["high"] == pytest.approx(1.959964 * (1 / 12 / 12) ** 0.5) == -same["low"]
+    more = mean_difference([[0.0]] * 1000, [[1.0]] * 1000)
+    assert 0.99 < more["low"] < 1.0
+
+
+def test_differences_of_other_values_are_not_cut():
+    result = mean_difference([[0.0], [0.0]], [[3.0], [5.0]])
+    assert (result["mean"], result["high"]) == (4.0, pytest.approx(4.0 + 1.959964))
+    assert mean_difference([[2.0], [2.0]], [[3.0], [3.0]]) == {"mean": 1.0, "low": 1.0, "high": 1.0}

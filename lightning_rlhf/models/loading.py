@@ -24,6 +24,7 @@ from transformers import (
 
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.models.adapter_files import adapter_directory, check_fits, load_adapter, read_lora
 from lightning_rlhf.models.attention import Attention, check_attention_package
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import (
@@ -58,6 +59,8 @@ class Pretrained:
         revision: branch, tag or commit of the hub repository.
         dtype: dtype of the parameters; float32 with a mixed-precision Trainer.
         lora: adapters to train in place of the weights; None trains the weights.
+        adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
+            continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
             for architectures with which it was not tested.
     """
@@ -66,11 +69,21 @@ class Pretrained:
     revision: str | None = None
     dtype: Dtype = "float32"
     lora: LoRA | None = None
+    adapter: str | None = None
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
-        if self.path.startswith("~"):  # a shell expands the home directory, YAML does not
-            object.__setattr__(self, "path", str(Path(self.path).expanduser()))
+        for name in ("path", "adapter"):
+            value = getattr(self, name)
+            if value is not None and value.startswith("~"):  # a shell expands the home directory, YAML does not
+                object.__setattr__(self, name, str(Path(value).expanduser()))
+        if self.adapter is not None:
+            stored = read_lora(adapter_directory(self.adapter))
+            if self.lora not in (None, stored):
+                raise UsageError(
+                    f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter"
+                )
+            object.__setattr__(self, "lora", stored)
 
     def hf_config(self) -> PretrainedConfig:
         """Load the model's configuration and disable dropout.
@@ -107,7 +120,7 @@ class Pretrained:
 
     def causal(self) -> CausalLM:
         """Load the language model."""
-        return CausalLM(_adapted(self._load(language_model_class, self.hf_config(), optional=()), self.lora))
+        return CausalLM(self._with_adapters(self._load(language_model_class, self.hf_config(), optional=())))
 
     def scalar(self) -> ScalarModel:
         """Load the scalar model; if the source has no trained head, the head is zero, so that all scores start at 0.
@@ -126,7 +139,20 @@ class Pretrained:
         model = self._load(scalar_model_class, config, optional=() if trained_head else ("score.",))
         if not trained_head:
             torch.nn.init.zeros_(model.get_parameter("score.weight"))
-        return ScalarModel(_adapted(model, self.lora))
+        return ScalarModel(self._with_adapters(model))
+
+    def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Add adapters to a loaded model, with the weights of ``adapter``."""
+        _adapted(model, self.lora)
+        if self.adapter is not None:
+            directory = adapter_directory(self.adapter)
+            check_fits(model, directory, self.path)
+            if not model.device.type == "meta":
+                stored = load_adapter(model, directory)
+                for name in ("score_mean", "score_std"):
+                    if name in stored:
+                        setattr(model.config, name, float(stored[name]))
+        return model
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         auto, path = find_class(config), Path(self.path)

@@ -25,7 +25,8 @@ from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
-from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
+from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
@@ -59,6 +60,7 @@ class RoleModule(LightningModule):
     sources: dict[str, ModelSource]  # of each role that has its own weights
     trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
     frozen_roles: tuple[str, ...] = ()
+    allows_dropout = False  # whether adapters may have dropout: no loss compares two forward passes of a role
     has_pairs = False  # whether a row of a batch is a pair of texts, which are evaluated together
     uses_frozen_in_updates = False  # whether losses run frozen roles, so that they are needed in each update
 
@@ -104,25 +106,37 @@ class RoleModule(LightningModule):
         """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
 
         If the actor has LoRA and a frozen language model, such as the reference, has the same source, that model is the
-        actor without its adapters: no second copy is loaded, and it is not a role.
+        actor without its adapters: no second copy is loaded, and it is not a role. If the actor starts from an adapter,
+        a frozen language model with the same source has that adapter, and one without ``adapter`` is the actor without
+        it.
 
         Args:
             **sources: directory, hub id or model source of each role; None for a role that does not exist.
 
         Raises:
-            ValueError: a frozen role has LoRA.
+            ValueError: a frozen role has LoRA without an adapter, or adapters have dropout that the module does not allow.
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
         if actor.lora is not None:
-            same = (actor, replace(actor, lora=None))
+            same = [_without_adapters(actor)]
+            if _starts_at_base(actor):
+                same.append(actor)
             language_models = [name for name in self.sources if name not in (*self.trained_roles, "reward_model")]
             for name in [name for name in language_models if self.sources[name] in same]:
                 del self.sources[name]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:
-            if self.sources[name].lora is not None:
+            source = self.sources[name]
+            if source.lora is not None and _starts_at_base(source):
                 raise UsageError(f"the {name} is not trained, so its source cannot have lora: remove it there")
+        for name in self.trained_roles:
+            lora = self.sources[name].lora
+            if lora is not None and lora.dropout and not self.allows_dropout:
+                raise UsageError(
+                    f"lora: dropout is {lora.dropout} for the {name}, but {type(self).__name__} compares probabilities "
+                    f"of two forward passes, which must come from the same network: set dropout to 0"
+                )
 
     def build_role(self, name: str) -> nn.Module:
         """Build the model of a role."""
@@ -392,14 +406,26 @@ class RoleModule(LightningModule):
             FloatingPointError: a weight is not finite.
         """
         role, weights = self.trained_roles[0], dict[str, Tensor]()
-        strategy = self.role_strategy
+        strategy, model = self.role_strategy, getattr(self, self.trained_roles[0])
         for name, tensor in strategy.iter_adapters(role) if adapter else strategy.iter_full_params(role):
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise NonFiniteError(f"{name} of the {role} has values that are not finite: nothing was exported")
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
-        model = getattr(self, role)
         if write and adapter:
-            save_adapter(self.sources[role].lora, weights, Path(directory), model.lm.name_or_path or None)
+            base = model.lm.name_or_path or None
+            save_adapter(self.sources[role].lora, weights, Path(directory), base, model.adapter_metadata)
         elif write:
             model.save_pretrained(directory, weights)
+
+
+def _without_adapters(source: ModelSource) -> ModelSource:
+    """Return the source of a model without its adapters."""
+    if isinstance(source, Pretrained):
+        return replace(source, lora=None, adapter=None)
+    return replace(source, lora=None)
+
+
+def _starts_at_base(source: ModelSource) -> bool:
+    """Return whether adapters of a source, if any, are new, so that the model initially equals its base."""
+    return not isinstance(source, Pretrained) or source.adapter is None

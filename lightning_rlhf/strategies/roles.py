@@ -19,6 +19,7 @@ from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.heads import Head, head_of
+from lightning_rlhf.models.adapter_files import HEAD
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS
@@ -116,8 +117,8 @@ class RoleStrategy:
                 yield parameter_name, parameter.detach()
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield only the adapters, as in :meth:`iter_unmerged_params`. All ranks."""
-        return self.iter_unmerged_params(name, is_adapter)
+        """Yield only the adapters, and a scalar model's head, as in :meth:`iter_unmerged_params`. All ranks."""
+        return self.iter_unmerged_params(name, lambda key: is_adapter(key) or key == HEAD)
 
     def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of the model without its adapters. All ranks."""

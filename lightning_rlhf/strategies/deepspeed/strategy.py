@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
-from lightning_rlhf.expected_errors import MissingPackageError, RunError
+from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
@@ -166,9 +166,18 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """Build a role; under stage 3, rank 0 loads it and scatters its parameters one at a time. All ranks.
 
         Loading with transformers' own ZeRO-3 support would round rotary frequencies to bfloat16.
+
+        Raises:
+            ValueError: the role's adapters have DoRA under stage 3.
         """
         if not self.zero_stage_3:
             return self._cast_weights(name, build())
+        lora = self.module.sources[name].lora
+        if lora is not None and lora.dora:
+            raise UsageError(
+                f"lora: dora reads whole weights outside of their layers, but stage 3 has freed them: train the {name} "
+                f"with rlhf_fsdp or rlhf_deepspeed_stage_2, or without dora"
+            )
         role = self._cast_weights(name, loaded_by_first_rank(name, shapes_of(build), build))
         for module in role.modules():
             for key, buffer in module.named_buffers(recurse=False):

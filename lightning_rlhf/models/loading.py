@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.models.shared_bases import shared
 from lightning_rlhf.paths import (
     READ_ERRORS,
     expect_hub,
@@ -154,7 +155,15 @@ class Pretrained:
                         setattr(model.config, name, float(stored[name]))
         return model
 
+    @property
+    def base(self) -> Pretrained:
+        """The source without its adapters; models of sources with equal bases can share frozen weights."""
+        return replace(self, lora=None, adapter=None)
+
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        return shared(self.base, find_class(config), config, lambda: self._read(find_class, config, optional))
+
+    def _read(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         auto, path = find_class(config), Path(self.path)
         check_attention_package(config)
         check_weights(path)

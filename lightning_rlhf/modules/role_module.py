@@ -28,6 +28,7 @@ from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
+from lightning_rlhf.models.shared_bases import sharing
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
@@ -114,7 +115,7 @@ class RoleModule(LightningModule):
             **sources: directory, hub id or model source of each role; None for a role that does not exist.
 
         Raises:
-            ValueError: a frozen role has LoRA without an adapter, or adapters have dropout that the module does not allow.
+            ValueError: a frozen role has LoRA without an adapter.
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
@@ -130,13 +131,6 @@ class RoleModule(LightningModule):
             source = self.sources[name]
             if source.lora is not None and _starts_at_base(source):
                 raise UsageError(f"the {name} is not trained, so its source cannot have lora: remove it there")
-        for name in self.trained_roles:
-            lora = self.sources[name].lora
-            if lora is not None and lora.dropout and not self.allows_dropout:
-                raise UsageError(
-                    f"lora: dropout is {lora.dropout} for the {name}, but {type(self).__name__} compares probabilities "
-                    f"of two forward passes, which must come from the same network: set dropout to 0"
-                )
 
     def build_role(self, name: str) -> nn.Module:
         """Build the model of a role."""
@@ -170,6 +164,13 @@ class RoleModule(LightningModule):
                 f"precision must be 32-true or bf16-mixed, got {precision}; to keep whole models in bfloat16, give "
                 f"their sources dtype: bfloat16"
             )
+        for name in self.trained_roles:
+            lora = self.sources[name].lora
+            if lora is not None and lora.dropout and not self.allows_dropout:
+                raise UsageError(
+                    f"lora: dropout is {lora.dropout} for the {name}, but {type(self).__name__} compares probabilities "
+                    f"of two forward passes, which must come from the same network: set dropout to 0"
+                )
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
@@ -210,12 +211,26 @@ class RoleModule(LightningModule):
         """
         if self.built:
             return
+        bases: dict[Any, Any] = {}  # of this call, so that weights without a role are freed
         with torch.device("cpu"):
-            for name in self.trained_roles:
-                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_trained, name)))
-            for name in self.frozen_roles:
-                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_frozen, name)))
+            for build, names in ((self._build_trained, self.trained_roles), (self._build_frozen, self.frozen_roles)):
+                for name in names:
+                    with sharing(bases if self.shared_base_of(name) is not None else None):
+                        setattr(self, name, self.role_strategy.build_role(name, partial(build, name)))
         self.built = True
+
+    def shared_base_of(self, name: str) -> str | None:
+        """Return the first role that has the same frozen weights as a role, maybe itself; None if no other has them.
+
+        Roles share weights if these are frozen and have the same source.
+
+        Args:
+            name: name of a role.
+        """
+        frozen = [role for role, source in self.sources.items() if role in self.frozen_roles or source.lora is not None]
+        bases = {role: source.base for role in frozen if isinstance(source := self.sources[role], Pretrained)}
+        same = [role for role in (*self.trained_roles, *self.frozen_roles) if role in bases and bases[role] == bases.get(name)]
+        return same[0] if len(same) > 1 else None
 
     def _build_trained(self, name: str) -> nn.Module:
         role: Any = self.build_role(name).train()
@@ -422,7 +437,7 @@ class RoleModule(LightningModule):
 def _without_adapters(source: ModelSource) -> ModelSource:
     """Return the source of a model without its adapters."""
     if isinstance(source, Pretrained):
-        return replace(source, lora=None, adapter=None)
+        return source.base
     return replace(source, lora=None)
 
 

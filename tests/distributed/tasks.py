@@ -135,8 +135,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models, further
-            arguments of the module.
+            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models or one for
+            each seed, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
@@ -154,7 +154,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
 
     def model(seed: int, lora: LoRA | None = adapters) -> ModelSource:
         if checkpoint is not None:
-            return Pretrained(checkpoint, lora=lora)
+            path = checkpoint if isinstance(checkpoint, str) else checkpoint[str(seed)]
+            return Pretrained(path, lora=lora, dtype=options.get("dtype", "float32"))
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
         architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
@@ -260,7 +261,8 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ``save_at`` (step after which it is written; None is the last), ``export`` (directory of the model).
 
     Returns:
-        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged).
+        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged), ``bytes``
+        (of all roles' weights in this process, those that are shared once).
     """
     return [_train(**run) for run in runs]
 
@@ -290,7 +292,7 @@ def _train(
         if export:
             made.export(Path(export), fitting.is_global_zero)
         keep = fitting.callbacks[-1]
-    return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen}
+    return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen, "bytes": keep.bytes}
 
 
 class Keep(Callback):
@@ -300,11 +302,13 @@ class Keep(Callback):
         self.weights, self.save, self.save_at = weights, save, save_at
         self.before: dict[str, Tensor] = {}
         self.frozen = True
+        self.bytes = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.before = whole(pl_module, pl_module.frozen_roles)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bytes = weight_bytes(pl_module)
         after = whole(pl_module, pl_module.frozen_roles)
         self.frozen = all(torch.equal(after[name], before) for name, before in self.before.items())
         trained = whole(pl_module, pl_module.trained_roles)
@@ -316,6 +320,17 @@ class Keep(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.save and trainer.global_step == self.save_at:
             trainer.save_checkpoint(self.save)
+
+
+def weight_bytes(module: Any) -> int:
+    """Return the bytes of the weights of all roles in this process; shared memory counts once."""
+    storages = {}
+    for role in (*module.trained_roles, *module.frozen_roles):
+        for parameter in getattr(module, role).parameters():
+            local = getattr(parameter, "ds_tensor", parameter.detach())
+            local = getattr(local, "_local_tensor", local)
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:

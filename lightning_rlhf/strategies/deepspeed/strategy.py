@@ -32,6 +32,7 @@ from lightning_rlhf.strategies.deepspeed.private import (
     drop_gradients,
     gradient_norm,
     set_clipping,
+    share_partitions,
     spread,
     unlink_shared_memory,
 )
@@ -183,6 +184,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             for key, buffer in module.named_buffers(recurse=False):
                 setattr(module, key, from_first_rank(buffer, self.root_device))
         spread(role, self.role_config(name), self.root_device)
+        first = self.module.shared_base_of(name)
+        if first not in (None, name):
+            share_partitions(role, getattr(self.module, first))
         return role
 
     def role_config(self, name: str) -> dict[str, Any]:

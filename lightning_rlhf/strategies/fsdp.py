@@ -233,24 +233,19 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
 def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:
     """Return the frozen parameters of a sharded role by their names without adapters."""
-    return {
-        base_name(name): parameter.data
-        for name, parameter in role.named_parameters()
-        if isinstance(parameter.data, DTensor) and not parameter.requires_grad
-    }
+    named = ((base_name(name), parameter) for name, parameter in role.named_parameters())
+    return {name: p for name, p in named if isinstance(p, DTensor) and not p.requires_grad}
 
 
-@torch.no_grad()
 def _share_shards(role: nn.Module, shards: dict[str, DTensor]) -> None:
     """Make the frozen parameters of a role use the shards of another role, whose values are equal.
 
-    FSDP takes over the local tensors in its first forward pass, when it views them as flat memory.
+    FSDP takes the local tensor over in its first forward pass, as after a change by ``load_state_dict``.
     """
-    for name, parameter in role.named_parameters():
-        shard = shards.get(base_name(name))
-        if shard is not None and isinstance(parameter.data, DTensor) and not parameter.requires_grad:
-            if shard.placements == parameter.placements and shard.shape == parameter.shape:
-                parameter.to_local().set_(shard.to_local())
+    for name, shard in _frozen_shards(role).items():
+        other = shards.get(name)
+        if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):
+            shard._local_tensor = other._local_tensor
 
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:

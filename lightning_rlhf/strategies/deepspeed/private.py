@@ -91,10 +91,10 @@ def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> Non
     for module in role.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in shards:
-                shard = parameter
+                whole = parameter.detach()  # a new parameter, because another role may share this one
                 if parameter.is_meta:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    shard = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                shard = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 init._convert_to_zero_parameters([shard])  # broadcasts rank 0's values
                 shards[parameter] = shard
             setattr(module, key, shards[parameter])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ from lightning_rlhf.models.classes import freeze_towers, language_model_class, s
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
+from lightning_rlhf.models.quantized import Quantization, bitsandbytes, quantize
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.models.shared_bases import shared
 from lightning_rlhf.paths import (
@@ -62,6 +63,8 @@ class Pretrained:
         lora: adapters to train in place of the weights; None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
             continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
+        quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
+            stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
             for architectures with which it was not tested.
     """
@@ -71,6 +74,7 @@ class Pretrained:
     dtype: Dtype = "float32"
     lora: LoRA | None = None
     adapter: str | None = None
+    quantization: Quantization | None = None
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +89,12 @@ class Pretrained:
                     f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter"
                 )
             object.__setattr__(self, "lora", stored)
+        if self.quantization is not None:
+            if self.quantization not in get_args(Quantization):
+                raise UsageError(f"quantization must be nf4, int8 or null, got {self.quantization!r}")
+            bitsandbytes()
+            if self.lora is not None and self.lora.dora:
+                raise UsageError("lora: dora needs the lengths of unquantized rows: remove dora or quantization")
 
     def hf_config(self) -> PretrainedConfig:
         """Load the model's configuration and disable dropout.
@@ -167,6 +177,11 @@ class Pretrained:
         auto, path = find_class(config), Path(self.path)
         check_attention_package(config)
         check_weights(path)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UsageError(
+                f"the weights of {self.path!r} are stored quantized, which is not read: use the model that they were "
+                f"made from, with quantization: nf4 to store it in 4 bits"
+            )
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -203,6 +218,8 @@ class Pretrained:
             log.warning(
                 "An export will not contain all of %s: %s does not load %s", self.path, type(model).__name__, listed
             )
+        if self.quantization is not None:
+            quantize(model, self.quantization)
         return model
 
 

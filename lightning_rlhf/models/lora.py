@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.models.quantized import bitsandbytes
 from lightning_rlhf.models.tensors import whole_tensors
 
 NAME = "default"  # name of the adapter in peft
@@ -81,6 +82,8 @@ class LoRA:
         Raises:
             ValueError: a target is not a linear layer of the backbone, or peft would also adapt stacked experts.
         """
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            bitsandbytes()  # before peft imports it
         from peft import inject_adapter_in_model
 
         layers = self.targets(lm)

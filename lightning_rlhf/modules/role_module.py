@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,12 @@ from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
+from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
+from lightning_rlhf.models.quantized import count_parameters
 from lightning_rlhf.models.shared_bases import sharing
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
@@ -42,6 +45,8 @@ from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.types import TensorBatch
+
+log = logging.getLogger(__name__)
 
 
 class RoleModule(LightningModule):
@@ -171,6 +176,7 @@ class RoleModule(LightningModule):
                     f"lora: dropout is {lora.dropout} for the {name}, but {type(self).__name__} compares probabilities "
                     f"of two forward passes, which must come from the same network: set dropout to 0"
                 )
+        self._check_quantization()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
@@ -182,6 +188,23 @@ class RoleModule(LightningModule):
                 make_optimizer, _ = self.optimizer_of(name)
                 await_builds(optimizer_extensions(make_optimizer), self.trainer.local_rank == 0)
                 check_optimizer(make_optimizer, strategy.optimizer_device, strategy.keeps_matrices)
+
+    def _check_quantization(self) -> None:
+        """Raise if quantized weights would be trained, or sharded."""
+        for name, source in self.sources.items():
+            quantization = source.quantization if isinstance(source, Pretrained) else None
+            if quantization is None:
+                continue
+            if name in self.trained_roles and source.lora is None:
+                raise UsageError(
+                    f"the {name}'s weights are stored in {quantization} and cannot be trained: give its source lora, "
+                    f"such as {{rank: 16, alpha: 32}}, or remove quantization"
+                )
+            if not self.role_strategy.keeps_whole_weights:
+                raise UsageError(
+                    f"{type(self.trainer.strategy).__name__} shards weights, and those of the {name} are stored in "
+                    f"{quantization}, which is not supported: use rlhf_ddp, rlhf_single or rlhf_deepspeed_stage_2"
+                )
 
     @classmethod
     def check_reads(cls, data: Any) -> None:
@@ -292,14 +315,8 @@ class RoleModule(LightningModule):
         Args:
             trained: whether to count only parameters with a gradient, such as those of adapters.
         """
-        return {
-            name: sum(
-                getattr(p, "ds_numel", p.numel())
-                for p in getattr(self, name).parameters()
-                if p.requires_grad or not trained
-            )
-            for name in (*self.trained_roles, *self.frozen_roles)
-        }
+        roles = (*self.trained_roles, *self.frozen_roles)
+        return {name: count_parameters(getattr(self, name), trained) for name in roles}
 
     # -- one update -------------------------------------------------------------------------------------------
 
@@ -431,6 +448,12 @@ class RoleModule(LightningModule):
             base = model.lm.name_or_path or None
             save_adapter(self.sources[role].lora, weights, Path(directory), base, model.adapter_metadata)
         elif write:
+            error = getattr(text_model_of(model.lm), "quantization_error", None)
+            if error is not None:
+                log.warning(
+                    "The export has the quantized weights of the %s, whose relative difference to those of its source "
+                    "is %.3f; export the adapter alone to add it to the source's weights", role, error
+                )  # fmt: skip
             model.save_pretrained(directory, weights)
 
 

@@ -46,6 +46,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         timeout: longest time of a collective.
     """
 
+    keeps_whole_weights = False
+
     def __init__(
         self,
         tensor_parallel_size: int = 1,

@@ -106,6 +106,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         )
         self._engines: dict[str, Any] = {}
 
+    @property
+    def keeps_whole_weights(self) -> bool:  # type: ignore[override]
+        """See :class:`RoleStrategy`: under stages 1 and 2."""
+        return not self.zero_stage_3
+
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -202,7 +207,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """Cast weights to the role's dtype, but not buffers, so that rotary frequencies stay exact."""
         if self._in_bfloat16(name):
             for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
         return model
 
     # -- engines ----------------------------------------------------------------------------------------------

@@ -187,7 +187,12 @@ class RoleModule(LightningModule):
             for name in self.trained_roles:
                 make_optimizer, _ = self.optimizer_of(name)
                 await_builds(optimizer_extensions(make_optimizer), self.trainer.local_rank == 0)
-                check_optimizer(make_optimizer, strategy.optimizer_device, strategy.keeps_matrices)
+                check_optimizer(
+                    make_optimizer,
+                    strategy.optimizer_device,
+                    strategy.keeps_matrices,
+                    self.role_strategy.keeps_whole_weights,
+                )
 
     def _check_quantization(self) -> None:
         """Raise if quantized weights would be trained, or sharded."""

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import lightning as L
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -136,7 +137,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
             environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models or one for
-            each seed, further arguments of the module.
+            each seed, ``quantization`` of its weights, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
@@ -151,11 +152,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     heads = {"num_attention_heads": options.pop("heads", 1)}
     fields, checkpoint = options.pop("architecture", {}), options.pop("checkpoint", None)
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
+    quantization = options.pop("quantization", None)
 
     def model(seed: int, lora: LoRA | None = adapters) -> ModelSource:
         if checkpoint is not None:
             path = checkpoint if isinstance(checkpoint, str) else checkpoint[str(seed)]
-            return Pretrained(path, lora=lora, dtype=options.get("dtype", "float32"))
+            return Pretrained(path, dtype=options.get("dtype", "float32"), lora=lora, quantization=quantization)
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
         architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
@@ -166,6 +168,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
     if options.pop("muon", False):
         adamw = partial(MuonAdamW, lr=1e-3)
+    if options.pop("eight_bits", False):
+        adamw = partial(bitsandbytes.optim.AdamW8bit, lr=1e-3, min_8bit_size=1)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}

@@ -4,15 +4,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lightning_rlhf import FromConfig, GRPOModule, PPOModule, Pretrained
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.models.shared_bases import sharing
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from tests.distributed.launch import run_ranks
-from tests.distributed.tasks import largest_differences, weight_bytes
+from tests.distributed.tasks import weight_bytes
 from tests.models.architectures import tiny
 from tests.models.test_lora import IDS, INDEX, logprobs, parameters_of, randomize_adapters
 from tests.stand_ins import TINY_LLAMA
@@ -139,46 +137,3 @@ def test_architectures_share_backbones(kind, tmp_path):
     separate = source.scalar()
     separate.lm.score.weight.data.fill_(0.3)
     assert torch.equal(critic(ids, index), separate(ids, index))
-
-
-# -- training -------------------------------------------------------------------------------------------------
-
-
-def described(base, apart, name, folder, **options):
-    """Return a run of PPO whose roles have the same source, or copies of it."""
-    checkpoint = {str(seed): str(path) for seed, path in zip((0, 1, 3), apart, strict=True)} if apart else base
-    module = {"lora": True, "checkpoint": checkpoint, "heads": 2}
-    weights = f"{folder}/{'apart' if apart else 'shared'}.safetensors"
-    return {"kind": "ppo", "strategy": name, "module": module, "weights": weights} | options
-
-
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory):
-    """Three equal directories of a model."""
-    folder = tmp_path_factory.mktemp("copies")
-    architecture = TINY_LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 2}
-    FromConfig(architecture, seed=0).causal().save_pretrained(folder / "0")
-    for number in (1, 3):
-        shutil.copytree(folder / "0", folder / str(number))
-    return [folder / str(number) for number in (0, 1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("rlhf_single", 1),
-        pytest.param("rlhf_ddp", 2, marks=pytest.mark.slow),
-        pytest.param("rlhf_fsdp", 2, marks=pytest.mark.slow),
-        pytest.param("rlhf_deepspeed_stage_1", 2, marks=pytest.mark.slow),
-        pytest.param("rlhf_deepspeed_stage_2", 2, marks=pytest.mark.slow),
-        pytest.param("rlhf_deepspeed_stage_3", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_three_steps_equal_those_of_separate_copies(copies, tmp_path, strategy, ranks):
-    runs = [described(str(copies[0]), apart, strategy, tmp_path) for apart in (None, copies)]
-    for shared, apart in run_ranks("tests.distributed.tasks:train", ranks, runs):
-        assert shared["frozen"]
-        assert shared["steps"] == apart["steps"]
-        assert shared["bytes"] < 0.55 * apart["bytes"], (shared["bytes"], apart["bytes"])
-    assert max(largest_differences(tmp_path / "shared.safetensors", tmp_path / "apart.safetensors").values()) == 0
-    assert load_file(tmp_path / "shared.safetensors")

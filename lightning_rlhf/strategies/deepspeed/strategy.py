@@ -275,14 +275,16 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_unmerged_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
+        if self.keeps_whole_weights:
+            for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
+                yield parameter_name, parameter.to(dtype)
+            return
         for layer in layers(getattr(self.module, name).lm, wanted):
             with self._gathered([parameter for _, parameter in layer]):
                 for parameter_name, parameter in layer:
                     yield parameter_name, parameter.detach().to(dtype)
 
     def _gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        if not self.zero_stage_3:
-            return nullcontext()
         import deepspeed
 
         gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)

@@ -129,14 +129,12 @@ def check_adapter(module: RoleModule, role: str, option: str) -> None:
         option: option that requests adapters, for the message.
 
     Raises:
-        ValueError: the role has no adapters, or its head was trained too.
+        ValueError: the role has no adapters.
     """
-    if role != "actor" or module.sources[role].lora is None:
-        reason = "which has no adapters"
-        if role != "actor":
-            reason = "whose head is trained too"
+    if module.sources[role].lora is None:
         raise UsageError(
-            f"{option} exports only LoRA adapters, but this run exports its {role}, {reason}: remove the option"
+            f"{option} exports only LoRA adapters, but this run exports its {role}, which has no adapters: remove the "
+            f"option"
         )
 
 

@@ -46,6 +46,7 @@ class CausalLM(nn.Module):
                 f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
             )
         self.lm = lm
+        self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
 
     def forward(
         self,

@@ -69,7 +69,8 @@ def scalar_model_class(config: PretrainedConfig) -> Any:
         )
     family = next(kind for kind in backbone.__mro__ if PreTrainedModel in kind.__bases__)
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-    members = {"base_model_prefix": "model", "config_class": type(config), "__module__": __name__}
+    prefix = family.base_model_prefix or "model"  # the name of the backbone in checkpoints of language models
+    members = {"base_model_prefix": prefix, "config_class": type(config), "__module__": __name__}
     # Without exist_ok, transformers leaves its own configurations out.
     auto.register(type(config), type(name, (GenericForSequenceClassification, family), members), exist_ok=True)
     return auto

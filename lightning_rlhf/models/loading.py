@@ -7,9 +7,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from transformers import (
 
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.models.adapter_files import adapter_directory, check_fits, load_adapter, read_lora
 from lightning_rlhf.models.attention import Attention, check_attention_package
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import (
@@ -36,7 +37,9 @@ from lightning_rlhf.models.classes import freeze_towers, language_model_class, s
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
+from lightning_rlhf.models.quantized import Quantization, bitsandbytes, quantize
 from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.models.shared_bases import shared
 from lightning_rlhf.paths import (
     READ_ERRORS,
     expect_hub,
@@ -58,6 +61,10 @@ class Pretrained:
         revision: branch, tag or commit of the hub repository.
         dtype: dtype of the parameters; float32 with a mixed-precision Trainer.
         lora: adapters to train in place of the weights; None trains the weights.
+        adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
+            continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
+        quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
+            stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
             for architectures with which it was not tested.
     """
@@ -66,11 +73,28 @@ class Pretrained:
     revision: str | None = None
     dtype: Dtype = "float32"
     lora: LoRA | None = None
+    adapter: str | None = None
+    quantization: Quantization | None = None
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
-        if self.path.startswith("~"):  # a shell expands the home directory, YAML does not
-            object.__setattr__(self, "path", str(Path(self.path).expanduser()))
+        for name in ("path", "adapter"):
+            value = getattr(self, name)
+            if value is not None and value.startswith("~"):  # a shell expands the home directory, YAML does not
+                object.__setattr__(self, name, str(Path(value).expanduser()))
+        if self.adapter is not None:
+            stored = read_lora(adapter_directory(self.adapter))
+            if self.lora not in (None, stored):
+                raise UsageError(
+                    f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter"
+                )
+            object.__setattr__(self, "lora", stored)
+        if self.quantization is not None:
+            if self.quantization not in get_args(Quantization):
+                raise UsageError(f"quantization must be nf4, int8 or null, got {self.quantization!r}")
+            bitsandbytes()
+            if self.lora is not None and self.lora.dora:
+                raise UsageError("lora: dora needs the lengths of unquantized rows: remove dora or quantization")
 
     def hf_config(self) -> PretrainedConfig:
         """Load the model's configuration and disable dropout.
@@ -107,7 +131,7 @@ class Pretrained:
 
     def causal(self) -> CausalLM:
         """Load the language model."""
-        return CausalLM(_adapted(self._load(language_model_class, self.hf_config(), optional=()), self.lora))
+        return CausalLM(self._with_adapters(self._load(language_model_class, self.hf_config(), optional=())))
 
     def scalar(self) -> ScalarModel:
         """Load the scalar model; if the source has no trained head, the head is zero, so that all scores start at 0.
@@ -126,12 +150,38 @@ class Pretrained:
         model = self._load(scalar_model_class, config, optional=() if trained_head else ("score.",))
         if not trained_head:
             torch.nn.init.zeros_(model.get_parameter("score.weight"))
-        return ScalarModel(_adapted(model, self.lora))
+        return ScalarModel(self._with_adapters(model))
+
+    def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Add adapters to a loaded model, with the weights of ``adapter``."""
+        _adapted(model, self.lora)
+        if self.adapter is not None:
+            directory = adapter_directory(self.adapter)
+            check_fits(model, directory, self.path)
+            if not model.device.type == "meta":
+                stored = load_adapter(model, directory)
+                for name in ("score_mean", "score_std"):
+                    if name in stored:
+                        setattr(model.config, name, float(stored[name]))
+        return model
+
+    @property
+    def base(self) -> Pretrained:
+        """The source without its adapters; models of sources with equal bases can share frozen weights."""
+        return replace(self, lora=None, adapter=None)
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        return shared(self.base, find_class(config), config, lambda: self._read(find_class, config, optional))
+
+    def _read(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         auto, path = find_class(config), Path(self.path)
         check_attention_package(config)
         check_weights(path)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UsageError(
+                f"the weights of {self.path!r} are stored quantized, which is not read: use the model that they were "
+                f"made from, with quantization: nf4 to store it in 4 bits"
+            )
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -168,6 +218,8 @@ class Pretrained:
             log.warning(
                 "An export will not contain all of %s: %s does not load %s", self.path, type(model).__name__, listed
             )
+        if self.quantization is not None:
+            quantize(model, self.quantization)
         return model
 
 

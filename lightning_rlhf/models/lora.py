@@ -6,8 +6,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,13 +17,15 @@ from transformers.pytorch_utils import Conv1D
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.models.quantized import bitsandbytes
 from lightning_rlhf.models.tensors import whole_tensors
 
-_NAME = "default"  # name of the adapter in peft
+NAME = "default"  # name of the adapter in peft
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 _BASE = ".base_layer."
-_DOWN = f".lora_A.{_NAME}.weight"
-_UP = f".lora_B.{_NAME}.weight"
+_DOWN = f".lora_A.{NAME}.weight"
+UP = f".lora_B.{NAME}.weight"
+MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,20 @@ class LoRA:
 
     See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen; A (rank by inputs)
     is drawn from the run's seed, B (outputs by rank) starts at zero, so that the model initially equals its source.
-    Dropout is 0, because both log-probabilities of a ratio must come from the same network.
 
     Args:
         rank: rank of the product B A, at least 1.
         alpha: numerator of the factor alpha / rank, at least 1.
         target_modules: last parts of the names of linear layers, for example ``[q_proj, v_proj]``; None adapts all
             linear layers of the backbone. Embedding and head are never adapted.
+        exclude_modules: ends of the names of layers that get no adapter, for example ``[down_proj]`` or
+            ``[layers.0.self_attn.q_proj]``; None excludes none.
+        rslora: whether the factor is ``alpha / sqrt(rank)``, with which the size of a step does not depend on the rank.
+            See "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", Kalajdzievski 2023.
+        dora: whether the length of each row of the weight is trained as a vector beside the adapters. See "DoRA:
+            Weight-Decomposed Low-Rank Adaptation", Liu et al. 2024, equation 5.
+        dropout: share of an adapter's inputs set to zero in training, in [0, 1); only for SFT, preferences and reward
+            models. In reinforcement learning, both log-probabilities of a ratio must come from the same network.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -49,6 +57,10 @@ class LoRA:
     rank: int
     alpha: int
     target_modules: list[str] | None = None
+    exclude_modules: list[str] | None = None
+    rslora: bool = False
+    dora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("rank", self.rank), ("alpha", self.alpha)):
@@ -56,6 +68,8 @@ class LoRA:
                 raise UsageError(f"lora: {name} must be at least 1, got {value}")
         if self.target_modules is not None and not self.target_modules:
             raise UsageError("lora: target_modules is empty; leave it out to adapt all linear layers")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"lora: dropout must be at least 0 and below 1, got {self.dropout}")
         if importlib.util.find_spec("peft") is None:
             raise MissingPackageError("lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'")
 
@@ -68,14 +82,17 @@ class LoRA:
         Raises:
             ValueError: a target is not a linear layer of the backbone, or peft would also adapt stacked experts.
         """
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            bitsandbytes()  # before peft imports it
         from peft import inject_adapter_in_model
 
         layers = self.targets(lm)
         config = self.peft_config(layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values()))
+        config.exclude_modules = set(self.exclude_modules or ()) or None
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
-            inject_adapter_in_model(config, text_model_of(lm), _NAME)
+            inject_adapter_in_model(config, text_model_of(lm), NAME)
         if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
             raise UsageError(
                 f"lora: with these target_modules peft also adapts the experts of {type(lm).__name__}, which are "
@@ -85,6 +102,9 @@ class LoRA:
         for name, parameter in lm.named_parameters():
             if is_adapter(name):
                 parameter.data = parameter.data.float()  # bfloat16 would round small updates away
+            if name.endswith(MAGNITUDE):
+                layer: Any = lm.get_submodule(name.removesuffix(MAGNITUDE))
+                parameter.data = _lengths(layer, layer.get_base_layer().weight.float())
         head: Any = getattr(lm, "score", None)
         if head is not None:
             head.requires_grad_(True)
@@ -96,20 +116,29 @@ class LoRA:
             lm: model without adapters.
 
         Raises:
-            ValueError: a target is not a linear layer of the backbone, or the backbone has no linear layers.
+            ValueError: a target or an exclusion is not a linear layer of the backbone, or no layer is left.
         """
-        named = text_model_of(lm).named_modules()
-        known = {_last_part(name): layer for name, layer in named if isinstance(layer, (nn.Linear, Conv1D))}
+        linear = {n: layer for n, layer in text_model_of(lm).named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
+        known = {_last_part(name): layer for name, layer in linear.items()}
         if not known:
             raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")
-        if unknown := sorted(set(self.target_modules or ()) - known.keys()):
-            near = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ";"
-            raise UsageError(
-                f"lora: target_modules {', '.join(unknown)} not found among the linear layers of "
-                f"{type(lm).__name__}{hint} available: {', '.join(sorted(known))}"
-            )
-        return {name: known[name] for name in self.target_modules or known}
+        unknown = {
+            "target_modules": sorted(set(self.target_modules or ()) - known.keys()),
+            "exclude_modules": [end for end in self.exclude_modules or () if not any(_ends(n, end) for n in linear)],
+        }
+        for option, names in unknown.items():
+            if names:
+                near = difflib.get_close_matches(names[0], known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ";"
+                raise UsageError(
+                    f"lora: {option} {', '.join(names)} not found among the linear layers of "
+                    f"{type(lm).__name__}{hint} available: {', '.join(sorted(known))}"
+                )
+        left = {_last_part(n): layer for n, layer in linear.items() if not any(_ends(n, e) for e in self.exclude_modules or ())}
+        targets = {name: left[name] for name in self.target_modules or left if name in left}
+        if not targets:
+            raise UsageError("lora: exclude_modules leaves no layer to adapt: exclude fewer")
+        return targets
 
     def peft_config(self, targets: Iterable[str], transposed: bool) -> Any:
         """Convert to peft's configuration.
@@ -124,7 +153,9 @@ class LoRA:
             r=self.rank,
             lora_alpha=self.alpha,
             target_modules=sorted(set(targets)),
-            lora_dropout=0.0,
+            lora_dropout=self.dropout,
+            use_rslora=self.rslora,
+            use_dora=self.dora,
             bias="none",
             task_type="CAUSAL_LM",
             fan_in_fan_out=transposed,
@@ -135,13 +166,18 @@ def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def _ends(name: str, end: str) -> bool:
+    """Return whether the last parts of a name are given ones."""
+    return f".{name}".endswith(f".{end}")
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter is part of an adapter.
 
     Args:
         name: parameter name as in ``named_parameters``.
     """
-    return name.endswith((_DOWN, _UP))
+    return name.endswith((_DOWN, UP, MAGNITUDE))
 
 
 def base_name(name: str) -> str:
@@ -151,15 +187,6 @@ def base_name(name: str) -> str:
         name: parameter name as in ``named_parameters``.
     """
     return name.replace(_BASE, ".")
-
-
-def peft_name(name: str) -> str:
-    """Return the name of an adapter's parameter in peft's files.
-
-    Args:
-        name: parameter name as in ``named_parameters``.
-    """
-    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
 @contextmanager
@@ -198,15 +225,16 @@ def adapted_parts(layer: Any, outputs: bool) -> list[nn.Module]:
     """
     if not hasattr(layer, "base_layer"):
         return [layer]
-    return [layer.base_layer, (layer.lora_B if outputs else layer.lora_A)[_NAME]]
+    return [layer.base_layer, (layer.lora_B if outputs else layer.lora_A)[NAME]]
 
 
 @torch.no_grad()
 def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters with adapters merged: ``W + (alpha / rank) B A`` for each adapted W.
 
-    With float32 adapters, the sum is rounded once, to the dtype of W, as in peft's ``merge_and_unload``. The model does
-    not change, and at most one layer's weight is copied at a time.
+    With float32 adapters, the sum is rounded once, to the dtype of W, as in peft's ``merge_and_unload``. With DoRA, the
+    rows of the sum then get their trained lengths. The model does not change, and at most one layer's weight is copied
+    at a time.
 
     Args:
         model: model of the parameters; its adapted layers contain the factors alpha / rank.
@@ -217,25 +245,47 @@ def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterat
         (name without adapters, full tensor); each tensor is valid until the next one.
     """
     pending: dict[str, Tensor] = {}
-    down = torch.empty(0)
+    down = up = torch.empty(0)
     for name, tensor in parameters:
         if _BASE in name:
             pending[name] = tensor.clone()  # modified below; the original's memory may be reused
-        elif name.endswith(_DOWN):
+            continue
+        if name.endswith(_DOWN):
             down = tensor.clone()
-        elif name.endswith(_UP):
-            path = name.removesuffix(_UP)
-            pending[f"{path}{_BASE}weight"] += _product(model.get_submodule(path), down, tensor)
-            yield from ((base_name(key), value) for key, value in pending.items())
-            pending.clear()
-        else:
+            continue
+        if not is_adapter(name):
             yield name, tensor
+            continue
+        if name.endswith(UP):
+            up = tensor
+            path, magnitude = name.removesuffix(UP), None
+        else:
+            path, magnitude = name.removesuffix(MAGNITUDE), tensor
+        layer: Any = model.get_submodule(path)
+        if layer.lora_magnitude_vector and magnitude is None:  # comes next
+            up = tensor.clone()
+            continue
+        _merge(layer, pending[f"{path}{_BASE}weight"], down, up, magnitude)
+        yield from ((base_name(key), value) for key, value in pending.items())
+        pending.clear()
 
 
-def _product(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Compute ``(alpha / rank) B A`` in float32, because CPUs are slow and imprecise in bfloat16."""
-    product = (up.float() @ down.float()) * layer.scaling[_NAME]
-    return (product.T if layer.fan_in_fan_out else product).to(up.dtype)
+def _merge(layer: Any, weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor | None) -> None:
+    """Add ``(alpha / rank) B A`` to a weight in place, computed in float32: CPUs are slow and imprecise in bfloat16."""
+    product = (up.float() @ down.float()) * layer.scaling[NAME]
+    if layer.fan_in_fan_out:
+        product = product.T
+    if magnitude is None:
+        weight += product.to(up.dtype)
+        return
+    summed = weight.to(product.dtype) + product
+    factors = magnitude / _lengths(layer, summed)
+    weight.copy_(summed * (factors if layer.fan_in_fan_out else factors.unsqueeze(1)))
+
+
+def _lengths(layer: Any, weight: Tensor) -> Tensor:
+    """Return the lengths of a weight's rows, one for each output of the layer."""
+    return torch.linalg.vector_norm(weight.detach(), dim=0 if layer.fan_in_fan_out else 1)
 
 
 def merged_weights(lm: PreTrainedModel) -> dict[str, Tensor] | None:
@@ -249,28 +299,6 @@ def frozen_names(module: nn.Module) -> set[str]:
     """Return the ``state_dict`` names of the parameters that are not trained."""
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if not parameter.requires_grad}
-
-
-def save_adapter(lora: LoRA | None, weights: dict[str, Tensor], directory: Path, base: str | None = None) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, the format of peft and vLLM.
-
-    Args:
-        lora: configuration of the adapters.
-        weights: full adapter tensors by the names of ``named_parameters``.
-        directory: output directory, created if missing; files of an earlier adapter are replaced.
-        base: directory or hub id of the base model; None if unknown.
-    """
-    from safetensors.torch import save_file
-
-    assert lora is not None
-    targets = (_last_part(name.removesuffix(_UP)) for name in weights if name.endswith(_UP))
-    config = lora.peft_config(targets, transposed=False)  # peft detects transposed weights itself when loading
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(directory)
-    draft = directory / "adapter_model.safetensors.new"
-    named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
-    save_file(named, draft, metadata={"format": "pt"})
-    draft.replace(directory / "adapter_model.safetensors")  # atomic: readers of the old file are not affected
 
 
 def check_adapters(sources: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -295,7 +323,16 @@ def check_adapters(sources: dict[str, Any], stored: dict[str, Any]) -> None:
 def adapter_settings(sources: dict[str, Any]) -> dict[str, Any]:
     """Return the adapter settings of each role with adapters as plain values, for a checkpoint.
 
+    Settings that were added in later releases are left out if they have their defaults, so that earlier checkpoints
+    match.
+
     Args:
         sources: model sources by role.
     """
-    return {name: asdict(source.lora) for name, source in sources.items() if source.lora is not None}
+    return {name: _plain(source.lora) for name, source in sources.items() if source.lora is not None}
+
+
+def _plain(lora: LoRA) -> dict[str, Any]:
+    values = {each.name: (getattr(lora, each.name), each.default) for each in fields(lora)}
+    always = ("rank", "alpha", "target_modules")
+    return {name: value for name, (value, default) in values.items() if name in always or value != default}

@@ -71,6 +71,11 @@ class ScalarModel(nn.Module):
         self.score_mean += scores.mean() * self.score_std  # with the deviation before its change
         self.score_std *= scores.std().clamp(min=1e-6)
 
+    @property
+    def adapter_metadata(self) -> dict[str, str]:
+        """Texts to store with adapters: mean and standard deviation of the scores."""
+        return {"score_mean": repr(self.score_mean.item()), "score_std": repr(self.score_std.item())}
+
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``AutoModelForSequenceClassification`` loads.
 

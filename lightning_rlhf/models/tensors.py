@@ -7,6 +7,8 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
+from lightning_rlhf.models.quantized import whole_parameters
+
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the buffers in a model's ``state_dict``, such as DeepSeek-V3's router biases."""
@@ -17,13 +19,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all parameters, then of persistent buffers. Tied parameters are yielded once.
+    """Yield (name, tensor) of all parameters, dequantized, then of persistent buffers. Tied ones are yielded once.
 
     Args:
         model: unsharded model.
     """
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+    yield from whole_parameters(model)
     yield from persistent_buffers(model)
 
 

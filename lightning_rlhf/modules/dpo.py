@@ -68,6 +68,9 @@ class DPOModule(PairModule):
         self.evaluates_reference = self.has_reference and ref != "start"
         reference = actor if ref is None else ref
         self.set_sources(actor=actor, ref=reference if self.evaluates_reference else None)
+        lora = self.sources["actor"].lora
+        if self.start_logprobs is not None and lora is not None and lora.dropout:
+            raise UsageError(f"ref: start would evaluate the reference with the dropout {lora.dropout} of lora: remove one")
         self.sft_coef = sft_coef
         self.loss: Any = loss
         self.optimizer = optimizer

@@ -24,6 +24,7 @@ class PairModule(RoleModule):
 
     reads: type | None = PreferenceBatch
     has_pairs = True
+    allows_dropout = True
 
     @abstractmethod
     def row_scores(self, rows: Any) -> Sequence[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,13 @@ from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
+from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
-from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
+from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
+from lightning_rlhf.models.quantized import count_parameters
+from lightning_rlhf.models.shared_bases import sharing
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
@@ -40,6 +45,8 @@ from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.types import TensorBatch
+
+log = logging.getLogger(__name__)
 
 
 class RoleModule(LightningModule):
@@ -59,6 +66,7 @@ class RoleModule(LightningModule):
     sources: dict[str, ModelSource]  # of each role that has its own weights
     trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
     frozen_roles: tuple[str, ...] = ()
+    allows_dropout = False  # whether adapters may have dropout: no loss compares two forward passes of a role
     has_pairs = False  # whether a row of a batch is a pair of texts, which are evaluated together
     uses_frozen_in_updates = False  # whether losses run frozen roles, so that they are needed in each update
 
@@ -104,24 +112,29 @@ class RoleModule(LightningModule):
         """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
 
         If the actor has LoRA and a frozen language model, such as the reference, has the same source, that model is the
-        actor without its adapters: no second copy is loaded, and it is not a role.
+        actor without its adapters: no second copy is loaded, and it is not a role. If the actor starts from an adapter,
+        a frozen language model with the same source has that adapter, and one without ``adapter`` is the actor without
+        it.
 
         Args:
             **sources: directory, hub id or model source of each role; None for a role that does not exist.
 
         Raises:
-            ValueError: a frozen role has LoRA.
+            ValueError: a frozen role has LoRA without an adapter.
         """
         self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
         actor = self.sources["actor"]
         if actor.lora is not None:
-            same = (actor, replace(actor, lora=None))
+            same = [_without_adapters(actor)]
+            if _starts_at_base(actor):
+                same.append(actor)
             language_models = [name for name in self.sources if name not in (*self.trained_roles, "reward_model")]
             for name in [name for name in language_models if self.sources[name] in same]:
                 del self.sources[name]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:
-            if self.sources[name].lora is not None:
+            source = self.sources[name]
+            if source.lora is not None and _starts_at_base(source):
                 raise UsageError(f"the {name} is not trained, so its source cannot have lora: remove it there")
 
     def build_role(self, name: str) -> nn.Module:
@@ -156,6 +169,14 @@ class RoleModule(LightningModule):
                 f"precision must be 32-true or bf16-mixed, got {precision}; to keep whole models in bfloat16, give "
                 f"their sources dtype: bfloat16"
             )
+        for name in self.trained_roles:
+            lora = self.sources[name].lora
+            if lora is not None and lora.dropout and not self.allows_dropout:
+                raise UsageError(
+                    f"lora: dropout is {lora.dropout} for the {name}, but {type(self).__name__} compares probabilities "
+                    f"of two forward passes, which must come from the same network: set dropout to 0"
+                )
+        self._check_quantization()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
@@ -166,7 +187,29 @@ class RoleModule(LightningModule):
             for name in self.trained_roles:
                 make_optimizer, _ = self.optimizer_of(name)
                 await_builds(optimizer_extensions(make_optimizer), self.trainer.local_rank == 0)
-                check_optimizer(make_optimizer, strategy.optimizer_device, strategy.keeps_matrices)
+                check_optimizer(
+                    make_optimizer,
+                    strategy.optimizer_device,
+                    strategy.keeps_matrices,
+                    self.role_strategy.keeps_whole_weights,
+                )
+
+    def _check_quantization(self) -> None:
+        """Raise if quantized weights would be trained, or sharded."""
+        for name, source in self.sources.items():
+            quantization = source.quantization if isinstance(source, Pretrained) else None
+            if quantization is None:
+                continue
+            if name in self.trained_roles and source.lora is None:
+                raise UsageError(
+                    f"the {name}'s weights are stored in {quantization} and cannot be trained: give its source lora, "
+                    f"such as {{rank: 16, alpha: 32}}, or remove quantization"
+                )
+            if not self.role_strategy.keeps_whole_weights:
+                raise UsageError(
+                    f"{type(self.trainer.strategy).__name__} shards weights, and those of the {name} are stored in "
+                    f"{quantization}, which is not supported: use rlhf_ddp, rlhf_single or rlhf_deepspeed_stage_2"
+                )
 
     @classmethod
     def check_reads(cls, data: Any) -> None:
@@ -196,12 +239,26 @@ class RoleModule(LightningModule):
         """
         if self.built:
             return
+        bases: dict[Any, Any] = {}  # of this call, so that weights without a role are freed
         with torch.device("cpu"):
-            for name in self.trained_roles:
-                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_trained, name)))
-            for name in self.frozen_roles:
-                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_frozen, name)))
+            for build, names in ((self._build_trained, self.trained_roles), (self._build_frozen, self.frozen_roles)):
+                for name in names:
+                    with sharing(bases if self.shared_base_of(name) is not None else None):
+                        setattr(self, name, self.role_strategy.build_role(name, partial(build, name)))
         self.built = True
+
+    def shared_base_of(self, name: str) -> str | None:
+        """Return the first role that has the same frozen weights as a role, maybe itself; None if no other has them.
+
+        Roles share weights if these are frozen and have the same source.
+
+        Args:
+            name: name of a role.
+        """
+        frozen = [role for role, source in self.sources.items() if role in self.frozen_roles or source.lora is not None]
+        bases = {role: source.base for role in frozen if isinstance(source := self.sources[role], Pretrained)}
+        same = [role for role in (*self.trained_roles, *self.frozen_roles) if role in bases and bases[role] == bases.get(name)]
+        return same[0] if len(same) > 1 else None
 
     def _build_trained(self, name: str) -> nn.Module:
         role: Any = self.build_role(name).train()
@@ -263,14 +320,8 @@ class RoleModule(LightningModule):
         Args:
             trained: whether to count only parameters with a gradient, such as those of adapters.
         """
-        return {
-            name: sum(
-                getattr(p, "ds_numel", p.numel())
-                for p in getattr(self, name).parameters()
-                if p.requires_grad or not trained
-            )
-            for name in (*self.trained_roles, *self.frozen_roles)
-        }
+        roles = (*self.trained_roles, *self.frozen_roles)
+        return {name: count_parameters(getattr(self, name), trained) for name in roles}
 
     # -- one update -------------------------------------------------------------------------------------------
 
@@ -392,14 +443,32 @@ class RoleModule(LightningModule):
             FloatingPointError: a weight is not finite.
         """
         role, weights = self.trained_roles[0], dict[str, Tensor]()
-        strategy = self.role_strategy
+        strategy, model = self.role_strategy, getattr(self, self.trained_roles[0])
         for name, tensor in strategy.iter_adapters(role) if adapter else strategy.iter_full_params(role):
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise NonFiniteError(f"{name} of the {role} has values that are not finite: nothing was exported")
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
-        model = getattr(self, role)
         if write and adapter:
-            save_adapter(self.sources[role].lora, weights, Path(directory), model.lm.name_or_path or None)
+            base = model.lm.name_or_path or None
+            save_adapter(self.sources[role].lora, weights, Path(directory), base, model.adapter_metadata)
         elif write:
+            error = getattr(text_model_of(model.lm), "quantization_error", None)
+            if error is not None:
+                log.warning(
+                    "The export has the quantized weights of the %s, whose relative difference to those of its source "
+                    "is %.3f; export the adapter alone to add it to the source's weights", role, error
+                )  # fmt: skip
             model.save_pretrained(directory, weights)
+
+
+def _without_adapters(source: ModelSource) -> ModelSource:
+    """Return the source of a model without its adapters."""
+    if isinstance(source, Pretrained):
+        return source.base
+    return replace(source, lora=None)
+
+
+def _starts_at_base(source: ModelSource) -> bool:
+    """Return whether adapters of a source, if any, are new, so that the model initially equals its base."""
+    return not isinstance(source, Pretrained) or source.adapter is None

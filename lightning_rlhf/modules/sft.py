@@ -35,6 +35,7 @@ class SFTModule(RoleModule):
 
     trained_roles = ("actor",)
     reads = SequenceBatch
+    allows_dropout = True
 
     def __init__(
         self,

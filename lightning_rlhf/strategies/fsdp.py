@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
+from lightning_rlhf.models.lora import base_name
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -44,6 +45,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         process_group_backend: backend of the process group; None uses NCCL for GPUs and gloo for CPUs.
         timeout: longest time of a collective.
     """
+
+    keeps_whole_weights = False
 
     def __init__(
         self,
@@ -136,6 +139,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             "shard_placement_fn": partial(shard_placement, ranks=self.device_mesh["data_parallel"].size()),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
+        first = self.module.shared_base_of(name)
+        shards = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
         blocks = list(_repeated_blocks(role))
         in_blocks = {module for block in blocks for module in block.modules()}
         for block in blocks:
@@ -143,10 +148,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._receive(modules)
             split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
+            _share_shards(role, shards)
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
         split(rest, plan, self.device_mesh["tensor_parallel"])
         fully_shard(role, **options)
+        _share_shards(role, shards)
 
     def _receive(self, modules: Iterable[nn.Module]) -> None:
         """Replace the tensors of modules by rank 0's, on this rank's device; tied tensors stay tied."""
@@ -224,6 +231,23 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+
+def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:
+    """Return the frozen parameters of a sharded role by their names without adapters."""
+    named = ((base_name(name), parameter) for name, parameter in role.named_parameters())
+    return {name: p for name, p in named if isinstance(p, DTensor) and not p.requires_grad}
+
+
+def _share_shards(role: nn.Module, shards: dict[str, DTensor]) -> None:
+    """Make the frozen parameters of a role use the shards of another role, whose values are equal.
+
+    FSDP takes the local tensor over in its first forward pass, as after a change by ``load_state_dict``.
+    """
+    for name, shard in _frozen_shards(role).items():
+        other = shards.get(name)
+        if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):
+            shard._local_tensor = other._local_tensor
 
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:

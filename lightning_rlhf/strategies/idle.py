@@ -54,8 +54,9 @@ class OffloadsIdle(RoleStrategy):
         frozen = {name: self.module._modules.pop(name) for name in names}
         super().model_to_device()  # type: ignore[misc]
         self.module._modules.update(frozen)
-        for tensor in _tensors(*frozen.values()):
-            set_data(tensor, _host_copy(tensor))
+        for name in frozen:
+            for tensor in self._idle_tensors(name):
+                set_data(tensor, _host_copy(tensor))
 
     def role(self, name: str) -> Callable[..., Any]:
         """Return the callable of a role, with its weights on the device."""
@@ -95,6 +96,11 @@ class OffloadsIdle(RoleStrategy):
         device: torch.device = self.root_device  # type: ignore[attr-defined]
         return device
 
+    def _idle_tensors(self, name: str) -> list[Tensor]:
+        """Return the tensors of a frozen role that no trained role shares."""
+        trained = {id(tensor) for role in self.module.trained_roles for tensor in _tensors(getattr(self.module, role))}
+        return [tensor for tensor in _tensors(getattr(self.module, name)) if id(tensor) not in trained]
+
     def _load_frozen(self, name: str | None) -> None:
         """Move one frozen role to the device and the others off it; None moves all off it."""
         if name == self._resident:
@@ -104,13 +110,13 @@ class OffloadsIdle(RoleStrategy):
         self._resident = name
         self._host_weights = []
         if name is not None:
-            self._host_weights = [(tensor, tensor.data) for tensor in _tensors(getattr(self.module, name))]
+            self._host_weights = [(tensor, tensor.data) for tensor in self._idle_tensors(name)]
         for tensor, host in self._host_weights:
             set_data(tensor, host.to(self._device, non_blocking=True))
 
 
-def _tensors(*models: nn.Module) -> list[Tensor]:
-    return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.heads import Head, head_of
+from lightning_rlhf.models.adapter_files import HEAD
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
+from lightning_rlhf.models.quantized import quantized_layers
 from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS
 
@@ -35,12 +37,14 @@ class RoleStrategy:
     Attributes:
         data_ranks: the data ranks, as seen from this process.
         activation_checkpointing: whether trained roles store only the inputs of layers and recompute other activations.
+        keeps_whole_weights: whether every process has the whole weights of each role, which may then be quantized.
         gradient_scale: factor of the local loss. It is the number of ranks where the strategy averages gradients, so
             that the result is the gradient of the sum over the ranks.
     """
 
     data_ranks: DataRanks = ONE_RANK
     activation_checkpointing = False
+    keeps_whole_weights: bool = True
     gradient_scale = 1.0
 
     @property
@@ -111,13 +115,16 @@ class RoleStrategy:
             wanted: predicate on names; other tensors are not gathered. None yields all.
             dtype: dtype that sharded matrices may have; None keeps theirs.
         """
-        for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
+        lm = getattr(self.module, name).lm
+        layers = dict(quantized_layers(lm))
+        for parameter_name, parameter in lm.named_parameters():
             if wanted is None or wanted(parameter_name):
-                yield parameter_name, parameter.detach()
+                layer = layers.get(parameter_name)
+                yield parameter_name, parameter.detach() if layer is None else layer.dequantized()
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield only the adapters, as in :meth:`iter_unmerged_params`. All ranks."""
-        return self.iter_unmerged_params(name, is_adapter)
+        """Yield only the adapters, and a scalar model's head, as in :meth:`iter_unmerged_params`. All ranks."""
+        return self.iter_unmerged_params(name, lambda key: is_adapter(key) or key == HEAD)
 
     def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of the model without its adapters. All ranks."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.models.lora import adapted_parts
+from lightning_rlhf.models.lora import MAGNITUDE, adapted_parts
 
 # Torch's style for each style name in a plan. The last name is a norm over the width of each head, whose replicated
 # weight has its gradient summed over ranks. Its input is split by heads (dimension 2); any dimension but the normalized
@@ -61,6 +61,8 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         value = getattr(config, field, size)
         if value % size:
             raise UsageError(f"tensor_parallel_size: {size} does not divide the {name}'s {field}, which is {value}")
+    if any(key.endswith(MAGNITUDE) for key, _ in model.named_parameters()):
+        raise UsageError(f"tensor_parallel_size: {size} does not split the {name}'s dora: use tensor_parallel_size: 1")
     styles = {
         part: _STYLES[style]()
         for path, module in model.base_model.named_modules()

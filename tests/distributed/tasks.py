@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import lightning as L
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -135,8 +136,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto``, ``online_dpo`` or ``distillation``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models, further
-            arguments of the module.
+            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models or one for
+            each seed, ``quantization`` of its weights, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
@@ -151,10 +152,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     heads = {"num_attention_heads": options.pop("heads", 1)}
     fields, checkpoint = options.pop("architecture", {}), options.pop("checkpoint", None)
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
+    quantization = options.pop("quantization", None)
 
     def model(seed: int, lora: LoRA | None = adapters) -> ModelSource:
         if checkpoint is not None:
-            return Pretrained(checkpoint, lora=lora)
+            path = checkpoint if isinstance(checkpoint, str) else checkpoint[str(seed)]
+            return Pretrained(path, dtype=options.get("dtype", "float32"), lora=lora, quantization=quantization)
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
         architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
@@ -165,6 +168,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
     if options.pop("muon", False):
         adamw = partial(MuonAdamW, lr=1e-3)
+    if options.pop("eight_bits", False):
+        adamw = partial(bitsandbytes.optim.AdamW8bit, lr=1e-3, min_8bit_size=1)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}
@@ -260,7 +265,8 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ``save_at`` (step after which it is written; None is the last), ``export`` (directory of the model).
 
     Returns:
-        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged).
+        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged), ``bytes``
+        (of all roles' weights in this process, those that are shared once).
     """
     return [_train(**run) for run in runs]
 
@@ -290,7 +296,7 @@ def _train(
         if export:
             made.export(Path(export), fitting.is_global_zero)
         keep = fitting.callbacks[-1]
-    return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen}
+    return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen, "bytes": keep.bytes}
 
 
 class Keep(Callback):
@@ -300,11 +306,13 @@ class Keep(Callback):
         self.weights, self.save, self.save_at = weights, save, save_at
         self.before: dict[str, Tensor] = {}
         self.frozen = True
+        self.bytes = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.before = whole(pl_module, pl_module.frozen_roles)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.bytes = weight_bytes(pl_module)
         after = whole(pl_module, pl_module.frozen_roles)
         self.frozen = all(torch.equal(after[name], before) for name, before in self.before.items())
         trained = whole(pl_module, pl_module.trained_roles)
@@ -316,6 +324,17 @@ class Keep(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.save and trainer.global_step == self.save_at:
             trainer.save_checkpoint(self.save)
+
+
+def weight_bytes(module: Any) -> int:
+    """Return the bytes of the weights of all roles in this process; shared memory counts once."""
+    storages = {}
+    for role in (*module.trained_roles, *module.frozen_roles):
+        for parameter in getattr(module, role).parameters():
+            local = getattr(parameter, "ds_tensor", parameter.detach())
+            local = getattr(local, "_local_tensor", local)
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:

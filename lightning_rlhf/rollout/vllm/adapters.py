@@ -37,12 +37,14 @@ def lora_of(setup: EngineSetup) -> LoRA:
     """Return the actor's adapters.
 
     Raises:
-        ValueError: it has none, or their rank is larger than vLLM supports.
+        ValueError: it has none, or vLLM does not support their rank or DoRA.
     """
     if setup.lora is None:
         raise UsageError(
             "VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLMEngine"
         )
+    if setup.lora.dora:
+        raise UsageError("vLLM does not support DoRA's vectors: use VLLMEngine, which gets merged weights")
     if setup.lora.rank > RANKS[-1]:
         raise UsageError(
             f"vLLM supports adapters up to rank {RANKS[-1]}, but the actor's have rank {setup.lora.rank}: use "

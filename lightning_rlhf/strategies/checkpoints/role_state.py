@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
 from lightning_rlhf.expected_errors import UsageError
@@ -37,7 +38,8 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = names[id(parameter)]
-            tensors[f"optim.state.{name}.{key}"] = storable(optimizer, key, value, parameter.shape)
+            value = storable(optimizer, key, value, parameter.shape, is_whole=not isinstance(parameter, DTensor))
+            tensors[f"optim.state.{name}.{key}"] = value
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     return RoleState(tensors, settings_of(optimizer, groups))
 
@@ -73,6 +75,9 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
         groups_now = [{**group, **values} for group, values in zip(groups, settings, strict=True)]
         not_empty = {number: state for number, state in states.items() if state}
         optimizer.load_state_dict({"state": not_empty, "param_groups": groups_now})
+        if type(optimizer).__module__.startswith("bitsandbytes."):  # passes the number of steps to C
+            for state in optimizer.state.values():
+                state["step"] = int(state["step"])
 
 
 def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -93,9 +98,15 @@ def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _empty(stored: StoredRole, key: str, parameter: Tensor) -> Tensor:
-    if stored.shapes[key] == parameter.shape:
+    dtype = stored.dtypes[key]
+    if stored.shapes[key] == parameter.shape and dtype.is_floating_point:
         return torch.zeros_like(parameter.detach())
-    return torch.zeros(stored.shapes[key], dtype=stored.dtypes[key])
+    if stored.shapes[key].numel() > 1 and isinstance(parameter, DTensor):
+        raise UsageError(
+            f"the checkpoint has {key.rpartition('.')[2]} of an optimizer in {dtype}, which cannot be resharded: "
+            f"resume with rlhf_single or rlhf_ddp"
+        )
+    return torch.zeros(stored.shapes[key], dtype=dtype)
 
 
 # -- the optimizer's settings ------------------------------------------------------------------------------------------
@@ -162,35 +173,42 @@ def _as(present: Any, value: Any) -> Any:
     return value
 
 
-def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> Tensor:
-    """Return a value of an optimizer's state as a tensor with the shape of its parameter, or a scalar tensor.
+def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size, is_whole: bool = False) -> Tensor:
+    """Return a value of an optimizer's state as a tensor.
 
     Args:
         optimizer: optimizer, for the message.
         key: key of the value, for example ``exp_avg``.
         value: a tensor or a number.
         shape: shape of the full parameter.
+        is_whole: whether the process has the full parameter; its state may then have other shapes, such as the scales of
+            states in 8 bits.
 
     Raises:
-        ValueError: the value has another shape or type.
+        ValueError: the value has another shape than the parameter, which is not whole, or another type.
     """
     if isinstance(value, (int, float)):
         return torch.tensor(float(value))
     if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
         return value.detach()
+    if type(value) is Tensor and is_whole:
+        return value.detach().clone()  # parameters may share it, as those of bitsandbytes do with their quantization map
     if isinstance(value, Tensor):
         what = f"a tensor of shape {tuple(value.shape)}"
     else:
         what = f"a {type(value).__name__}"
     raise UsageError(
         f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which cannot be "
-        f"resharded to another number of processes: use an optimizer whose state has the shape of its parameters, such "
-        f"as torch.optim.AdamW or torch.optim.SGD"
+        f"resharded to another number of processes: use rlhf_single or rlhf_ddp, or an optimizer whose state has the "
+        f"shape of its parameters, such as torch.optim.AdamW or torch.optim.SGD"
     )
 
 
 def check_optimizer(
-    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, keeps_matrices: bool = True
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    device: torch.device,
+    keeps_matrices: bool = True,
+    keeps_whole_weights: bool = True,
 ) -> None:
     """Raise for an optimizer that cannot be constructed, needs other parameters, or whose state cannot be resharded.
 
@@ -200,6 +218,7 @@ def check_optimizer(
         make: factory of the optimizer.
         device: device of the trial.
         keeps_matrices: whether the strategy gives matrices to the optimizer, not flat pieces of them.
+        keeps_whole_weights: whether every process has whole weights.
 
     Raises:
         ValueError: invalid settings, an optimizer of matrices for flat pieces, or a state that cannot be stored.
@@ -217,4 +236,4 @@ def check_optimizer(
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for key, value in optimizer.state[parameter].items():
-        storable(optimizer, key, value, parameter.shape)
+        storable(optimizer, key, value, parameter.shape, keeps_matrices and keeps_whole_weights)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rlhf.models.lora import base_name
+
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -89,13 +91,27 @@ def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> Non
     for module in role.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in shards:
-                shard = parameter
+                whole = parameter.detach()  # a new parameter, because another role may share this one
                 if parameter.is_meta:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    shard = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                shard = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 init._convert_to_zero_parameters([shard])  # broadcasts rank 0's values
                 shards[parameter] = shard
             setattr(module, key, shards[parameter])
+
+
+def share_partitions(role: nn.Module, other: nn.Module) -> None:
+    """Make the frozen parameters of a role use the partitions of another role, whose values are equal, under ZeRO-3.
+
+    Args:
+        role: result of :func:`spread`.
+        other: role of the same source, after :func:`spread`.
+    """
+    partitions = {base_name(name): p for name, p in other.named_parameters() if not p.requires_grad}
+    for name, parameter in role.named_parameters():
+        partner: Any = partitions.get(base_name(name))
+        if partner is not None and not parameter.requires_grad and partner.ds_shape == parameter.ds_shape:  # type: ignore[attr-defined]
+            parameter.ds_tensor = partner.ds_tensor  # type: ignore[attr-defined]
 
 
 def _norms(optimizer: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
-from lightning_rlhf.expected_errors import MissingPackageError, RunError
+from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
@@ -32,6 +32,7 @@ from lightning_rlhf.strategies.deepspeed.private import (
     drop_gradients,
     gradient_norm,
     set_clipping,
+    share_partitions,
     spread,
     unlink_shared_memory,
 )
@@ -105,6 +106,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         )
         self._engines: dict[str, Any] = {}
 
+    @property
+    def keeps_whole_weights(self) -> bool:  # type: ignore[override]
+        """See :class:`RoleStrategy`: under stages 1 and 2."""
+        return not self.zero_stage_3
+
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -166,14 +172,26 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """Build a role; under stage 3, rank 0 loads it and scatters its parameters one at a time. All ranks.
 
         Loading with transformers' own ZeRO-3 support would round rotary frequencies to bfloat16.
+
+        Raises:
+            ValueError: the role's adapters have DoRA under stage 3.
         """
         if not self.zero_stage_3:
             return self._cast_weights(name, build())
+        lora = self.module.sources[name].lora
+        if lora is not None and lora.dora:
+            raise UsageError(
+                f"lora: dora reads whole weights outside of their layers, but stage 3 has freed them: train the {name} "
+                f"with rlhf_fsdp or rlhf_deepspeed_stage_2, or without dora"
+            )
         role = self._cast_weights(name, loaded_by_first_rank(name, shapes_of(build), build))
         for module in role.modules():
             for key, buffer in module.named_buffers(recurse=False):
                 setattr(module, key, from_first_rank(buffer, self.root_device))
         spread(role, self.role_config(name), self.root_device)
+        first = self.module.shared_base_of(name)
+        if first not in (None, name):
+            share_partitions(role, getattr(self.module, first))
         return role
 
     def role_config(self, name: str) -> dict[str, Any]:
@@ -189,7 +207,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """Cast weights to the role's dtype, but not buffers, so that rotary frequencies stay exact."""
         if self._in_bfloat16(name):
             for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
         return model
 
     # -- engines ----------------------------------------------------------------------------------------------
@@ -256,14 +275,16 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_unmerged_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
+        if self.keeps_whole_weights:
+            for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
+                yield parameter_name, parameter.to(dtype)
+            return
         for layer in layers(getattr(self.module, name).lm, wanted):
             with self._gathered([parameter for _, parameter in layer]):
                 for parameter_name, parameter in layer:
                     yield parameter_name, parameter.detach().to(dtype)
 
     def _gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        if not self.zero_stage_3:
-            return nullcontext()
         import deepspeed
 
         gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)

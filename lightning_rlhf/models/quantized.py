@@ -1,0 +1,215 @@
+"""Frozen linear layers in 4 or 8 bits, with the kernels of bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
+from lightning_rlhf.functional.products import linear
+from lightning_rlhf.models.classes import text_model_of
+
+Quantization = Literal["nf4", "int8"]
+_BLOCK = 64  # weights with one scale in NF4
+_LEAST_SHARE = 0.5  # of a backbone's parameters that can be quantized
+
+
+def bitsandbytes() -> ModuleType:
+    """Import bitsandbytes without the kernels that it would download from the hub if the package kernels is installed.
+
+    Raises:
+        ModuleNotFoundError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingPackageError(
+            "quantization needs bitsandbytes, which is not installed: pip install 'lightning-rlhf[quantization]'"
+        )
+    if "bitsandbytes" not in sys.modules:
+        import logging
+
+        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+        level, kernels = logger.level, sys.modules.get("kernels", _ABSENT)
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
+        logger.setLevel(logging.ERROR)
+        try:
+            import bitsandbytes.functional  # type: ignore[import-untyped]
+        finally:
+            logger.setLevel(level)
+            if kernels is _ABSENT:
+                del sys.modules["kernels"]
+            else:
+                sys.modules["kernels"] = kernels  # type: ignore[assignment]
+    import bitsandbytes as package
+
+    return package
+
+
+_ABSENT = object()
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer whose weight is stored in 4 or 8 bits, and dequantized in each forward and backward pass.
+
+    ``nf4``: 4 bits, one scale for 64 weights, which is itself stored in 8 bits: see "QLoRA: Efficient Finetuning of
+    Quantized LLMs", Dettmers et al. 2023, section 3. ``int8``: 8 bits, one scale for each output. The product is
+    computed in the dtype of the inputs, or of autocast. Values are the same on a GPU and on any CPU up to the rounding
+    of the product.
+
+    Args:
+        layer: layer to quantize.
+        quantization: kind of numbers.
+    """
+
+    weight: nn.Parameter  # stored numbers
+
+    def __init__(self, layer: nn.Linear, quantization: Quantization) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.quantization = quantization
+        self.dtype = layer.weight.dtype
+        self.bias = layer.bias
+        functional = bitsandbytes().functional
+        weight = layer.weight.detach()
+        if quantization == "nf4":
+            # As rows of one block, because the kernels for CPUs misread rows that are no multiple of it.
+            stored, state = functional.quantize_4bit(
+                weight.reshape(-1, _BLOCK), blocksize=_BLOCK, compress_statistics=True, quant_type="nf4"
+            )
+            stored = torch.cat([stored.flatten(), state.absmax])  # in one parameter, which roles can share
+            scales = {"offset": state.offset, "code": state.code}
+            scales |= {"outer_scales": state.state2.absmax, "outer_code": state.state2.code}
+        else:
+            stored, scale, _ = functional.int8_vectorwise_quant(weight.half())
+            scales = {"scales": scale}
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        for name, tensor in scales.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the layer of (..., in_features) states."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        product: Tensor = _Product.apply(input, self)
+        return product
+
+    @torch.no_grad()
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the (out_features, in_features) weight.
+
+        Args:
+            dtype: its dtype; None is that of the layer before it was quantized.
+        """
+        dtype = dtype or self.dtype
+        functional, buffers = bitsandbytes().functional, dict(self.named_buffers())
+        stored, weights = self.weight.detach(), self.out_features * self.in_features
+        if self.quantization == "int8":
+            whole: Tensor = functional.int8_vectorwise_dequant(stored, buffers["scales"])
+            return whole.to(dtype)
+        outer = functional.QuantState(
+            absmax=buffers["outer_scales"], code=buffers["outer_code"], blocksize=256, dtype=torch.float32
+        )
+        state = functional.QuantState(
+            absmax=stored[weights // 2 :],
+            shape=torch.Size((weights // _BLOCK, _BLOCK)),
+            code=buffers["code"],
+            blocksize=_BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+            offset=buffers["offset"],
+            state2=outer,
+        )
+        blocks: Tensor = functional.dequantize_4bit(stored[: weights // 2].unsqueeze(1), state)
+        return blocks.view(self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        """Return the layer's sizes and its kind of numbers."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.quantization}"
+
+
+class _Product(torch.autograd.Function):
+    """The product with a quantized weight; the whole weight exists only within a pass."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:
+        """Compute the layer."""
+        ctx.layer, ctx.dtype = layer, states.dtype
+        bias = layer.bias if layer.bias is None else layer.bias.to(states.dtype)
+        return linear(states, layer.dequantized(states.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Compute the gradient of the states."""
+        return linear(gradient.contiguous(), ctx.layer.dequantized(ctx.dtype).T), None
+
+
+@torch.no_grad()
+def quantize(lm: Any, quantization: Quantization) -> None:
+    """Replace the linear layers of a model's backbone by quantized ones, one at a time; embedding and head stay.
+
+    Sets ``quantization_error`` of the backbone, the length of the difference of all weights divided by theirs.
+
+    Args:
+        lm: model of transformers; changed in place.
+        quantization: kind of numbers.
+
+    Raises:
+        ValueError: most of the backbone's parameters are not in linear layers.
+    """
+    backbone = text_model_of(lm)
+    layers = {
+        name: layer
+        for name, layer in backbone.named_modules()
+        if type(layer) is nn.Linear and layer.weight.numel() % _BLOCK == 0
+    }
+    embeddings = lm.get_input_embeddings().weight.numel()
+    parameters = sum(parameter.numel() for parameter in backbone.parameters()) - embeddings
+    if sum(layer.weight.numel() for layer in layers.values()) < _LEAST_SHARE * parameters:
+        raise UsageError(
+            f"quantization: most weights of {type(lm).__name__} are not in linear layers of torch, such as stacked "
+            f"experts, and would stay as they are: remove quantization"
+        )
+    difference = length = 0.0
+    for name, layer in layers.items():
+        made = QuantizedLinear(layer, quantization)
+        path, _, attribute = name.rpartition(".")
+        setattr(backbone.get_submodule(path), attribute, made)
+        difference += float((made.dequantized() - layer.weight).float().square().sum())
+        length += float(layer.weight.float().square().sum())
+    backbone.quantization_error = (difference / length) ** 0.5
+
+
+def count_parameters(model: nn.Module, trained: bool = False) -> int:
+    """Count the parameters of a model, all shards together, quantized ones by the size of the layer.
+
+    Args:
+        model: model, which ZeRO-3 may have sharded.
+        trained: whether to count only parameters with a gradient.
+    """
+    sizes = {name: layer.in_features * layer.out_features for name, layer in quantized_layers(model)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not trained]
+    return sum(sizes.get(name) or getattr(p, "ds_numel", p.numel()) for name, p in named)
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """Yield the quantized layers of a model with the names of their weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield f"{name}.weight", module
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all parameters, quantized ones dequantized one at a time. Tied ones are yielded once.
+
+    Args:
+        model: unsharded model.
+    """
+    layers = dict(quantized_layers(model))
+    for name, parameter in model.named_parameters():
+        yield name, layers[name].dequantized() if name in layers else parameter.detach()

@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 compile() {
     .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.11 --annotation-style line --no-header \
         --extra "$1" --extra dev --extra math --extra peft --extra deepspeed --extra judge --extra serve --extra docs \
-        --extra completion "${@:2}" setup.cfg
+        --extra completion --extra quantization "${@:2}" setup.cfg
 }
 
 # tidy NAME: a header, and the conditions that hold on every platform we lock for taken off each line

@@ -13,6 +13,11 @@ _NAMES = {
     "r lora_r lora_rank": f"lora.rank of {_LORA}",
     "lora_alpha": f"lora.alpha of {_LORA}",
     "peft_config": f"lora of {_LORA}",
+    "lora_dropout": f"lora.dropout of {_LORA}",
+    "load_in_4bit load_in_8bit bnb_4bit_quant_type quantization_config": (
+        "quantization of the model's source, as {class_path: lightning_rlhf.Pretrained, init_args: {path: ..., "
+        "quantization: nf4, lora: {rank: 16, alpha: 32}}}"
+    ),
     "epsilon cliprange clip_ratio": "policy_loss.clip_range of the module",
     "cliprange_value": "value_loss.clip_range of the module",
     "lam": "advantages.gae_lambda of the module",

@@ -117,13 +117,16 @@ def read_lora(directory: Path) -> LoRA:
     file = directory / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        rank, alpha, kind = int(config["r"]), int(config["lora_alpha"]), config["peft_type"]
+        rank, alpha = int(config["r"]), int(config["lora_alpha"])
+        kind = config["peft_type"]
         same_alpha = alpha == config["lora_alpha"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     if kind != "LORA" or not same_alpha:
         setting = f"peft_type {kind}" if kind != "LORA" else f"lora_alpha {config['lora_alpha']}"
-        raise UsageError(f"the adapter {str(directory)!r} has {setting}: only LoRA with a whole lora_alpha is supported")
+        raise UsageError(
+            f"the adapter {str(directory)!r} has {setting}: only LoRA with a whole lora_alpha is supported"
+        )
     names = tensor_shapes(directory)
     if other := _other_settings(config, names):
         raise UsageError(

@@ -158,7 +158,7 @@ class Pretrained:
         if self.adapter is not None:
             directory = adapter_directory(self.adapter)
             check_fits(model, directory, self.path)
-            if not model.device.type == "meta":
+            if model.device.type != "meta":
                 stored = load_adapter(model, directory)
                 for name in ("score_mean", "score_std"):
                     if name in stored:

@@ -134,7 +134,11 @@ class LoRA:
                     f"lora: {option} {', '.join(names)} not found among the linear layers of "
                     f"{type(lm).__name__}{hint} available: {', '.join(sorted(known))}"
                 )
-        left = {_last_part(n): layer for n, layer in linear.items() if not any(_ends(n, e) for e in self.exclude_modules or ())}
+        left: dict[str, nn.Module] = {
+            _last_part(n): layer
+            for n, layer in linear.items()
+            if not any(_ends(n, e) for e in self.exclude_modules or ())
+        }
         targets = {name: left[name] for name in self.target_modules or left if name in left}
         if not targets:
             raise UsageError("lora: exclude_modules leaves no layer to adapt: exclude fewer")

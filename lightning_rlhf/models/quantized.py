@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal
 
@@ -31,26 +33,18 @@ def bitsandbytes() -> ModuleType:
             "quantization needs bitsandbytes, which is not installed: pip install 'lightning-rlhf[quantization]'"
         )
     if "bitsandbytes" not in sys.modules:
-        import logging
-
-        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-        level, kernels = logger.level, sys.modules.get("kernels", _ABSENT)
-        sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
+        logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # warns that the kernels are missing
+        level, kernels = logger.level, sys.modules.pop("kernels", None)
         logger.setLevel(logging.ERROR)
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
         try:
-            import bitsandbytes.functional  # type: ignore[import-untyped]
+            import_module("bitsandbytes")
         finally:
             logger.setLevel(level)
-            if kernels is _ABSENT:
-                del sys.modules["kernels"]
-            else:
-                sys.modules["kernels"] = kernels  # type: ignore[assignment]
-    import bitsandbytes as package
-
-    return package
-
-
-_ABSENT = object()
+            del sys.modules["kernels"]
+            if kernels is not None:
+                sys.modules["kernels"] = kernels
+    return import_module("bitsandbytes")
 
 
 class QuantizedLinear(nn.Linear):
@@ -77,7 +71,7 @@ class QuantizedLinear(nn.Linear):
         functional = bitsandbytes().functional
         weight = layer.weight.detach()
         if quantization == "nf4":
-            # As rows of one block, because the kernels for CPUs misread rows that are no multiple of it.
+            # As rows of one block, because the kernels for CPUs misread rows that are not a multiple of it.
             stored, state = functional.quantize_4bit(
                 weight.reshape(-1, _BLOCK), blocksize=_BLOCK, compress_statistics=True, quant_type="nf4"
             )

@@ -23,7 +23,7 @@ def sharing(bases: dict[Hashable, PreTrainedModel] | None) -> Iterator[None]:
     """Let models that are loaded in a ``with`` block use frozen weights that were loaded before, and add theirs.
 
     Args:
-        bases: models without adapters by source, extended in place; None loads every model by itself.
+        bases: models without adapters by source, extended in place; None loads each model separately.
     """
     token = _BASES.set(bases)
     try:
@@ -70,6 +70,6 @@ def shared(key: Hashable, auto: Any, config: Any, load: Callable[[], PreTrainedM
 
 
 def _copied(model: Any) -> Any:
-    """Return a copy of a model's modules with the same parameters, but a head for one number of its own."""
+    """Return a copy of a model's modules with the same parameters, but a separate head for one number."""
     named = model.named_parameters()
     return copy.deepcopy(model, {id(parameter): parameter for name, parameter in named if name != HEAD})

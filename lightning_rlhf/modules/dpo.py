@@ -70,7 +70,9 @@ class DPOModule(PairModule):
         self.set_sources(actor=actor, ref=reference if self.evaluates_reference else None)
         lora = self.sources["actor"].lora
         if self.start_logprobs is not None and lora is not None and lora.dropout:
-            raise UsageError(f"ref: start would evaluate the reference with the dropout {lora.dropout} of lora: remove one")
+            raise UsageError(
+                f"ref: start would evaluate the reference with the dropout {lora.dropout} of lora: remove one"
+            )
         self.sft_coef = sft_coef
         self.loss: Any = loss
         self.optimizer = optimizer

@@ -25,9 +25,9 @@ from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
+from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
-from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.quantized import count_parameters
@@ -257,7 +257,11 @@ class RoleModule(LightningModule):
         """
         frozen = [role for role, source in self.sources.items() if role in self.frozen_roles or source.lora is not None]
         bases = {role: source.base for role in frozen if isinstance(source := self.sources[role], Pretrained)}
-        same = [role for role in (*self.trained_roles, *self.frozen_roles) if role in bases and bases[role] == bases.get(name)]
+        same = [
+            role
+            for role in (*self.trained_roles, *self.frozen_roles)
+            if role in bases and bases[role] == bases.get(name)
+        ]
         return same[0] if len(same) > 1 else None
 
     def _build_trained(self, name: str) -> nn.Module:

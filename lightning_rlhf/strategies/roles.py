@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
-from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.adapter_files import HEAD
+from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.quantized import quantized_layers
 from lightning_rlhf.models.tensors import persistent_buffers

@@ -265,8 +265,8 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ``save_at`` (step after which it is written; None is the last), ``export`` (directory of the model).
 
     Returns:
-        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged), ``bytes``
-        (of all roles' weights in this process, those that are shared once).
+        For each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are unchanged),
+        ``bytes`` (of all roles' weights in this process, those that are shared once).
     """
     return [_train(**run) for run in runs]
 

@@ -97,7 +97,9 @@ def test_quantized_run_resumes_to_the_bit(copies, tmp_path, kind):
 
 @pytest.mark.parametrize("strategy", ["rlhf_fsdp", "rlhf_deepspeed_stage_3"])
 def test_strategies_that_shard_weights_reject_quantized_ones(copies, tmp_path, strategy):
-    with pytest.raises(RuntimeError, match="shards weights, and those of the actor are stored in nf4, which is not supp"):
+    with pytest.raises(
+        RuntimeError, match=r"shards weights, and those of the actor are stored in nf4, which is not supp"
+    ):
         run_ranks("tests.distributed.tasks:train", 1, [quantized(copies[0], strategy, tmp_path)])
 
 
@@ -111,7 +113,9 @@ def in_eight_bits(name, folder, **options):
 
 def test_run_with_optimizers_in_8_bits_resumes_to_the_bit(tmp_path):
     whole = in_eight_bits("rlhf_single", tmp_path, save=f"{tmp_path}/2.ckpt", save_at=2)
-    resumed = in_eight_bits("rlhf_single", tmp_path, ckpt=f"{tmp_path}/2.ckpt", weights=f"{tmp_path}/resumed.safetensors")
+    resumed = in_eight_bits(
+        "rlhf_single", tmp_path, ckpt=f"{tmp_path}/2.ckpt", weights=f"{tmp_path}/resumed.safetensors"
+    )
     straight, again = run_ranks("tests.distributed.tasks:train", 1, [whole, resumed])[0]
     assert again["steps"] == straight["steps"][2:]
     assert set(largest_differences(whole["weights"], resumed["weights"]).values()) == {0.0}
@@ -127,5 +131,7 @@ def test_optimizers_in_8_bits_resume_on_two_ranks_but_not_in_shards(tmp_path):
     run_ranks("tests.distributed.tasks:train", 2, [later])
     assert max(largest_differences(first["weights"], later["weights"]).values()) <= 2e-3  # a step of Adam is 1e-3
     for name in ("rlhf_fsdp", "rlhf_deepspeed_stage_2"):
-        with pytest.raises(RuntimeError, match="AdamW8bit keeps a tensor of shape .* as 'qmap1' .*: use rlhf_single or rlhf_ddp"):
+        with pytest.raises(
+            RuntimeError, match=r"AdamW8bit keeps a tensor of shape .* as 'qmap1' .*: use rlhf_single or rlhf_ddp"
+        ):
             run_ranks("tests.distributed.tasks:train", 1, [in_eight_bits(name, tmp_path)])

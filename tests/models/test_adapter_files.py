@@ -25,10 +25,12 @@ def base(tmp_path):
 
 def foreign(base, directory, **settings):
     """Write an adapter with peft, as another program would, and return its model."""
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | settings)
+    config = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | settings
+    )
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     draw = torch.Generator().manual_seed(7)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=draw)
     model.save_pretrained(directory)
@@ -49,7 +51,9 @@ def test_model_starts_from_an_adapter_of_peft(base, tmp_path, settings):
     theirs = foreign(base, tmp_path / "adapter", **settings)
     model = Pretrained(base, adapter=str(tmp_path / "adapter")).causal()
     with torch.no_grad():
-        expected = torch.nn.functional.log_softmax(theirs(IDS).logits, -1)[:, :-1].gather(2, IDS[:, 1:, None]).squeeze(2)
+        expected = (
+            torch.nn.functional.log_softmax(theirs(IDS).logits, -1)[:, :-1].gather(2, IDS[:, 1:, None]).squeeze(2)
+        )
         torch.testing.assert_close(logprobs(model), expected, atol=1e-6, rtol=0)
         without = logprobs(Pretrained(base).causal())
     assert (without - expected).abs().max() > 0.01
@@ -122,14 +126,17 @@ def test_adapter_of_another_base_is_rejected_before_weights_are_read(base, tmp_p
     foreign(str(tmp_path / "other"), tmp_path / "adapter")
     with torch.device("meta"):
         rejected(
-            r"does not fit the model '.*base': model.layers.0.self_attn.q_proj.lora_A.weight is 3 x 16 in the adapter and "
-            r"3 x 32 in the model; its base model is .*other",
+            r"does not fit the model '.*base': model.layers.0.self_attn.q_proj.lora_A.weight is 3 x 16 in the adapter "
+            r"and 3 x 32 in the model; its base model is .*other",
             base, tmp_path / "adapter",
         )  # fmt: skip
     FromConfig(GPT2, seed=0).causal().save_pretrained(tmp_path / "gpt2")
-    rejected("lora: target_modules q_proj not found among the linear layers", str(tmp_path / "gpt2"), tmp_path / "adapter")
+    rejected(
+        "lora: target_modules q_proj not found among the linear layers", str(tmp_path / "gpt2"), tmp_path / "adapter"
+    )
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_kinds_that_are_not_supported_are_named(base, tmp_path):
     for number, (settings, message) in enumerate((
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
@@ -167,7 +174,9 @@ def test_missing_and_damaged_files_are_named(base, tmp_path):
 
 def test_own_settings_beside_an_adapter_are_rejected(base, tmp_path):
     foreign(base, tmp_path / "adapter")
-    rejected("has its own settings, .*rank=3.*: remove lora beside adapter", base, tmp_path / "adapter", lora=LoRA(8, 16))
+    rejected(
+        "has its own settings, .*rank=3.*: remove lora beside adapter", base, tmp_path / "adapter", lora=LoRA(8, 16)
+    )
 
 
 def test_layers_without_weights_are_named(base, tmp_path):

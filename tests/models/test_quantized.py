@@ -146,28 +146,38 @@ def test_four_roles_share_quantized_weights(base):
 @pytest.mark.parametrize("architecture", [GPT2, tiny("mixtral")], ids=["gpt2", "mixtral"])
 def test_models_without_linear_layers_are_rejected(architecture):
     lm = FromConfig(architecture, seed=0).causal().lm
-    with pytest.raises(ValueError, match="most weights of .* are not in linear layers of torch, such as stacked experts"):
+    with pytest.raises(
+        ValueError, match=r"most weights of .* are not in linear layers of torch, such as stacked experts"
+    ):
         quantize(lm, "nf4")
 
 
 def test_settings_that_contradict_are_rejected(base, monkeypatch):
-    with pytest.raises(ValueError, match="^quantization must be nf4, int8 or null, got 'fp4'$"):
+    with pytest.raises(ValueError, match=r"^quantization must be nf4, int8 or null, got 'fp4'$"):
         Pretrained(base, quantization="fp4")
-    with pytest.raises(ValueError, match="^lora: dora needs the lengths of unquantized rows: remove dora or quantization$"):
+    with pytest.raises(
+        ValueError, match=r"^lora: dora needs the lengths of unquantized rows: remove dora or quantization$"
+    ):
         Pretrained(base, lora=LoRA(1, 1, dora=True), quantization="nf4")
 
 
 def test_missing_package_is_named(base, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"quantization needs bitsandbytes, .* 'lightning-rlhf\[quantization\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"quantization needs bitsandbytes, .* 'lightning-rlhf\[quantization\]'"
+    ):
         Pretrained(base, quantization="nf4")
 
 
 def test_model_that_is_stored_quantized_is_rejected(base):
     file = Path(base, "config.json")
-    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config = json.loads(file.read_text()) | {
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    }
     file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="are stored quantized, which is not read: use the model that they were made from"):
+    with pytest.raises(
+        ValueError, match=r"are stored quantized, which is not read: use the model that they were made from"
+    ):
         Pretrained(base).causal()
 
 

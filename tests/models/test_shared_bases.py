@@ -56,7 +56,9 @@ def test_four_roles_have_one_copy_of_the_base(base, tmp_path):
         head = role.lm.score.weight.data_ptr()
         assert pointers(role) - {head} < actor  # all but the output head
         assert head not in actor
-    separate = sum(p.numel() * 4 for role in ("actor", "critic", "ref", "reward_model") for p in getattr(module, role).parameters())
+    separate = sum(
+        p.numel() * 4 for role in ("actor", "critic", "ref", "reward_model") for p in getattr(module, role).parameters()
+    )
     assert weight_bytes(module) < 0.5 * separate
     assert all(p.requires_grad == is_adapter(name) for name, p in module.actor.named_parameters())
     assert not [name for name, p in module.ref.named_parameters() if p.requires_grad]
@@ -98,11 +100,11 @@ def test_trained_weights_are_not_shared(base):
     assert module.shared_base_of("actor") is None
     assert module.shared_base_of("critic") == module.shared_base_of("ref") == "critic"
     assert not pointers(module.actor) & (pointers(module.critic) | pointers(module.ref))
-    # The critic came first and has no output head, so the reference is loaded by itself.
+    # The critic came first and has no output head, so the reference is loaded separately.
     assert torch.equal(logprobs(module.ref), logprobs(Pretrained(base).causal()))
 
 
-def test_critic_that_starts_from_the_reward_model_has_a_head_of_its_own(base, tmp_path):
+def test_critic_that_starts_from_the_reward_model_has_another_head(base, tmp_path):
     reward_model = Pretrained(base).scalar()
     reward_model.lm.score.weight.data.fill_(0.2)
     reward_model.save_pretrained(tmp_path / "judge")

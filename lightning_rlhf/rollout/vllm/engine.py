@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.launch_environment import engine_environment
-from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of

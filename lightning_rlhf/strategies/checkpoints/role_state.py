@@ -181,8 +181,8 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size, is_w
         key: key of the value, for example ``exp_avg``.
         value: a tensor or a number.
         shape: shape of the full parameter.
-        is_whole: whether the process has the full parameter; its state may then have other shapes, such as the scales of
-            states in 8 bits.
+        is_whole: whether the process has the full parameter; its state may then have other shapes, such as the scales
+            of states in 8 bits.
 
     Raises:
         ValueError: the value has another shape than the parameter, which is not whole, or another type.
@@ -192,7 +192,9 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size, is_w
     if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
         return value.detach()
     if type(value) is Tensor and is_whole:
-        return value.detach().clone()  # parameters may share it, as those of bitsandbytes do with their quantization map
+        return (
+            value.detach().clone()
+        )  # parameters may share it, as those of bitsandbytes do with their quantization map
     if isinstance(value, Tensor):
         what = f"a tensor of shape {tuple(value.shape)}"
     else:

@@ -32,6 +32,7 @@ from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.quantized import count_parameters
 from lightning_rlhf.models.shared_bases import sharing
+from lightning_rlhf.models.tiled_mlp import tile_mlps
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
@@ -265,13 +266,19 @@ class RoleModule(LightningModule):
         return same[0] if len(same) > 1 else None
 
     def _build_trained(self, name: str) -> nn.Module:
-        role: Any = self.build_role(name).train()
+        role: Any = self._tiled(self.build_role(name)).train()
         if self.role_strategy.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return role
 
     def _build_frozen(self, name: str) -> nn.Module:
-        return self.build_role(name).requires_grad_(False).eval()
+        return self._tiled(self.build_role(name)).requires_grad_(False).eval()
+
+    def _tiled(self, role: Any) -> Any:
+        tokens = self.role_strategy.mlp_tokens
+        if tokens is not None:
+            tile_mlps(role.lm, tokens)
+        return role
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler if any, of each trained role, in that order."""

@@ -24,6 +24,8 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         offload_idle: whether frozen roles and optimizer states are in host memory while they are not used; see
             :class:`OffloadsIdle`.
+        activation_offload: attribute of :class:`RoleStrategy`.
+        mlp_tokens: attribute of :class:`RoleStrategy`.
         timeout: longest time of a collective.
         **kwargs: arguments of Lightning's ``DDPStrategy`` and of ``DistributedDataParallel``.
     """
@@ -34,6 +36,8 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
         self,
         activation_checkpointing: bool = False,
         offload_idle: bool = False,
+        activation_offload: bool = False,
+        mlp_tokens: int | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -45,6 +49,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
         super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))
         self.activation_checkpointing = activation_checkpointing
         self.offload_idle = offload_idle
+        self.set_activations(activation_offload, mlp_tokens)
         self._engines: dict[str, DistributedDataParallel] = {}
 
     def configure_ddp(self) -> None:

@@ -37,6 +37,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
             of processes and of the heads of every model.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
+        activation_offload: attribute of :class:`RoleStrategy`.
+        mlp_tokens: attribute of :class:`RoleStrategy`.
         cpu_offload: whether shards, gradients and optimizer states are in host memory, where optimizers also step.
         reshard_after_forward: whether a trained role's gathered weights are freed between forward and backward; None
             frees those of layers, but not of embedding and head. Those of a frozen role are always freed.
@@ -52,6 +54,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         self,
         tensor_parallel_size: int = 1,
         activation_checkpointing: bool = False,
+        activation_offload: bool = False,
+        mlp_tokens: int | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool | None = None,
         reduce_every_micro_batch: bool = True,
@@ -65,6 +69,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         )
         self.tensor_parallel_size = tensor_parallel_size
         self.activation_checkpointing = activation_checkpointing
+        self.set_activations(activation_offload, mlp_tokens)
         self.cpu_offload = cpu_offload
         self.reshard_after_forward = reshard_after_forward
         self.reduce_every_micro_batch = reduce_every_micro_batch

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.adapter_files import HEAD
 from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.quantized import quantized_layers
 from lightning_rlhf.models.tensors import persistent_buffers
+from lightning_rlhf.strategies.activations import ActivationOffload
 from lightning_rlhf.strategies.names import OURS
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class RoleStrategy:
     Attributes:
         data_ranks: the data ranks, as seen from this process.
         activation_checkpointing: whether trained roles store only the inputs of layers and recompute other activations.
+        activation_offload: whether activations of trained roles are in host memory until the backward pass needs them.
+        mlp_tokens: most tokens that a feed-forward layer computes at a time; None is all.
         keeps_whole_weights: whether every process has the whole weights of each role, which may then be quantized.
         gradient_scale: factor of the local loss. It is the number of ranks where the strategy averages gradients, so
             that the result is the gradient of the sum over the ranks.
@@ -44,8 +47,20 @@ class RoleStrategy:
 
     data_ranks: DataRanks = ONE_RANK
     activation_checkpointing = False
+    activation_offload = False
+    mlp_tokens: int | None = None
     keeps_whole_weights: bool = True
     gradient_scale = 1.0
+
+    def set_activations(self, activation_offload: bool, mlp_tokens: int | None) -> None:
+        """Set the attributes of these names.
+
+        Raises:
+            ValueError: ``mlp_tokens`` is not positive.
+        """
+        if mlp_tokens is not None and mlp_tokens < 1:
+            raise UsageError(f"mlp_tokens must be positive or null, got {mlp_tokens}")
+        self.activation_offload, self.mlp_tokens = activation_offload, mlp_tokens
 
     @property
     def module(self) -> Any:
@@ -65,6 +80,13 @@ class RoleStrategy:
         """Return the callable that runs a role's forward pass; all ranks must call it."""
         model: Callable[..., Any] = getattr(self.module, name)
         return model
+
+    def saved_activations(self) -> AbstractContextManager[Any]:
+        """Return a context for forward passes whose activations are saved; see ``activation_offload``."""
+        device = self.module.device
+        if self.activation_offload and device.type != "cpu":
+            return ActivationOffload(device)
+        return nullcontext()
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
         """Return a context for the forward and backward pass of a micro-batch; ``sync`` is True for the last one."""

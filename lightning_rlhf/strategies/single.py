@@ -21,13 +21,24 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, OffloadsIdle, SingleDevic
         activation_checkpointing: whether trained roles store only the inputs of layers and recompute the rest.
         offload_idle: whether frozen roles and optimizer states are in host memory while they are not used; see
             :class:`OffloadsIdle`.
+        activation_offload: whether activations are in host memory between forward and backward pass; no effect on CPUs.
+        mlp_tokens: most tokens that a feed-forward layer computes at a time, positive; its inner activations are
+            computed again in the backward pass. None computes all at once.
         **kwargs: arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
-    def __init__(self, activation_checkpointing: bool = False, offload_idle: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        activation_checkpointing: bool = False,
+        offload_idle: bool = False,
+        activation_offload: bool = False,
+        mlp_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.activation_checkpointing = activation_checkpointing
         self.offload_idle = offload_idle
+        self.set_activations(activation_offload, mlp_tokens)
         self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
         self.num_nodes = 1
 

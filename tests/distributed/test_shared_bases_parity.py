@@ -135,3 +135,28 @@ def test_optimizers_in_8_bits_resume_on_two_ranks_but_not_in_shards(tmp_path):
             RuntimeError, match=r"AdamW8bit keeps a tensor of shape .* as 'qmap1' .*: use rlhf_single or rlhf_ddp"
         ):
             run_ranks("tests.distributed.tasks:train", 1, [in_eight_bits(name, tmp_path)])
+
+
+# -- feed-forward layers in pieces ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["ddp:RLHFDDPStrategy", "fsdp:RLHFFSDPStrategy", "deepspeed.strategy:RLHFDeepSpeedStrategy"]
+)
+def test_feed_forward_layers_in_pieces_train_like_whole_ones(tmp_path, strategy):
+    def run(ranks, made, **options):
+        described = {
+            "kind": "ppo",
+            "strategy": made,
+            "module": {},
+            "weights": f"{tmp_path}/{ranks}.safetensors",
+        } | options
+        return run_ranks("tests.distributed.tasks:train", ranks, [described])
+
+    ((expected,),) = run(1, "rlhf_single")
+    options = {"mlp_tokens": 5, "activation_checkpointing": True}
+    for (ours,) in run(2, [f"lightning_rlhf.strategies.{strategy}", options]):
+        assert norm_difference(ours, expected) <= NORMS
+        assert_equal_metrics(ours, expected)
+    assert max(largest_differences(tmp_path / "1.safetensors", tmp_path / "2.safetensors").values()) <= WEIGHTS

@@ -62,6 +62,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         offload_params: whether all roles' weights are in host memory until they are needed; stage 3 only.
         offload_frozen: whether frozen roles' weights are in host memory; None uses ``offload_params``.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
+        activation_offload: attribute of :class:`RoleStrategy`.
+        mlp_tokens: attribute of :class:`RoleStrategy`.
         config: DeepSpeed configuration that overrides the defaults, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
         timeout: longest time of a collective.
@@ -82,6 +84,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         offload_params: bool = False,
         offload_frozen: bool | None = None,
         activation_checkpointing: bool = False,
+        activation_offload: bool = False,
+        mlp_tokens: int | None = None,
         config: dict[str, Any] | None = None,
         timeout: timedelta | None = default_pg_timeout,
         cluster_environment: ClusterEnvironment | None = None,
@@ -92,6 +96,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
                 "rlhf_deepspeed_stage_* needs DeepSpeed, which is missing: pip install 'lightning-rlhf[deepspeed]'"
             )
         self.activation_checkpointing = activation_checkpointing
+        self.set_activations(activation_offload, mlp_tokens)
         if offload_frozen is None:
             self._offload_frozen = offload_params
         else:

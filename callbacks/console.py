@@ -141,7 +141,7 @@ class Console(Callback):
             device = torch.cuda.get_device_name()
         else:
             device = threads
-        lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
+        lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}", *frozen_weights(module)]
         if trainer.world_size > 1:
             nodes = counted(trainer.num_nodes, "node")
             lines.append(f"{type(trainer.strategy).__name__}: {trainer.world_size} processes on {nodes}")
@@ -339,6 +339,24 @@ def comparison(directory: Path) -> list[str]:
         lines += [sentence for sentence in (unchanged_kinds(rows), still_improving(rows)) if sentence]
         return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
     return []
+
+
+def frozen_weights(module: RoleModule) -> list[str]:
+    """Return lines about the frozen weights of roles: which are shared, quantized, or in bfloat16 by default."""
+    lines = []
+    groups = defaultdict[str, list[str]](list)
+    for name in module.sources:
+        if (first := module.shared_base_of(name)) is not None:
+            groups[first].append(name)
+    lines += [f"{', '.join(names)}: one copy of the frozen weights" for names in groups.values()]
+    kinds = defaultdict[str, list[str]](list)
+    for name, source in module.sources.items():
+        is_frozen = name in module.frozen_roles or source.lora is not None
+        if isinstance(source, Pretrained) and source.quantization is not None:
+            kinds[source.quantization].append(name)
+        elif is_frozen and source.dtype == "bfloat16":
+            kinds["bfloat16"].append(name)
+    return [*lines, *(f"{', '.join(names)}: frozen weights in {kind}" for kind, names in kinds.items())]
 
 
 def learning_rates(module: RoleModule) -> list[str]:

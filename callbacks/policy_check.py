@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
+from lightning_rlhf.models.lora import merged
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
@@ -109,9 +109,9 @@ class PolicyCheck(Callback):
         save_architecture(self.policy, directory)
         engine = TransformersEngine()
         longest = max(map(len, ids)) + self.max_response_tokens
-        engine.start(EngineSetup(directory, self.policy.dtype, longest, directory / "engine.log"))
-        policy = replace(self.policy, lora=None).causal()  # untrained adapters change nothing
-        engine.update_weights(whole_tensors(policy.lm), version=0)
+        engine.start(EngineSetup(directory, self.policy.dtype or "float32", longest, directory / "engine.log"))
+        policy = self.policy.causal()
+        engine.update_weights(merged(policy.lm, whole_tensors(policy.lm)), version=0)
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
         return collect(batch, generate(engine, ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)

@@ -59,7 +59,8 @@ class Pretrained:
     Args:
         path: directory that ``save_pretrained`` wrote, or hub id.
         revision: branch, tag or commit of the hub repository.
-        dtype: dtype of the parameters; float32 with a mixed-precision Trainer.
+        dtype: dtype of the parameters; None is bfloat16 for weights that are not trained in a run with ``bf16-mixed``,
+            such as those of a reference or under adapters, and else float32.
         lora: adapters to train in place of the weights; None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
             continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
@@ -71,7 +72,7 @@ class Pretrained:
 
     path: str
     revision: str | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = None
     lora: LoRA | None = None
     adapter: str | None = None
     quantization: Quantization | None = None
@@ -183,14 +184,14 @@ class Pretrained:
                 f"made from, with quantization: nf4 to store it in 4 bits"
             )
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
-            return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
+            return auto.from_config(config, dtype=torch_dtype(self), trust_remote_code=False)
         try:
             with quiet_transformers():
                 model, report = auto.from_pretrained(
                     self.path,
                     config=config,
                     revision=self.revision,
-                    dtype=getattr(torch, self.dtype),
+                    dtype=torch_dtype(self),
                     use_safetensors=True,
                     trust_remote_code=False,
                     output_loading_info=True,
@@ -230,13 +231,13 @@ class FromConfig:
     Args:
         architecture: content of ``config.json``: ``model_type`` and the fields of that architecture.
         seed: seed of the initial weights; None derives it from the run's seed.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters; None as for :class:`Pretrained`.
         lora: adapters to train in place of the weights; None trains the weights.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = None
     lora: LoRA | None = None
 
     def hf_config(self) -> PretrainedConfig:
@@ -288,12 +289,32 @@ class FromConfig:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
             try:
-                return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
+                return auto.from_config(config, dtype=torch_dtype(self), trust_remote_code=False)
             except RuntimeError as error:
                 raise memory_error(error, "FromConfig") or error from None
 
 
 ModelSource = Pretrained | FromConfig
+
+
+def torch_dtype(source: ModelSource) -> torch.dtype:
+    """Return the dtype of a source's parameters, float32 by default."""
+    result: torch.dtype = getattr(torch, source.dtype or "float32")
+    return result
+
+
+def with_dtype(source: ModelSource, is_trained: bool, mixed: bool) -> ModelSource:
+    """Return a source with the dtype of its parameters in a run.
+
+    Args:
+        source: source of a role.
+        is_trained: whether the role is trained; with adapters, only these are.
+        mixed: whether the Trainer's precision is ``bf16-mixed``.
+    """
+    if source.dtype is not None:
+        return source
+    needs_float32 = not mixed or (is_trained and source.lora is None)
+    return replace(source, dtype="float32" if needs_float32 else "bfloat16")
 
 
 def as_source(source: str | ModelSource) -> ModelSource:
@@ -311,7 +332,7 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
         directory: output directory, created if missing.
     """
     config = source.hf_config()
-    config.dtype = getattr(torch, source.dtype)
+    config.dtype = torch_dtype(source)
     config.save_pretrained(directory)
 
 

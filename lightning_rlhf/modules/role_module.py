@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
-from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
+from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step, trainer_of
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.classes import text_model_of
-from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
+from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.quantized import count_parameters
@@ -240,6 +240,9 @@ class RoleModule(LightningModule):
         """
         if self.built:
             return
+        trainer = trainer_of(self)
+        mixed = trainer is not None and trainer.precision == "bf16-mixed"
+        self.sources = {n: with_dtype(source, n in self.trained_roles, mixed) for n, source in self.sources.items()}
         bases: dict[Any, Any] = {}  # of this call, so that weights without a role are freed
         with torch.device("cpu"):
             for build, names in ((self._build_trained, self.trained_roles), (self._build_frozen, self.frozen_roles)):

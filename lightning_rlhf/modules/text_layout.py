@@ -156,7 +156,7 @@ class TextLayout:
             ValueError: a role's log-probs are not those of its model's own logits.
         """
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
-            is_exact = self.module.trainer.precision == "32-true" and self.module.sources[name].dtype == "float32"
+            is_exact = self.module.trainer.precision == "32-true" and self.module.sources[name].dtype != "bfloat16"
             if isinstance(getattr(self.module, name), CausalLM):
                 self._check_head(name, is_exact)
             if not self.packed:

@@ -96,12 +96,12 @@ def visible_gpu(device: torch.device) -> tuple[str, ...]:
     return (visible.split(",")[index].strip() if visible else str(index),)
 
 
-def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloat16"]:
+def engine_dtype(precision: str, source_dtype: str | None) -> Literal["float32", "bfloat16"]:
     """Return the dtype of an engine's weights, which is that in which the actor computes.
 
     Args:
         precision: precision of the Trainer, ``32-true`` or ``bf16-mixed``.
-        source_dtype: dtype of the actor's source, ``float32`` or ``bfloat16``.
+        source_dtype: dtype of the actor's source; None is float32.
     """
     if source_dtype == "bfloat16" or precision == "bf16-mixed":
         return "bfloat16"

@@ -110,7 +110,7 @@ def test_planned_settings_equal_those_of_the_run(planned, config):
     config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
     run = planned("--gpus", "4", "--trainer.strategy", "rlhf_deepspeed_stage_3_offload").run
     assert [(role.name, role.trained, role.dtype) for role in run.roles] == [
-        ("actor", True, "float32"), ("critic", True, "float32"), ("ref", False, "float32"),
+        ("actor", True, "float32"), ("critic", True, "float32"), ("ref", False, "bfloat16"),
     ]  # fmt: skip
     actor = FromConfig(LLAMA).causal()
     assert run.roles[0].model.elements == sum(parameter.numel() for parameter in actor.parameters())

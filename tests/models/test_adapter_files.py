@@ -136,12 +136,10 @@ def test_adapter_of_another_base_is_rejected_before_weights_are_read(base, tmp_p
     )
 
 
-@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_kinds_that_are_not_supported_are_named(base, tmp_path):
     for number, (settings, message) in enumerate((
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
         ({"rank_pattern": {"q_proj": 1}}, "rank_pattern"),
-        ({"lora_bias": True}, "lora_bias"),
     )):  # fmt: skip
         foreign(base, tmp_path / str(number), **settings)
         rejected(f"was trained with .*{message}.*, which is not supported: merge it", base, tmp_path / str(number))

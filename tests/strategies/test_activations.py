@@ -20,15 +20,15 @@ def gradients(lm, context):
 
 
 class Counted(ActivationOffload):
-    """Counts what is copied."""
+    """Records the tensors that are copied, and the others."""
 
     def __init__(self):
-        self.copied, self.kept = [], []
+        self.copied, self.others = [], []
         super().__init__(torch.device("cpu"))
 
     def _store(self, tensor):
         stored = super()._store(tensor)
-        (self.copied if isinstance(stored, tuple) else self.kept).append(tensor)
+        (self.copied if isinstance(stored, tuple) else self.others).append(tensor)
         return stored
 
 
@@ -41,7 +41,7 @@ def test_gradients_are_the_same_bits_and_weights_are_not_copied():
     weights = {parameter.untyped_storage().data_ptr() for parameter in lm.parameters()}
     assert context.copied
     assert not [tensor for tensor in context.copied if tensor.untyped_storage().data_ptr() in weights]
-    assert {tensor.untyped_storage().data_ptr() for tensor in context.kept} & weights
+    assert {tensor.untyped_storage().data_ptr() for tensor in context.others} & weights
 
 
 def test_option_of_the_strategy_has_no_effect_on_a_cpu():

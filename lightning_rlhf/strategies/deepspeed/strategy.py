@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
+from lightning_rlhf.models.loading import torch_dtype
 from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
@@ -279,7 +280,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_unmerged_params`; values are in the dtype of the role's source."""
-        dtype = getattr(torch, self.module.sources[name].dtype)
+        dtype = torch_dtype(self.module.sources[name])
         if self.keeps_whole_weights:
             for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
                 yield parameter_name, parameter.to(dtype)

@@ -16,6 +16,7 @@ from rich.table import Table
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, counted
+from lightning_rlhf.models.loading import with_dtype
 from lightning_rlhf.modules.distillation import DistillationModule
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
@@ -116,7 +117,7 @@ def run_of(config: Namespace) -> Run:
         engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))
     capacity = int(config["gpu_memory_gib"] * GIB)
     return Run(
-        roles=roles_of(module, chosen),
+        roles=roles_of(module, chosen, mixed),
         strategy=chosen,
         work=work,
         engine=engine,
@@ -133,22 +134,22 @@ def saves_in_background(config: Namespace) -> bool:
     )
 
 
-def roles_of(module: Any, chosen: Strategy) -> list[Role]:
-    """Build the module's models without weights."""
+def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
+    """Build the module's models without weights, in the dtypes of a run with or without ``bf16-mixed``."""
     roles = []
     needs_ref = (isinstance(module, DPOModule) and module.evaluates_reference) or (
         isinstance(module, RLHFModule) and module.has_ref
     )
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
-            source, scalar = module.sources[name], name in ("critic", "reward_model")
+            source, scalar = with_dtype(module.sources[name], trained, mixed), name in ("critic", "reward_model")
             model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
             lora: dict[str, Any] = {}
             if source.lora is not None:
                 targets = source.lora.target_modules
                 lora = {"lora_rank": source.lora.rank, "lora_targets": None if targets is None else tuple(targets)}
             both = name == "actor" and needs_ref and "ref" not in module.frozen_roles
-            roles.append(Role(name, model, trained, source.dtype, **lora, is_reference_too=both))
+            roles.append(Role(name, model, trained, source.dtype or "float32", **lora, is_reference_too=both))
     return roles
 
 

@@ -183,7 +183,9 @@ class EngineBackend:
         self._engine.check(self._sampling)
         total = longest + self._sampling.max_tokens
         threads = torch.get_num_threads()
-        self._engine.start(EngineSetup(Path(self._source.path), self._source.dtype, total, log, threads=threads))
+        self._engine.start(
+            EngineSetup(Path(self._source.path), self._source.dtype or "float32", total, log, threads=threads)
+        )
         description = self._engine.wait()
         if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
             self._engine.update_weights(whole_tensors(self._source.causal().lm), DIRECTORY_VERSION)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -128,10 +129,14 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         bare = shapes_of(build)
         tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # raises before weights are loaded
         role = loaded_by_first_rank(name, bare, build)
-        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True)
+        first = self.module.shared_base_of(name)
+        shards = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
+        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shards)
         return role
 
-    def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
+    def _shard(
+        self, name: str, role: Any, reshard: bool | None, shards: Mapping[str, DTensor] = MappingProxyType({})
+    ) -> None:
         """Shard each repeated block as one FSDP unit, and the remaining modules as the root unit.
 
         A frozen role must reshard after forward, because there is no backward pass to free its gathered weights.
@@ -144,8 +149,6 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             "shard_placement_fn": partial(shard_placement, ranks=self.device_mesh["data_parallel"].size()),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
-        first = self.module.shared_base_of(name)
-        shards = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
         blocks = list(_repeated_blocks(role))
         in_blocks = {module for block in blocks for module in block.modules()}
         for block in blocks:
@@ -244,7 +247,7 @@ def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in named if isinstance(p, DTensor) and not p.requires_grad}
 
 
-def _share_shards(role: nn.Module, shards: dict[str, DTensor]) -> None:
+def _share_shards(role: nn.Module, shards: Mapping[str, DTensor]) -> None:
     """Make the frozen parameters of a role use the shards of another role, whose values are equal.
 
     FSDP takes the local tensor over in its first forward pass, as after a change by ``load_state_dict``.

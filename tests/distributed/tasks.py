@@ -328,13 +328,13 @@ class Keep(Callback):
 
 def weight_bytes(module: Any) -> int:
     """Return the bytes of the weights of all roles in this process; shared memory counts once."""
-    storages = {}
+    sizes = {}
     for role in (*module.trained_roles, *module.frozen_roles):
         for parameter in getattr(module, role).parameters():
             local = getattr(parameter, "ds_tensor", parameter.detach())
             local = getattr(local, "_local_tensor", local)
-            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
+            sizes[local.data_ptr()] = local.nbytes
+    return sum(sizes.values())
 
 
 def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:

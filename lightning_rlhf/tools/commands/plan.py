@@ -16,7 +16,7 @@ from rich.table import Table
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, counted
-from lightning_rlhf.models.loading import with_dtype
+from lightning_rlhf.models.loading import Pretrained, with_dtype
 from lightning_rlhf.modules.distillation import DistillationModule
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
@@ -148,8 +148,21 @@ def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
             if source.lora is not None:
                 targets = source.lora.target_modules
                 lora = {"lora_rank": source.lora.rank, "lora_targets": None if targets is None else tuple(targets)}
+            quantization = source.quantization if isinstance(source, Pretrained) else None
+            shares = module.shared_base_of(name) not in (None, name)
             both = name == "actor" and needs_ref and "ref" not in module.frozen_roles
-            roles.append(Role(name, model, trained, source.dtype or "float32", **lora, is_reference_too=both))
+            roles.append(
+                Role(
+                    name,
+                    model,
+                    trained,
+                    source.dtype or "float32",
+                    **lora,
+                    is_reference_too=both,
+                    quantization=quantization,
+                    shares_base=shares,
+                )
+            )
     return roles
 
 

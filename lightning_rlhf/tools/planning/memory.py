@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -71,8 +71,18 @@ class Shard:
 
     @cached_property
     def precision(self) -> Precision:
-        """Bytes per element."""
-        return precision(self.strategy, self.role.dtype, self.mixed)
+        """Bytes per element; adapters and their moments are float32 but under DeepSpeed."""
+        result = precision(self.strategy, self.role.dtype, self.mixed)
+        if self.role.lora_rank and self.strategy.kind != "zero":
+            return replace(result, shard=4, moment=4)
+        return result
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight and of its gradient."""
+        if self.role.lora_rank and self.strategy.kind != "zero":
+            return 4
+        return self.precision.weights
 
     @cached_property
     def elements(self) -> tuple[int, int]:
@@ -96,8 +106,16 @@ class Shard:
                 trained = partition.flat_elements(role.adapters, self.ranks)
             else:
                 trained = role.adapters
-            stored += trained if strategy.shards_weights else role.adapters
+            stored += self._stored_adapters
         return stored, trained if role.trained else 0
+
+    @property
+    def _stored_adapters(self) -> int:
+        """Number of adapter parameters that the rank stores."""
+        role = self.role
+        if not role.lora_rank or not self.strategy.shards_weights:
+            return role.adapters
+        return partition.flat_elements(role.adapters, self.ranks)
 
     @property
     def trained_elements(self) -> int:
@@ -111,11 +129,16 @@ class Shard:
             ZeRO-1, ZeRO-2           w P   + m T/N
             ZeRO-3, rlhf_fsdp        w P/N + m T/N
 
-        See Rajbhandari et al. 2020, section 5.
+        With LoRA, A adapters are stored in addition, in float32 but under DeepSpeed. A role that shares its base has
+        only these, and quantization makes P smaller. See Rajbhandari et al. 2020, section 5.
         """
         stored, trained = self.elements
         state = 2 * self.precision.moment + self.precision.master
-        return Counter({PARAMETERS: self.precision.weights * stored, OPTIMIZER: state * trained})
+        adapters = self._stored_adapters
+        base = self.precision.weights * (stored - adapters) - round(self.role.saved_by_quantization)
+        if self.role.shares_base:
+            base = 0
+        return Counter({PARAMETERS: base + self.trained_bytes * adapters, OPTIMIZER: state * trained})
 
     def gradients(self, micro_batches: int) -> Gradients:
         """Compute the bytes of a trained role's gradients.
@@ -137,7 +160,7 @@ class Shard:
         whole = self.role.adapters or partition.split_elements(
             self.role.model.parameters, strategy.tensor_parallel_size
         )
-        whole_bytes = self.precision.weights * whole
+        whole_bytes = self.trained_bytes * whole
         shard_bytes = self.precision.shard * self.trained_elements
         if strategy.kind == "ddp":
             return Gradients(whole_bytes, 0)
@@ -201,6 +224,9 @@ class Shard:
                 return Gathered(c * rest, c * (rest + 2 * layer), 0)
             in_layer = c * (rest + 2 * layer) + c * (largest + layer) + self.precision.reduce * layer
             return Gathered(c * (rest + largest), in_layer, (2 * c + self.precision.reduce) * rest)
+        if role.quantization is not None:  # a layer is dequantized in each pass
+            linear = max(parameter.elements for parameter in model.parameters if parameter.linear)
+            return Gathered(0, c * linear, 0)
         if not self.precision.autocast:
             return Gathered(0, 0, 0)
         casts = [
@@ -221,7 +247,7 @@ class Shard:
         """
         if self.strategy.kind == "zero":
             return 3 * 4 * self.trained_elements
-        return (self.precision.weights + 2 * self.precision.moment) * self.trained_elements
+        return (self.trained_bytes + 2 * self.precision.moment) * self.trained_elements
 
     @property
     def offloaded(self) -> list[str]:

@@ -160,6 +160,8 @@ class Role:
         lora_rank: rank of the adapters, then the only trained parameters; 0 trains all parameters.
         lora_targets: names of the linear layers with adapters; None: all linear layers.
         is_reference_too: whether the reference is this model with disabled adapters.
+        quantization: kind of numbers of its frozen linear layers, nf4 or int8; None keeps ``dtype``.
+        shares_base: whether its frozen weights are those of an earlier role.
     """
 
     name: str
@@ -169,11 +171,33 @@ class Role:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
     is_reference_too: bool = False
+    quantization: str | None = None
+    shares_base: bool = False
 
     @property
     def is_teacher(self) -> bool:
         """Whether the model is a teacher of a DistillationModule."""
         return self.name == "teacher" or self.name.startswith("teacher_")
+
+    @property
+    def saved_by_quantization(self) -> float:
+        """Bytes by which quantization reduces the weights of the linear layers of ``dtype``.
+
+        A weight has 1/2 byte and 1/64 of a scale of a byte, which has 1/256 of a float32 scale, in nf4; a byte in int8,
+        whose scales have 4 bytes for each output.
+        """
+        if self.quantization is None:
+            return 0.0
+        width = 2 if self.dtype == "bfloat16" else 4
+        saved = 0.0
+        for matrix in self.model.parameters:
+            if matrix.linear:
+                if self.quantization == "nf4":
+                    stored = matrix.elements * (1 / 2 + (1 + 4 / 256) / 64)
+                else:
+                    stored = matrix.elements + 4 * matrix.shape[0]
+                saved += width * matrix.elements - stored
+        return saved
 
     @property
     def adapters(self) -> int:

@@ -7,13 +7,17 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from lightning_rlhf import PPOModule, Pretrained
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.strategies.checkpoints.background import in_host_memory
 from lightning_rlhf.strategies.checkpoints.role_state import native_state
+from lightning_rlhf.tools.commands.plan import roles_of
 from lightning_rlhf.tools.planning import memory as terms
 from lightning_rlhf.tools.planning import partition
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.memory import Shard, cache_bytes, engine_bytes, memory, moments
 from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Work, Zero, strategy
+from tests.distributed.tasks import weight_bytes
 from tests.tools.planning.fakes import processes, sharded, source, texts
 
 MODEL = architecture(source("qwen2").hf_config())
@@ -267,3 +271,17 @@ def test_each_engine_has_a_copy_of_the_weights_in_host_memory(size, dtype, each)
     assert host == {terms.PUSHED: each * ACTOR.model.elements}
     _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, Engine(0.0)), 8)
     assert host == {}
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_roles_on_one_base_have_the_planned_bytes(quantization, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 100}
+    source("qwen2", **sizes).causal().save_pretrained(tmp_path)
+    base = Pretrained(str(tmp_path), lora=LoRA(4, 8), quantization=quantization)
+    module = PPOModule(base, critic=base, reward_model=Pretrained(str(tmp_path), quantization=quantization))
+    roles = roles_of(module, strategy("rlhf_single"), mixed=False)
+    assert [role.shares_base for role in roles] == [False, True, True]
+    planned = sum(Shard(role, strategy("rlhf_single"), 1, False).resting()[terms.PARAMETERS] for role in roles)
+    module.configure_model()
+    # The scales of int8 are buffers, which are not counted here.
+    assert weight_bytes(module) == pytest.approx(planned, rel=0.02 if quantization == "int8" else 0.001)

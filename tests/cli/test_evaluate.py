@@ -224,9 +224,9 @@ def test_files_with_the_same_rows_are_compared_row_by_row(evaluate):
     # Differences 1/2, 1 and 0: mean 1/2, s^2 = (0 + 1/4 + 1/4) / 2 = 1/4, standard error 1 / (2 sqrt(3)).
     reach = 1.959964 / (2 * 3**0.5)
     right = result["rewards"]["right"]
-    assert_close([right["mean"], right["low"], right["high"]], [0.5, 0.5 - reach, 0.5 + reach])
+    assert_close([right["mean"], right["low"], right["high"]], [0.5, 0.5 - reach, 1.0])  # 1.066 is cut
     assert "after.jsonl less responses.jsonl, 3 rows, 95 % intervals in brackets:" in shown
-    assert "  right: +0.500 (-0.066 to +1.066)" in shown
+    assert "  right: +0.500 (-0.066 to +1.000)" in shown
     assert "other.jsonl has other rows than responses.jsonl, so that their rewards are not compared" in shown
     code, _, shown = evaluate("--reward", "rewards.py:right", others=["after.jsonl"] * 2)
     assert (code, "after.jsonl was given twice: name each file once" in shown) == (2, True)

@@ -14,7 +14,10 @@ from tests.cli.test_algorithm_configs import ROOT, contains, tiny
 
 PATH = ROOT / "configs/lora/grpo.yaml"
 PAGE = (ROOT / "docs/lora.md").read_text()
-MODEL, ENGINE, EXPORT = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+MODEL = BLOCKS[0]
+(ENGINE,) = (block for block in BLOCKS if "engine" in block)
+(EXPORT,) = (block for block in BLOCKS if isinstance(block, list))
 
 
 def small():

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf.models.lora import LoRA, save_adapter
+from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from tests.callbacks.conftest import Run

@@ -90,6 +90,9 @@ QWEN3_MOE = _qwen(
 PUBLISHED = {
     "deepseek-ai/deepseek-llm-7b-chat": (DEEPSEEK_7B, 6.91),
     "Qwen/Qwen2.5-0.5B-Instruct": (_qwen("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), 0.494),
+    "Qwen/Qwen2.5-1.5B-Instruct": (_qwen("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True), 1.54),
+    "Qwen/Qwen2.5-7B-Instruct": (QWEN2_7B, 7.62),
+    "Qwen/Qwen2.5-14B-Instruct": (_qwen("qwen2", 5120, 48, 40, 8, 13824, 152064), 14.77),
     "Qwen/Qwen2.5-3B-Instruct": (_qwen("qwen2", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True), 3.09),
     "Qwen/Qwen2-7B-Instruct": (QWEN2_7B, 7.62),
     "Qwen/Qwen2.5-32B-Instruct": (QWEN25_32B, 32.8),

@@ -6,11 +6,12 @@ from pathlib import Path
 import yaml
 from datasets import Dataset
 
+from lightning_rlhf import FromConfig
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.cli.published_architectures import PUBLISHED, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs/recipes").rglob("*.yaml"))
 TRANSFORMERS = "lightning_rlhf.rollout.transformers.TransformersEngine"
 TRAINED_HERE = {"runs/recipes/deepseek7b_full_hh_reward/export": "deepseek-ai/deepseek-llm-7b-chat"}
 TEMPLATE = (
@@ -52,11 +53,15 @@ def models_of(config):
     return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in result.items()}
 
 
-def small(model, tokenizer, lora=None):
+def small(model, tokenizer, lora=None, quantization=None):
     """Return the source of a copy of the model with two layers and tiny widths, of the same configuration class."""
     architecture = published(model)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     architecture = architecture | SMALL[architecture["model_type"]] | special | {"vocab_size": len(tokenizer)}
+    if quantization:
+        FromConfig(architecture, seed=0).causal().save_pretrained("small")
+        arguments = {"path": "small", "quantization": quantization, "lora": lora}
+        return {"class_path": "lightning_rlhf.Pretrained", "init_args": arguments}
     arguments = {"architecture": architecture} | ({"lora": lora} if lora else {})
     return {"class_path": "lightning_rlhf.FromConfig", "init_args": arguments}
 
@@ -84,8 +89,11 @@ def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
     config = copy.deepcopy(load_config(path))
     options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     for role, model in models_of(config).items():
-        lora = options[role]["init_args"].get("lora") if isinstance(options[role], dict) else None
-        options[role] = small(model, tokenizer, lora)
+        source = options[role]["init_args"] if isinstance(options[role], dict) else {}
+        made = small(model, tokenizer, source.get("lora"), source.get("quantization"))
+        if "critic" in options and options["critic"] == options[role]:
+            options["critic"] = made
+        options[role] = made
     options |= {"micro_batch_tokens": 512} | ({"minibatch_size": 4} if "minibatch_size" in options else {})
     data |= {"tokenizer": tokenizer.directory, "batch_size": 4, "max_tokens": 128}
     trainer |= {"devices": 1, "num_nodes": 1, "precision": "32-true", "strategy": "rlhf_single"}

@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import bitsandbytes
 import pytest
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
@@ -35,6 +36,7 @@ DEFAULT = {  # one for each architecture and module; the others are slow only be
     "qwen3_8b_npu",
     "qwen2.5_32b_dapo",
     "qwen3_30b_a3b_grpo",
+    "ppo_0.5b",
 }
 
 
@@ -82,16 +84,20 @@ def test_complete_step_with_a_small_copy_of_the_model(path, fit, tokenizer, othe
         pytest.importorskip("peft")
     config = shrunk(path, tokenizer, other_reward_model)
     write_data(config)
-    moved, step = {}, torch.optim.AdamW.step
+    moved = {}
 
-    def watched(self, *arguments, **options):
+    def watched(step):
+        return lambda self, *arguments, **options: watch(step, self, *arguments, **options)
+
+    def watch(step, self, *arguments, **options):
         values = self.param_groups[0]["params"]
         before = [value.detach().clone() for value in values]
         step(self, *arguments, **options)
         now = [not torch.allclose(*pair, rtol=2e-7, atol=0) for pair in zip(before, values, strict=True)]
         moved[id(values[0])] = moved.get(id(values[0]), False) or any(now)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    for kind in (torch.optim.AdamW, bitsandbytes.optim.AdamW8bit):
+        monkeypatch.setattr(kind, "step", watched(kind.step))
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
     roles = 2 if config["model"]["class_path"].endswith("PPOModule") else 1
@@ -179,9 +185,10 @@ def test_every_architecture_is_tested_and_every_recipe_is_listed():
     }
     assert by_default == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
     table = (ROOT / "configs/README.md").read_text(encoding="utf-8")
-    assert {f"recipes/{path.name}" for path in RECIPES} == set(re.findall(r"\]\((recipes/[^)]+\.yaml)\)", table))
+    links = {path: f"recipes/{path.relative_to(ROOT / 'configs/recipes')}" for path in RECIPES}
+    assert set(links.values()) == set(re.findall(r"\]\((recipes/[^)]+\.yaml)\)", table))
     assert {path.stem for path in RECIPES} >= DEFAULT
     for path in RECIPES:
         (output,) = re.findall(r"^# Expected memory: ([\d.]+) GiB", path.read_text(encoding="utf-8"), re.MULTILINE)
-        (row,) = (line for line in table.splitlines() if f"(recipes/{path.name})" in line)
+        (row,) = (line for line in table.splitlines() if f"({links[path]})" in line)
         assert f"| {output} GiB |" in row

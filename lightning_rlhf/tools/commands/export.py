@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ _NAMED_CHECKPOINTS = ("last", "best")
 _EPILOG = """further options change the configuration, as for fit: --data.init_args.tokenizer DIR
 
   lightning-rlhf export --config runs/x/config.yaml --checkpoint last --to models/x
+  lightning-rlhf export --merge runs/x/export --base Qwen/Qwen2.5-0.5B-Instruct --to models/x
+  lightning-rlhf export --extract runs/y/export --base Qwen/Qwen2.5-0.5B-Instruct --rank 16 --to models/y
 """
 
 
@@ -24,7 +27,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "export", "Write the model in a checkpoint as a directory that transformers and vLLM load.", _EPILOG
     )
-    parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml, in the run's directory")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--config", type=Path, help="the run's config.yaml, in the run's directory")
+    wanted.add_argument("--merge", metavar="ADAPTER", help="merge an adapter of peft's format into --base")
+    wanted.add_argument("--extract", metavar="MODEL", help="approximate a trained model by an adapter to --base")
+    parser.add_argument("--base", help="base model of --merge or --extract")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapter of --extract (default: 16)")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path (default: last)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     parser.add_argument("--role", help="actor, critic or reward_model (default: that of the run's own export)")
@@ -43,6 +51,10 @@ def run(arguments: list[str]) -> int:
     to = Path(os.path.abspath(options.to))  # gives "." a name
     if to.exists() and (to.is_file() or any(to.iterdir()) or to == Path.cwd()):
         raise UsageError(f"{options.to} exists already: choose another directory, or remove it")
+    if options.config is None:
+        return _write_other(options, further, to)
+    if options.base is not None:
+        raise UsageError("--base belongs to --merge and --extract: remove it beside --config")
     run_arguments = ["--config", str(options.config), *further]
     checkpoint = find_checkpoint(options.checkpoint, options.config, _directory_of(read_settings(run_arguments) or {}))
 
@@ -64,6 +76,31 @@ def run(arguments: list[str]) -> int:
     )
     write_export(origin, tokenizer, to, options.adapter)
     print(f"the model of step {origin.step} is in {options.to}")
+    return 0
+
+
+def _write_other(options: argparse.Namespace, further: list[str], to: Path) -> int:
+    """Merge or extract an adapter, without a run."""
+    if further:
+        raise UsageError(f"unknown option {further[0]}: only --config accepts options of fit")
+    if options.base is None:
+        raise UsageError("--merge and --extract need the base model: --base DIR, or its hub id")
+    if options.rank < 1:
+        raise UsageError(f"--rank must be at least 1, got {options.rank}")
+    from lightning_rlhf.tools.commands.adapters import extract, merge
+
+    draft = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)  # left by a killed export
+    draft.mkdir(parents=True)
+    try:
+        if options.merge is not None:
+            sentence = merge(options.base, options.merge, draft)
+        else:
+            sentence = extract(options.base, options.extract, options.rank, draft)
+        draft.replace(to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    print(sentence.replace(str(draft), str(options.to)))
     return 0
 
 

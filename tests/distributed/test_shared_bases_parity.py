@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from lightning_rlhf import FromConfig
+from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import largest_differences
 from tests.distributed.test_lora_parity import keys_of
@@ -142,21 +143,33 @@ def test_optimizers_in_8_bits_resume_on_two_ranks_but_not_in_shards(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["ddp:RLHFDDPStrategy", "fsdp:RLHFFSDPStrategy", "deepspeed.strategy:RLHFDeepSpeedStrategy"]
+    ("strategy", "options"),
+    [
+        ("ddp:RLHFDDPStrategy", {}),
+        ("fsdp:RLHFFSDPStrategy", {}),
+        ("deepspeed.strategy:RLHFDeepSpeedStrategy", {"stage": 2}),
+    ],
 )
-def test_feed_forward_layers_in_pieces_train_like_whole_ones(tmp_path, strategy):
-    def run(ranks, made, **options):
+def test_feed_forward_layers_in_pieces_train_like_whole_ones(tmp_path, strategy, options):
+    def run(ranks, made):
         described = {
             "kind": "ppo",
             "strategy": made,
             "module": {},
             "weights": f"{tmp_path}/{ranks}.safetensors",
-        } | options
+        }
         return run_ranks("tests.distributed.tasks:train", ranks, [described])
 
     ((expected,),) = run(1, "rlhf_single")
-    options = {"mlp_tokens": 5, "activation_checkpointing": True}
+    options = {"mlp_tokens": 5, "activation_checkpointing": True, **options}
     for (ours,) in run(2, [f"lightning_rlhf.strategies.{strategy}", options]):
         assert norm_difference(ours, expected) <= NORMS
         assert_equal_metrics(ours, expected)
     assert max(largest_differences(tmp_path / "1.safetensors", tmp_path / "2.safetensors").values()) <= WEIGHTS
+
+
+def test_stage_3_rejects_pieces():
+    with pytest.raises(
+        ValueError, match=r"^mlp_tokens: stage 3 gathers weights for each piece of a row, and ranks have"
+    ):
+        RLHFDeepSpeedStrategy(stage=3, mlp_tokens=8)

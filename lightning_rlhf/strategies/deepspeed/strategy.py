@@ -64,7 +64,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         offload_frozen: whether frozen roles' weights are in host memory; None uses ``offload_params``.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         activation_offload: attribute of :class:`RoleStrategy`.
-        mlp_tokens: attribute of :class:`RoleStrategy`.
+        mlp_tokens: attribute of :class:`RoleStrategy`; not under stage 3.
         config: DeepSpeed configuration that overrides the defaults, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
         timeout: longest time of a collective.
@@ -97,6 +97,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
                 "rlhf_deepspeed_stage_* needs DeepSpeed, which is missing: pip install 'lightning-rlhf[deepspeed]'"
             )
         self.activation_checkpointing = activation_checkpointing
+        if stage == 3 and mlp_tokens is not None:
+            raise UsageError(
+                "mlp_tokens: stage 3 gathers weights for each piece of a row, and ranks have different numbers of them: "
+                "remove it, or use rlhf_fsdp or stage 2"
+            )
         self.set_activations(activation_offload, mlp_tokens)
         if offload_frozen is None:
             self._offload_frozen = offload_params

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.tools.planning import memory, traffic
+from lightning_rlhf.tools.planning import memory, one_gpu, traffic
 from lightning_rlhf.tools.planning.architecture import Architecture, architecture
 from lightning_rlhf.tools.planning.plan import GIB, Plan, plan
 from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Strategy, Work, strategy
@@ -119,6 +119,7 @@ def with_tables(page: str) -> str:
         "memory by term": _memory_terms,
         "communication by term": _traffic_terms,
         "communication": _traffic_tables,
+        "one GPU": _one_gpu_tables,
     }
     blocks = {name: rf"(<!-- table: {name} -->\n).*?(<!-- end -->)" for name in tables}
     for name, block in blocks.items():
@@ -194,6 +195,16 @@ def _traffic_tables() -> str:
             if "offload" not in label
         ]
         parts.append(_table([f"{name}, GPUs", *map(str, GPUS)], rows))
+    return "\n\n".join(parts)
+
+
+def _one_gpu_tables() -> str:
+    parts = []
+    for capacity in (24, 48, 80):
+        headings, rows = one_gpu.table(capacity)
+        bold = [[row[0], *(size if size.startswith("(") else f"**{size}**" for size in row[1:])] for row in rows]
+        plain = [[cell.strip("()") for cell in row] for row in bold]
+        parts.append(_table([f"{capacity} GiB", *headings[1:]], plain))
     return "\n\n".join(parts)
 
 

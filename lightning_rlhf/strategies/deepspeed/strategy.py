@@ -99,8 +99,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self.activation_checkpointing = activation_checkpointing
         if stage == 3 and mlp_tokens is not None:
             raise UsageError(
-                "mlp_tokens: stage 3 gathers weights for each piece of a row, and ranks have different numbers of them: "
-                "remove it, or use rlhf_fsdp or stage 2"
+                "mlp_tokens: stage 3 gathers weights for each piece of a row, and ranks have different numbers of "
+                "pieces: remove it, or use rlhf_fsdp or stage 2"
             )
         self.set_activations(activation_offload, mlp_tokens)
         if offload_frozen is None:

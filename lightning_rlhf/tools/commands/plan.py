@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.strategies.deepspeed.config import configuration
 from lightning_rlhf.strategies.names import OURS, our_name
 from lightning_rlhf.tools.commands.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
-from lightning_rlhf.tools.planning import bounds, memory
+from lightning_rlhf.tools.planning import bounds, memory, one_gpu
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.bounds import Speeds
 from lightning_rlhf.tools.planning.plan import GIB, Plan, misfit_message, plan
@@ -52,6 +53,8 @@ Compute the memory of each GPU by term, and the bytes that it sends in a step. N
   --gpus N              number of GPUs
   --gpu-memory-gib GIB  memory of one GPU (default: {_DEFAULT_GIB:g})
   --nodes N             number of machines with these GPUs
+
+  --gpu 24GB            instead of a configuration: which models from 0.5 to 14 B fit on one GPU, trained in which ways
 
 All options of fit are accepted and change the planned run; lightning-rlhf fit --help lists them:
 
@@ -83,6 +86,9 @@ def run(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(_USAGE)
         return 0
+    if arguments and arguments[0].partition("=")[0] == "--gpu":
+        print_one_gpu(_gib_of(arguments))
+        return 0
     config = parse_run_config(arguments, PlanCLI)
     if config["gpus"] is None:
         raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
@@ -94,6 +100,44 @@ def run(arguments: list[str]) -> int:
     if not result.fits:
         raise UsageError(misfit_message(result))
     return 0
+
+
+def _gib_of(arguments: list[str]) -> int:
+    """Return the memory of one GPU from ``--gpu 24GB`` or ``--gpu=24``.
+
+    Raises:
+        ValueError: it is not a size, or other options are beside it.
+    """
+    _, _, value = " ".join(arguments).replace("--gpu ", "--gpu=").partition("=")
+    size = re.fullmatch(r"(\d+) ?(?:G|GB|GiB)?", value, re.IGNORECASE)
+    if size is None or not 8 <= int(size[1]) <= 1024:
+        raise UsageError(
+            f"--gpu is the memory of one GPU without further options, such as --gpu 24GB, from 8 to 1024: got "
+            f"{value!r}; for a configuration, set --gpus and --gpu-memory-gib"
+        )
+    return int(size[1])
+
+
+def print_one_gpu(capacity_gib: int) -> None:
+    """Print the memory of runs of several sizes on one GPU.
+
+    Args:
+        capacity_gib: memory of the GPU.
+    """
+    headings, rows = one_gpu.table(capacity_gib)
+    result = Table(title=f"GiB on one GPU of {capacity_gib} GiB, computed; in brackets: does not fit")
+    for number, heading in enumerate(headings):
+        result.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        result.add_row(*row)
+    work = one_gpu.WORK
+    Console().print(result)
+    print(
+        f"{work.responses} responses in a step, {work.longest} tokens with their prompts, micro-batches of "
+        f"{work.micro_batch_tokens} tokens; bf16-mixed, activation_checkpointing, a vLLM engine on the same GPU.\n"
+        f"on one base: the sources of all roles have one path, and lora or an adapter; nf4: quantization: nf4 beside "
+        f"it. Recipes are in configs/recipes/one_gpu/."
+    )
 
 
 def run_of(config: Namespace) -> Run:

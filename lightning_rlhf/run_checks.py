@@ -95,3 +95,18 @@ def check_minibatch_size(prompts: int, group_size: int, minibatch_size: int) -> 
             f"minibatch_size {minibatch_size} does not divide the {responses} responses of a step "
             f"({prompts} prompts x group_size {group_size}); {nearest} would"
         )
+
+
+def check_quantization(role: str, quantization: str, has_adapters: bool) -> None:
+    """Raise if quantized weights would be trained.
+
+    Args:
+        role: name of a trained role.
+        quantization: kind of numbers in which its weights are stored.
+        has_adapters: whether adapters are trained in place of the weights.
+    """
+    if not has_adapters:
+        raise UsageError(
+            f"the {role}'s weights are stored in {quantization} and cannot be trained: give its source lora, such as "
+            f"{{rank: 16, alpha: 32}}, or remove quantization"
+        )

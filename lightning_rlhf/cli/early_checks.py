@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,13 +27,14 @@ from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, MissingPackageError, UsageError
 from lightning_rlhf.launch_environment import Machine
-from lightning_rlhf.models.directory import expect_model_directory
+from lightning_rlhf.models.directory import expect_adapter_directory, expect_model_directory
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.run_checks import (
     check_batch_size,
     check_group_size,
     check_loops,
     check_minibatch_size,
+    check_quantization,
     check_val_metric,
 )
 from lightning_rlhf.strategies.names import REGISTERED, unknown_strategy
@@ -203,6 +204,7 @@ def _check_models(run: _Run) -> None:
         source = next(classes_in(value, "model", None), None)
         if source is not None and source.kind is not None and source.kind.path == f"{_SOURCES}.Pretrained":
             value = source.arguments.get("path")
+            _check_frozen_weights(name, source.arguments)
         known = run.module.known.get(name)
         if known is None or known.expression is None:
             annotation = ""
@@ -211,6 +213,21 @@ def _check_models(run: _Run) -> None:
         # A name without a slash can be that of a role.
         if "ModelSource" in annotation and isinstance(value, str) and "/" in value:
             expect_model_directory(str(Path(value).expanduser()) if value.startswith("~") else value)
+
+
+def _check_frozen_weights(role: str, options: Mapping[str, Any]) -> None:
+    """Raise for an adapter that does not exist, and for quantized weights that would be trained or cannot be made."""
+    adapter, quantization = options.get("adapter"), options.get("quantization")
+    if isinstance(adapter, str):
+        expect_adapter_directory(str(Path(adapter).expanduser()) if adapter.startswith("~") else adapter)
+    if quantization is None:
+        return
+    if role in ("actor", "critic"):
+        check_quantization(role, quantization, has_adapters=bool(options.get("lora")) or adapter is not None)
+    if find_spec("bitsandbytes") is None:
+        raise MissingPackageError(
+            "quantization needs bitsandbytes, which is not installed: pip install 'lightning-rlhf[quantization]'"
+        )
 
 
 def _check_data(run: _Run) -> None:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
+from lightning_rlhf.models.directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, expect_adapter_directory
 from lightning_rlhf.models.lora import MAGNITUDE, NAME, UP, LoRA, is_adapter
-from lightning_rlhf.paths import READ_ERRORS, describe_missing_path, expect_hub, hub_error_message, names_a_path
+from lightning_rlhf.paths import READ_ERRORS, expect_hub, hub_error_message
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # of a scalar model, which is trained beside its adapters
 _PREFIX = "base_model.model."
 # Settings of peft without influence on the layers, or that the weights' names determine.
@@ -51,10 +51,10 @@ def save_adapter(
     if HEAD in weights:
         config.task_type, config.modules_to_save = "SEQ_CLS", [HEAD.partition(".")[0]]
     config.save_pretrained(directory)
-    draft = directory / f"{WEIGHTS}.new"
+    draft = directory / f"{ADAPTER_WEIGHTS}.new"
     named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, draft, metadata={"format": "pt", **(metadata or {})})
-    draft.replace(directory / WEIGHTS)  # atomic: readers of the old file are not affected
+    draft.replace(directory / ADAPTER_WEIGHTS)  # atomic: readers of the old file are not affected
 
 
 def peft_name(name: str) -> str:
@@ -78,31 +78,17 @@ def adapter_directory(path: str, revision: str | None = None) -> Path:
     Raises:
         FileNotFoundError: there is no adapter.
     """
-    if Path(path).is_dir() or names_a_path(path) or "/" not in path:
-        missing = [name for name in (CONFIG, WEIGHTS) if not Path(path, name).is_file()]
-        if missing:
-            raise MissingFileError(
-                f"no adapter at {path!r}: {missing[0]} is missing; expected a directory in peft's format, such as an "
-                f"export of HFExport(adapter=True); {_present(Path(path))}"
-            )
+    expect_adapter_directory(path)
+    if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import hf_hub_download
 
     try:
         expect_hub(path, revision)
-        files = [hf_hub_download(path, name, revision=revision) for name in (CONFIG, WEIGHTS)]
+        files = [hf_hub_download(path, name, revision=revision) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     except (ConnectionError, *READ_ERRORS) as error:
         raise MissingFileError(f"no adapter at {path!r}: {hub_error_message(path, error)}") from None
     return Path(files[0]).parent
-
-
-def _present(directory: Path) -> str:
-    if not directory.is_dir():
-        return describe_missing_path(str(directory))
-    names = sorted(entry.name for entry in directory.iterdir())[:5]
-    if "config.json" in names:
-        return "it contains a whole model: set it as path, not as adapter"
-    return f"it contains {', '.join(names) or 'nothing'}"
 
 
 def read_lora(directory: Path) -> LoRA:
@@ -114,7 +100,7 @@ def read_lora(directory: Path) -> LoRA:
     Raises:
         ValueError: a file is damaged, or the adapter is of a kind that this package does not train.
     """
-    file = directory / CONFIG
+    file = directory / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), int(config["lora_alpha"])
@@ -156,10 +142,10 @@ def tensor_shapes(directory: Path) -> dict[str, torch.Size]:
         ValueError: the file is damaged.
     """
     try:
-        with safe_open(directory / WEIGHTS, "pt") as file:
+        with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
             return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise UsageError(f"{directory / WEIGHTS} is damaged: {error}") from None
+        raise UsageError(f"{directory / ADAPTER_WEIGHTS} is damaged: {error}") from None
 
 
 def check_fits(lm: nn.Module, directory: Path, base: str) -> None:
@@ -181,7 +167,7 @@ def check_fits(lm: nn.Module, directory: Path, base: str) -> None:
         return
     name = different[0]
     has = f"is {_described(theirs.get(name))} in the adapter and {_described(ours.get(name))} in the model"
-    trained = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    trained = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     raise UsageError(
         f"the adapter {str(directory)!r} does not fit the model {base!r}: {name.removeprefix(_PREFIX)} {has}; its "
         f"base model is {trained or 'not recorded'}"
@@ -203,10 +189,10 @@ def load_adapter(lm: nn.Module, directory: Path) -> dict[str, str]:
     Returns:
         The texts that are stored with the weights.
     """
-    stored = load_file(directory / WEIGHTS)
+    stored = load_file(directory / ADAPTER_WEIGHTS)
     for name, parameter in lm.named_parameters():
         key = peft_name(name)
         if is_adapter(name) or (name == HEAD and key in stored):
             parameter.copy_(stored[key])
-    with safe_open(directory / WEIGHTS, "pt") as file:
+    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
         return dict(file.metadata() or {})

@@ -1,4 +1,4 @@
-"""Check of a model's directory before its files are read."""
+"""Checks of directories with models and adapters before their files are read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.paths import describe_missing_path, names_a_path
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def expect_model_directory(path: str) -> None:
@@ -33,6 +35,34 @@ def expect_model_directory(path: str) -> None:
         if Path(path, "export", "config.json").is_file():
             hint = f"; did you mean {str(Path(path, 'export'))!r}?"
         raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}{hint}")
+
+
+def expect_adapter_directory(path: str) -> None:
+    """Raise unless an adapter's path is a directory with its two files, or can be a hub id.
+
+    Args:
+        path: directory or hub id.
+
+    Raises:
+        FileNotFoundError: the directory or a file does not exist.
+    """
+    if not names_a_path(path) and "/" in path and not Path(path).is_dir():
+        return
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not Path(path, name).is_file()]
+    if missing:
+        raise MissingFileError(
+            f"no adapter at {path!r}: {missing[0]} is missing; expected a directory in peft's format, such as an "
+            f"export of HFExport(adapter=True); {_present(Path(path))}"
+        )
+
+
+def _present(directory: Path) -> str:
+    if not directory.is_dir():
+        return describe_missing_path(str(directory))
+    names = sorted(entry.name for entry in directory.iterdir())[:5]
+    if "config.json" in names:
+        return "it contains a whole model: set it as path, not as adapter"
+    return f"it contains {', '.join(names) or 'nothing'}"
 
 
 def _check_not_pickled(directory: Path) -> None:

@@ -41,6 +41,7 @@ from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.trainer_settings import check_trainer
 from lightning_rlhf.paths import names_a_path
+from lightning_rlhf.run_checks import check_quantization
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
@@ -201,11 +202,8 @@ class RoleModule(LightningModule):
             quantization = source.quantization if isinstance(source, Pretrained) else None
             if quantization is None:
                 continue
-            if name in self.trained_roles and source.lora is None:
-                raise UsageError(
-                    f"the {name}'s weights are stored in {quantization} and cannot be trained: give its source lora, "
-                    f"such as {{rank: 16, alpha: 32}}, or remove quantization"
-                )
+            if name in self.trained_roles:
+                check_quantization(name, quantization, has_adapters=source.lora is not None)
             if not self.role_strategy.keeps_whole_weights:
                 raise UsageError(
                     f"{type(self.trainer.strategy).__name__} shards weights, and those of the {name} are stored in "

@@ -55,6 +55,12 @@ def changed(path, value):
     return config
 
 
+def quantized(**options):
+    """Return a source with weights in 4 bits."""
+    arguments = {"path": "owner/of-the-hub", "quantization": "nf4", **options}
+    return {"class_path": "lightning_rlhf.Pretrained", "init_args": arguments}
+
+
 REWARDS = "trainer.callbacks.0.init_args.rewards"
 CASES = [
     ("ckpt_path", "runs/x.ckpt", "no checkpoint at runs/x.ckpt"),
@@ -66,6 +72,16 @@ CASES = [
         "model.init_args.ref",
         {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": "./nowhere"}},
         "no model",
+    ),
+    (
+        "model.init_args.actor",
+        {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": "a/b", "adapter": "./nowhere"}},
+        "no adapter at './nowhere': adapter_config.json is missing",
+    ),
+    (
+        "model.init_args.actor",
+        {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": "a/b", "quantization": "nf4"}},
+        "the actor's weights are stored in nf4 and cannot be trained: give its source lora, such as",
     ),
     ("data.init_args.val", ["train.jsonl", "val.jsonl"], "no data at 'val.jsonl'"),
     (
@@ -88,6 +104,9 @@ ACCEPTED = [
     ("ckpt_path", "last"),
     ("model.init_args.actor", "owner/of-the-hub"),
     ("model.init_args.ref", "actor"),
+    ("model.init_args.actor", quantized(lora={"rank": 8, "alpha": 16})),
+    ("model.init_args.actor", quantized(adapter="owner/adapter")),
+    ("model.init_args.ref", quantized()),
     ("data.init_args.train", "owner/data"),
     ("data.init_args.train", "https://example.org/x.jsonl.gz"),
     ("data.init_args.columns", {"ground_truth": "answer"}),

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightning_rlhf.models.adapter_files import CONFIG, WEIGHTS, load_adapter, read_lora, save_adapter
+from lightning_rlhf.models.adapter_files import load_adapter, read_lora, save_adapter
+from lightning_rlhf.models.directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.models.test_lora import GPT2, IDS, INDEX, logprobs, parameters_of, randomize_adapters
@@ -107,7 +108,7 @@ def test_scalar_model_is_saved_with_head_and_scale_and_loaded_by_peft(base, tmp_
 def test_critic_may_start_from_the_adapter_of_a_language_model(base, tmp_path):
     foreign(base, tmp_path / "adapter")
     critic = Pretrained(base, adapter=str(tmp_path / "adapter")).scalar()
-    stored = load_file(tmp_path / "adapter" / WEIGHTS)
+    stored = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     name = "model.layers.0.self_attn.q_proj.lora_B"
     assert torch.equal(critic.lm.get_parameter(f"{name}.default.weight"), stored[f"base_model.model.{name}.weight"])
     assert not critic.lm.score.weight.any()
@@ -147,7 +148,7 @@ def test_kinds_that_are_not_supported_are_named(base, tmp_path):
 
 def test_changed_configurations_are_rejected(base, tmp_path):
     foreign(base, tmp_path / "adapter")
-    file = tmp_path / "adapter" / CONFIG
+    file = tmp_path / "adapter" / ADAPTER_CONFIG
     config = json.loads(file.read_text())
     for change, message in (
         ({"peft_type": "IA3"}, "has peft_type IA3: only LoRA"),
@@ -164,9 +165,9 @@ def test_missing_and_damaged_files_are_named(base, tmp_path):
     rejected("no adapter at '.*nowhere': adapter_config.json is missing", base, tmp_path / "nowhere")
     rejected("it contains a whole model: set it as path, not as adapter", base, base)
     foreign(base, tmp_path / "adapter")
-    (tmp_path / "adapter" / WEIGHTS).write_bytes(b"damaged")
+    (tmp_path / "adapter" / ADAPTER_WEIGHTS).write_bytes(b"damaged")
     rejected("adapter_model.safetensors is damaged", base, tmp_path / "adapter")
-    (tmp_path / "adapter" / WEIGHTS).unlink()
+    (tmp_path / "adapter" / ADAPTER_WEIGHTS).unlink()
     rejected("adapter_model.safetensors is missing", base, tmp_path / "adapter")
 
 
@@ -179,7 +180,7 @@ def test_own_settings_beside_an_adapter_are_rejected(base, tmp_path):
 
 def test_layers_without_weights_are_named(base, tmp_path):
     foreign(base, tmp_path / "adapter")
-    file = tmp_path / "adapter" / WEIGHTS
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
     stored = {name: tensor for name, tensor in load_file(file).items() if "layers.1" not in name}
     save_file(stored, file)
     rejected("model.layers.1.self_attn.q_proj.lora_A.weight is missing in the adapter", base, tmp_path / "adapter")

@@ -34,7 +34,7 @@ def source_of(seed=0, **changes):
 
 def setup_of(source, directory):
     save_architecture(source, directory)
-    return EngineSetup(directory, source.dtype, MAX_TOKENS, directory / "engine.log")
+    return EngineSetup(directory, source.dtype or "float32", MAX_TOKENS, directory / "engine.log")
 
 
 def pushed(engine, source, version=0):

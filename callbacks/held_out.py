@@ -125,8 +125,9 @@ def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
     """
     validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
     steps = [int(row["step"]) for row in validations]
-    halves = [index for index, step in enumerate(steps) if 0 < step <= steps[-1] / 2]
-    if not halves:
+    end = max((int(row["step"]) for row in rows), default=0)
+    halves = [index for index, step in enumerate(steps) if 0 < step <= end / 2]
+    if not halves or steps[-1] <= end / 2:
         return ""
     then, last = (
         {name: float(value) for name, value in row.items() if name.startswith("val/fraction_correct_") and value}
@@ -135,11 +136,11 @@ def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
     means = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
     known = [name for name in means if name in then and f"{name}_low" in last and f"{name}_high" in last]
     better = [name for name in known if last[name] - then[name] > (last[f"{name}_high"] - last[f"{name}_low"]) / 4]
-    if not better or last.get(means[1], 0.0) > _NEARLY_ALL:
+    if not better or min(last[name] for name in known[-1:]) > _NEARLY_ALL:
         return ""
     return (
         f"still better than at step {steps[halves[-1]]} by more than a standard error: more steps may help, such as "
-        f"--trainer.max_steps {2 * steps[-1]} --ckpt_path last"
+        f"--trainer.max_steps {2 * end} --ckpt_path last"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+_ROUNDING = 1e-9  # of differences that are equal
 Z = 1.959964  # quantile of the normal distribution for intervals of 95 %
 
 
@@ -231,8 +232,8 @@ def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[
         of its 95 % interval, mean -+ 1.96 s / sqrt(m), where s is the standard deviation of the m differences. ``low``
         and ``high`` become None without two prompts that have values in both lists, and ``mean`` without any. If all
         values are in [0, 1], the bounds are in [-1, 1]; m equal differences then have the interval of m + 2, with half
-        a difference of 1 and half of -1 added. See "Simple improved confidence intervals for comparing matched
-        proportions", Agresti and Min 2005.
+        a difference of 1, half of -1 and one of 0 added. See "Simple improved confidence intervals for comparing
+        matched proportions", Agresti and Min 2005.
     """
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if old and new]
     changes = [fmean(new) - fmean(old) for old, new in pairs]
@@ -243,7 +244,7 @@ def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[
     if not all(0 <= value <= 1 for pair in pairs for values in pair for value in values):
         return {"mean": mean, "low": mean - reach, "high": mean + reach}
     center = mean
-    if reach == 0:
+    if reach < _ROUNDING:
         center = mean * count / (count + 2)
         reach = Z * math.sqrt(((mean**2 * count + 1) / (count + 2) - center**2) / (count + 2))
     return {"mean": mean, "low": min(mean, max(-1.0, center - reach)), "high": max(mean, min(1.0, center + reach))}

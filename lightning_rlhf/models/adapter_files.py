@@ -21,7 +21,7 @@ _PREFIX = "base_model.model."
 # Settings of peft without influence on the layers, or that the weights' names determine.
 _WITHOUT_INFLUENCE = {
     "alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config",
     "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
@@ -48,6 +48,7 @@ def save_adapter(
     targets = (name.removesuffix(UP).rpartition(".")[2] for name in weights if name.endswith(UP))
     config = lora.peft_config(targets, transposed=False)  # peft detects transposed weights itself when loading
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.exclude_modules = set(lora.exclude_modules or ()) or None
     if HEAD in weights:
         config.task_type, config.modules_to_save = "SEQ_CLS", [HEAD.partition(".")[0]]
     config.save_pretrained(directory)
@@ -121,13 +122,19 @@ def read_lora(directory: Path) -> LoRA:
         )
     targets = sorted({name.removesuffix(".lora_B.weight").rpartition(".")[2] for name in names if ".lora_B." in name})
     return LoRA(
-        rank, alpha, targets, rslora=bool(config.get("use_rslora")), dora=bool(config.get("use_dora")),
-    )  # fmt: skip
+        rank,
+        alpha,
+        targets,
+        exclude_modules=sorted(config.get("exclude_modules") or ()) or None,
+        rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")),
+    )
 
 
 def _other_settings(config: dict[str, Any], names: dict[str, Any]) -> list[str]:
     """Return settings of an adapter that change its layers in ways that :class:`LoRA` cannot represent."""
-    other = {key for key, value in config.items() if value and key not in _WITHOUT_INFLUENCE}
+    other = {"exclude_modules"} if isinstance(config.get("exclude_modules"), str) else set()
+    other |= {key for key, value in config.items() if value and key not in _WITHOUT_INFLUENCE}
     if str(config.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
         other.add(f"init_lora_weights {config['init_lora_weights']}")
     known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", f".{HEAD}")

@@ -172,7 +172,9 @@ class Pretrained:
         return replace(self, lora=None, adapter=None)
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
-        return shared(self.base, find_class(config), config, lambda: self._read(find_class, config, optional))
+        return shared(
+            self.base, find_class(config), config, lambda: self._read(find_class, config, optional), bool(optional)
+        )
 
     def _read(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         auto, path = find_class(config), Path(self.path)

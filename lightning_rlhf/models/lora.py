@@ -77,7 +77,7 @@ class LoRA:
         """Freeze a model and add float32 adapters to the linear layers of its backbone.
 
         Args:
-            lm: model with a head; the head of a scalar model is new and stays trainable.
+            lm: model with a head; the head of a scalar model is new, and is trained in float32.
 
         Raises:
             ValueError: a target is not a linear layer of the backbone, or peft would also adapt stacked experts.
@@ -107,7 +107,7 @@ class LoRA:
                 parameter.data = _lengths(layer, layer.get_base_layer().weight.float())
         head: Any = getattr(lm, "score", None)
         if head is not None:
-            head.requires_grad_(True)
+            head.float().requires_grad_(True)
 
     def targets(self, lm: PreTrainedModel) -> dict[str, nn.Module]:
         """Return the layers to adapt by the last part of their name; of layers with equal names, the last one.

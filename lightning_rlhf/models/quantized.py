@@ -157,26 +157,27 @@ def quantize(lm: Any, quantization: Quantization) -> None:
         ValueError: most of the backbone's parameters are not in linear layers.
     """
     backbone = text_model_of(lm)
-    layers = {
-        name: layer
+    sizes = {
+        name: layer.weight.numel()
         for name, layer in backbone.named_modules()
         if type(layer) is nn.Linear and layer.weight.numel() % _BLOCK == 0
     }
     embeddings = lm.get_input_embeddings().weight.numel()
     parameters = sum(parameter.numel() for parameter in backbone.parameters()) - embeddings
-    if sum(layer.weight.numel() for layer in layers.values()) < _LEAST_SHARE * parameters:
+    if sum(sizes.values()) < _LEAST_SHARE * parameters:
         raise UsageError(
             f"quantization: most weights of {type(lm).__name__} are not in linear layers of torch, such as stacked "
             f"experts, and would stay as they are: remove quantization"
         )
     difference = length = 0.0
-    for name, layer in layers.items():
+    for name in sizes:
+        layer: Any = backbone.get_submodule(name)
         made = QuantizedLinear(layer, quantization)
         path, _, attribute = name.rpartition(".")
         setattr(backbone.get_submodule(path), attribute, made)
         difference += float((made.dequantized() - layer.weight).float().square().sum())
         length += float(layer.weight.float().square().sum())
-    backbone.quantization_error = (difference / length) ** 0.5
+    backbone.quantization_error = (difference / length) ** 0.5 if length else 0.0
 
 
 def count_parameters(model: nn.Module, trained: bool = False) -> int:

@@ -58,7 +58,11 @@ class ScalarModel(nn.Module):
             (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
         hidden = hidden_states(self.lm, input_ids, packing)
-        scores = self.lm.score(hidden).squeeze(-1).float()[flat_index(input_ids, index, packing)]
+        scores = (
+            self.lm.score(hidden.to(self.lm.score.weight.dtype))
+            .squeeze(-1)
+            .float()[flat_index(input_ids, index, packing)]
+        )
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()

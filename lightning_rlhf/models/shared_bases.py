@@ -32,17 +32,20 @@ def sharing(bases: dict[Hashable, PreTrainedModel] | None) -> Iterator[None]:
         _BASES.reset(token)
 
 
-def shared(key: Hashable, auto: Any, config: Any, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def shared(
+    key: Hashable, auto: Any, config: Any, load: Callable[[], PreTrainedModel], has_new_head: bool
+) -> PreTrainedModel:
     """Return a model whose backbone has the parameters of an earlier one with the same key, or load it.
 
     The modules are copies, so that each model has its own adapters and modes. The head of a scalar model is never
-    shared; if the earlier model does not have one, it is zero.
+    shared; it is zero if the source has none.
 
     Args:
         key: source of the weights.
         auto: automatic class of transformers that builds the model.
         config: configuration of the model.
         load: function that loads the model.
+        has_new_head: whether the source has no head for the model, which then starts at zero.
     """
     bases = _BASES.get()
     if bases is None:
@@ -57,8 +60,13 @@ def shared(key: Hashable, auto: Any, config: Any, load: Callable[[], PreTrainedM
         model = auto.from_config(config, dtype=earlier.dtype, trust_remote_code=False)
     if type(model) is type(earlier):
         return _copied(earlier)
-    if not hasattr(model, "score") or type(backbone_of(model)) is not type(backbone_of(earlier)):
+    if type(backbone_of(model)) is not type(backbone_of(earlier)):
         return load()
+    if not has_new_head:
+        model = load()
+        setattr(model, model.base_model_prefix, _copied(backbone_of(earlier)))
+        model.tie_weights()
+        return model
     setattr(model, model.base_model_prefix, _copied(backbone_of(earlier)))
     device = torch.get_default_device()
     for name, parameter in list(model.named_parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ def tile_mlps(lm: Any, tokens: int) -> None:
     """Let the feed-forward layers of a model compute at most some tokens at a time.
 
     Their inner activations are several times as wide as the hidden states, so they need the most memory in long rows.
-    Each piece stores its inputs and computes the rest again in the backward pass. Results are equal up to rounding. See
-    "Arctic Long Sequence Training", Bekman et al. 2025, section 3.2.
+    Each piece stores its inputs and computes the rest again in the backward pass. Without dropout, results are equal
+    up to rounding. See "Arctic Long Sequence Training", Bekman et al. 2025, section 3.2.
 
     Args:
         lm: model of transformers; changed in place.
@@ -29,7 +30,7 @@ def tile_mlps(lm: Any, tokens: int) -> None:
         ValueError: the model has no feed-forward layers that compute each token separately.
     """
     layers = [module for name, module in text_model_of(lm).named_modules() if name.rpartition(".")[2] in _NAMES]
-    if not layers or any(_has_router(layer) for layer in layers):
+    if not layers or any(_has_router(layer) or len(signature(layer.forward).parameters) != 1 for layer in layers):
         raise UsageError(
             f"mlp_tokens: {type(lm).__name__} has no plain feed-forward layers named {', '.join(_NAMES)}: remove it"
         )

@@ -97,7 +97,7 @@ class MicroBatches:
         micro_batches = self.split(batch)
         for number, (rows, filler) in enumerate(micro_batches):
             with self.strategy.accumulate(role, sync=number == len(micro_batches) - 1):
-                with self.strategy.saved_activations():
+                with self.strategy.saved_activations(role):
                     loss = summed_loss(batch[rows], MeanAccumulator() if filler else means)
                 self.strategy.backward_role(role, loss * (0.0 if filler else scale))
         norm = self.strategy.clip_role(role, max_grad_norm)

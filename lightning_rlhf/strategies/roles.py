@@ -81,11 +81,11 @@ class RoleStrategy:
         model: Callable[..., Any] = getattr(self.module, name)
         return model
 
-    def saved_activations(self) -> AbstractContextManager[Any]:
-        """Return a context for forward passes whose activations are saved; see ``activation_offload``."""
+    def saved_activations(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context for forward passes of a role that save activations; see ``activation_offload``."""
         device = self.module.device
         if self.activation_offload and device.type != "cpu":
-            return ActivationOffload(device)
+            return ActivationOffload(device, getattr(self.module, name).parameters())
         return nullcontext()
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:

@@ -86,6 +86,16 @@ def test_layer_that_was_excluded_has_no_adapter(base, tmp_path):
     assert len(layers) == 2 * 6 - 1
 
 
+def test_exclusions_are_saved_and_read_back(base, tmp_path):
+    lora = LoRA(2, 4, exclude_modules=["down_proj", "layers.0.self_attn.q_proj"])
+    model = randomize_adapters(Pretrained(base, lora=lora).causal())
+    weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
+    save_adapter(lora, weights, tmp_path / "adapter", base)
+    again = Pretrained(base, adapter=str(tmp_path / "adapter"))
+    assert again.lora.exclude_modules == lora.exclude_modules
+    assert torch.equal(logprobs(again.causal()), logprobs(model))
+
+
 def test_scalar_model_is_saved_with_head_and_scale_and_loaded_by_peft(base, tmp_path):
     lora = LoRA(2, 4)
     model = randomize_adapters(Pretrained(base, lora=lora).scalar())
@@ -141,6 +151,7 @@ def test_kinds_that_are_not_supported_are_named(base, tmp_path):
     for number, (settings, message) in enumerate((
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
         ({"rank_pattern": {"q_proj": 1}}, "rank_pattern"),
+        ({"layers_to_transform": [1]}, "layers_to_transform"),
     )):  # fmt: skip
         foreign(base, tmp_path / str(number), **settings)
         rejected(f"was trained with .*{message}.*, which is not supported: merge it", base, tmp_path / str(number))

@@ -100,7 +100,9 @@ def test_trained_weights_are_not_shared(base):
     assert module.shared_base_of("actor") is None
     assert module.shared_base_of("critic") == module.shared_base_of("ref") == "critic"
     assert not pointers(module.actor) & (pointers(module.critic) | pointers(module.ref))
-    # The critic came first and has no output head, so the reference is loaded separately.
+    head = module.critic.lm.score.weight.data_ptr()
+    assert pointers(module.critic) - {head} < pointers(module.ref)
+    # The critic came first and has no output head, so that of the reference is loaded.
     assert torch.equal(logprobs(module.ref), logprobs(Pretrained(base).causal()))
 
 

@@ -20,6 +20,8 @@ from lightning_rlhf.models.lora import NAME, LoRA
 log = logging.getLogger(__name__)
 _OF_TOKENIZERS = (
     "tokenizer*",
+    "added_tokens.json",
+    "*.model",
     "special_tokens_map.json",
     "chat_template*",
     "vocab.*",
@@ -135,4 +137,4 @@ def _copy_tokenizer(to: Path, *directories: Path) -> str:
                 if not (to / file.name).exists():
                     shutil.copy(file, to / file.name)
             return ""
-    return "; it has no tokenizer, because none was found in a directory"
+    return "; copy the tokenizer to it, which no directory has"

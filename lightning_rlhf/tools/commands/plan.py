@@ -68,6 +68,7 @@ class PlanCLI(ConfigCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of ``plan``."""
+        parser.add_argument("--gpu", type=str, default=None, help="memory of one GPU, without a configuration")
         parser.add_argument("--gpus", type=PositiveInt, default=None, help="number of GPUs")
         parser.add_argument("--gpu-memory-gib", type=PositiveFloat, default=_DEFAULT_GIB, help="memory of one GPU")
         parser.add_argument("--nodes", type=PositiveInt, default=None, help="number of machines with these GPUs")
@@ -90,6 +91,8 @@ def run(arguments: list[str]) -> int:
         print_one_gpu(_gib_of(arguments))
         return 0
     config = parse_run_config(arguments, PlanCLI)
+    if config["gpu"] is not None:
+        _gib_of([f"--gpu={config['gpu']} with other options"])
     if config["gpus"] is None:
         raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
     result = plan(run_of(config), config["gpus"])
@@ -181,12 +184,14 @@ def saves_in_background(config: Namespace) -> bool:
 def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
     """Build the module's models without weights, in the dtypes of a run with or without ``bf16-mixed``."""
     roles = []
+    trained_roles = module.trained_roles
+    module.sources = {n: with_dtype(source, n in trained_roles, mixed) for n, source in module.sources.items()}
     needs_ref = (isinstance(module, DPOModule) and module.evaluates_reference) or (
         isinstance(module, RLHFModule) and module.has_ref
     )
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
-            source, scalar = with_dtype(module.sources[name], trained, mixed), name in ("critic", "reward_model")
+            source, scalar = module.sources[name], name in ("critic", "reward_model")
             model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
             lora: dict[str, Any] = {}
             if source.lora is not None:

@@ -86,6 +86,7 @@ def needed(model: str, algorithm: str, method: str, capacity_gib: int) -> float:
     """
     roles, capacity = roles_of(model, algorithm, method), capacity_gib * GIB
     chosen = strategy("rlhf_single", checkpointing=True)
+    # With a share, the plan counts the largest pass; so small a one reserves no more than a text of cache.
     engine = Engine(share=1e-6, sequences=1, dtype="bfloat16")
     run = Run(roles, chosen, WORK, engine, capacity)
     planned = plan(run, 1)

@@ -22,9 +22,9 @@ def gradients(lm, context):
 class Counted(ActivationOffload):
     """Records the tensors that are copied, and the others."""
 
-    def __init__(self):
+    def __init__(self, lm):
         self.copied, self.others = [], []
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), lm.parameters())
 
     def _store(self, tensor):
         stored = super()._store(tensor)
@@ -34,7 +34,7 @@ class Counted(ActivationOffload):
 
 def test_gradients_are_the_same_bits_and_weights_are_not_copied():
     lm = FromConfig(TINY_LLAMA, seed=0).causal().lm.train()
-    context = Counted()
+    context = Counted(lm)
     ours = gradients(lm, context)
     theirs = gradients(lm, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -42,6 +42,17 @@ def test_gradients_are_the_same_bits_and_weights_are_not_copied():
     assert context.copied
     assert not [tensor for tensor in context.copied if tensor.untyped_storage().data_ptr() in weights]
     assert {tensor.untyped_storage().data_ptr() for tensor in context.others} & weights
+
+
+def test_casts_of_weights_by_autocast_are_not_copied():
+    lm = FromConfig(TINY_LLAMA | {"num_hidden_layers": 1}, seed=0).causal().lm.train()
+    context = Counted(lm)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(lm, context)
+    shapes = {shape for weight in lm.parameters() for shape in (weight.shape, weight.shape[::-1])}
+    assert context.copied
+    assert not [tensor for tensor in context.copied if tensor.shape in shapes]
+    assert [tensor for tensor in context.others if tensor.shape in shapes and tensor.dtype == torch.bfloat16]
 
 
 def test_option_of_the_strategy_has_no_effect_on_a_cpu():

@@ -66,7 +66,7 @@ def all_commands() -> argparse.ArgumentParser:
         if name == "check-data":
             command.add_argument("--json", action="store_true")
         if name == "plan":
-            for option in ("--gpus", "--gpu-memory-gib", "--nodes"):
+            for option in ("--gpu", "--gpus", "--gpu-memory-gib", "--nodes"):
                 command.add_argument(option)
         _add_run_options(command)
     return parser

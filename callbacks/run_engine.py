@@ -50,7 +50,7 @@ class RunEngine:
         self._device = trainer.strategy.root_device
         self._dtype = engine_dtype(str(trainer.precision), self._source.dtype)
         longest = trainer.datamodule.max_tokens + sampling.max_tokens
-        self.max_length = min(longest, max_positions(self._source.hf_config()) or longest)  # prompts fit, as checked
+        self.max_length = min(longest, max_positions(self._source.hf_config()) or longest)  # checked: all prompts fit
         engine, reason = choice, "chosen in the configuration"
         if engine == "auto":
             config = self._source.hf_config()
@@ -98,8 +98,9 @@ class RunEngine:
 
     def close(self) -> None:
         """Close the engine, and give its threads back to the trainer; may be called twice."""
-        threads, self._threads = self._threads, None
-        torch.set_num_threads(threads or torch.get_num_threads())
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        self._threads = None
         self.engine.close()
 
 

@@ -82,14 +82,18 @@ def _matches(value: Any, option: Any) -> bool:
     if option in _SCALARS:
         return isinstance(value, option)
     if typing.get_origin(option) in _COLLECTIONS:
-        return not isinstance(value, bool | int | float | str | None)
+        return not _is_plain(value)
     if _is_class(option):
-        return not isinstance(value, bool | int | float | str | None) or _names_a_class(value, option)
+        return not _is_plain(value) or _names_a_class(value, option)
     return True
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)
+
+
 def _is_class(option: Any) -> bool:
-    """Return whether values are classes with arguments, not plain values or classes of Python's library."""
+    """Return whether an option is a class that a configuration names by ``class_path``."""
     if not inspect.isclass(option) or issubclass(option, int | float | str | os.PathLike | Enum):
         return False
     return option.__module__.partition(".")[0] not in {*sys.stdlib_module_names, "jsonargparse"}
@@ -100,7 +104,9 @@ def _described(options: Sequence[Any]) -> str:
         choice for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)
     ]
     kinds = [option for option in options if typing.get_origin(option) is not Literal]
-    kinds = [kind for kind in kinds if getattr(kind, "__name__", "") != "Tensor"]  # of torch, for numbers
+    kinds = [
+        kind for kind in kinds if getattr(kind, "__name__", "") != "Tensor"
+    ]  # stands for numbers, which are listed
     texts = []
     if literals:
         texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"]

@@ -24,7 +24,7 @@ def masked_mean(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Te
         mask: bool, the same shape.
         ranks: ranks that hold the other rows.
     """
-    values = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision cannot count beyond 256
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # bfloat16 cannot count beyond 256
     total, count = ranks.sum(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
     return total / count.clamp(min=1)
 
@@ -91,7 +91,8 @@ def rewards_at_tokens(reward: Tensor, mask: Tensor, step_rewards: Tensor | None 
     Args:
         reward: (B,) reward of each response.
         mask: (B, T) bool, True on policy tokens.
-        step_rewards: (B, T) parts of the reward that belong to earlier tokens; None puts all at the last one.
+        step_rewards: (B, T) parts of the reward that belong to earlier tokens; None puts the whole reward at the last
+            policy token.
     """
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
     if step_rewards is None:

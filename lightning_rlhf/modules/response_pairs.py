@@ -81,7 +81,8 @@ class ResponsePairsModule(RLHFModule):
         """Raise for mini-batches that would split groups, or leave a rank without one."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        for size in {getattr(callback, "group_size", 1) for callback in callbacks} - {1}:
+        sizes = {getattr(callback, "group_size", 1) for callback in callbacks}
+        for size in sizes - {1}:
             if self.minibatch_size % size or self.minibatch_size // size < self.data_ranks.size:
                 raise UsageError(
                     f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} with a prompt for "
@@ -158,8 +159,8 @@ class OnlineDPOModule(ResponsePairsModule):
         """Evaluate a rollout, and measure the fraction of prompts that are left out. All ranks."""
         evaluation = super().evaluate(received)
         decided = is_decided(self.marks(evaluation.experience))
-        counts = self.data_ranks.sum(torch.stack([(~decided).sum(), decided.new_ones(len(decided)).sum()]))
-        return replace(evaluation, metrics={**evaluation.metrics, "train/tied_fraction": float(counts[0] / counts[1])})
+        tied, prompts = self.data_ranks.sum(torch.stack([(~decided).sum(), torch.ones_like(decided).sum()]))
+        return replace(evaluation, metrics={**evaluation.metrics, "train/tied_fraction": float(tied / prompts)})
 
     def marks(self, experience: Experience) -> Tensor:
         """Return (prompts, G): 1 for the best response to each prompt, -1 for the worst, 0 for others."""
@@ -182,7 +183,8 @@ class OnlineDPOModule(ResponsePairsModule):
         tokens = mask.sum(dim=1).clamp(min=1)
         chosen, rejected = (ratios / tokens if self.loss.length_normalized else ratios).chunk(2)
         rewards = self.loss.beta * ratios
-        margin = torch.sub(*rewards.chunk(2))
+        chosen_reward, rejected_reward = rewards.chunk(2)
+        margin = chosen_reward - rejected_reward
         means.add("train/pair_accuracy", (margin > 0).float(), rows.included)
         means.add("train/score_margin", margin, rows.included)
         for name, reward, logprob in zip(("chosen", "rejected"), rewards.chunk(2), summed.chunk(2), strict=True):

@@ -26,13 +26,13 @@ _KINK = 1e-3  # nats; within it |log r| is a parabola
 class ClipCovLoss(ClippedPolicyLoss):
     """:class:`ClippedPolicyLoss` without the gradient of a random few tokens of large covariance.
 
-    Of the tokens whose covariance lies between the bounds and that no clip binds already, ``fraction`` of all tokens of
-    the mini-batch, but at least one, is drawn at random; their loss is 0, and they still count in the denominator.
+    Draws as many tokens as ``fraction`` of the mini-batch, at least one, at random among those whose covariance is
+    between the bounds and whose ratio is not clipped. The loss of these is 0; they still count in the denominator.
 
     Args:
         fraction: fraction of all tokens, in (0, 1].
-        covariance_low: tokens have more, in units of advantage times nats.
-        covariance_high: tokens have less.
+        covariance_low: only tokens above it are drawn, advantage times nats.
+        covariance_high: only tokens below it are drawn, advantage times nats.
     """
 
     selects_tokens: ClassVar[bool] = True
@@ -55,9 +55,9 @@ class ClipCovLoss(ClippedPolicyLoss):
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         _, diagnostics = super().token_losses(tokens)
-        bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
+        is_clipped = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
         large = covariance(tokens, ranks)
-        candidates = tokens.mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
+        candidates = tokens.mask & ~is_clipped & (large > self.covariance_low) & (large < self.covariance_high)
         count = _count(self.fraction, tokens.mask, ranks)
         return select_largest(torch.zeros_like(large), candidates, count, generator, ranks)
 
@@ -102,8 +102,8 @@ class KLCovLoss(PolicyLoss):
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were held."""
         loss = -tokens.advantages * torch.exp(tokens.log_ratio)
-        # Not the clamped log-ratio: the tokens that changed most are pulled back too. No kink at 0, where the two are
-        # equal but for rounding, whose sign would be the gradient.
+        # Not the clamped log-ratio: the tokens that changed most are pulled back too. Near 0 the two
+        # differ only by rounding, whose sign would be the gradient: there, a parabola replaces the kink.
         size = huber_loss(tokens.logprobs, tokens.old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
         loss = torch.where(tokens.selected_tokens, loss + self.kl_coef * size, loss)
         return loss, {"chosen_fraction": tokens.selected_tokens.to(loss.dtype)}

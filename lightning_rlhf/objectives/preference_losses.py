@@ -142,8 +142,8 @@ class IPOLoss(DirectLoss):
     """Identity preference optimization: the log-ratios are to differ by 1 / (2 beta), and no more.
 
     L = (d - 1 / (2 beta))^2. See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar
-    et al. 2023, eq. 17, where beta is tau. The paper's log-ratios are of whole answers; TRL averages over tokens, as
-    its authors had.
+    et al. 2023, eq. 17, where beta is tau. The paper's log-ratios are of whole answers; TRL's are means over tokens, as
+    the paper's authors advised.
     """
 
     length_normalized: bool = True

@@ -81,7 +81,8 @@ class HealthMonitor:
             if (failure := check(history)) is not None:
                 finding = Finding(name, step, *failure)
                 cause = next((cause for cause in _CAUSES.get(name, ()) if cause in failed), None)
-                if cause is not None and not (name == "truncation" and _failed_from_the_start(history, finding)):
+                came_first = name == "truncation" and _failed_from_the_start(history, finding)
+                if cause is not None and not came_first:
                     remedy = f'This is probably a consequence of "{cause}" (step {failed[cause]}): mend that first'
                     finding = replace(finding, remedy=remedy)
                 new.append(finding)
@@ -128,7 +129,7 @@ def _lost_reward(history: RunHistory) -> _Failure | None:
     best_row = max(earlier, key=lambda row: row["reward/mean"])
     best, last = best_row["reward/mean"], means[-1]
     constant = max(deviations) <= 1e-6 * abs(best) and max(means) - min(means) <= 1e-6 * abs(best)
-    if not constant or not last < best - 2 * _standard_error(best_row):  # else a few lucky responses were the best step
+    if not constant or not last < best - 2 * _standard_error(best_row):  # else the best step may have been luck
         return None
     return (
         "reward/mean",
@@ -179,7 +180,7 @@ def _equal_but_wrong(history: RunHistory, share: float, reward: float) -> _Failu
 def _kl(history: RunHistory) -> _Failure | None:
     kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
     has_risen = history.has_risen(history.mean("reward/mean", min(3, len(history.recent))))
-    if has_risen and history.rewards:  # whether it is exploited, validations show
+    if has_risen and history.rewards:  # validations show whether the reward is exploited
         return None
     bound = _MAX_KL_PER_TOKEN_OF_RISING_SCORE if has_risen else MAX_KL_PER_TOKEN
     if not kl > bound * tokens:

@@ -150,7 +150,8 @@ class JudgeReward:
             "max_tokens": self.max_answer_tokens,
             "temperature": self.temperature,
         }
-        reply = await self.client.post(Request(body, len(text) // 4 + self.max_answer_tokens))
+        tokens = len(text) // 4 + self.max_answer_tokens  # about 4 characters a token
+        reply = await self.client.post(Request(body, tokens))
         try:
             choice = reply["choices"][0]
             answer = choice["message"]["content"]

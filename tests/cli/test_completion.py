@@ -44,7 +44,7 @@ def script(tmp_path_factory):
         ("fit --model GRP", ["GRPOModule"]),
         ("check", ["check-data"]),
         ("check-data --js", ["--json"]),
-        ("plan --gp", ["--gpus", "--gpu-memory-gib"]),
+        ("plan --gp", ["--gpu", "--gpus", "--gpu-memory-gib"]),
         ("generate --engine v", ["vllm"]),
         ("inspect ru", ["runs"]),
         ("completion z", ["zsh"]),

@@ -16,9 +16,9 @@ TALK = "\n\nHuman: why\n\nAssistant: so\n\nHuman: oh\n\nAssistant:"
 
 
 def same(kind, text, messages, **kwargs):
-    """Return whether a row of text gives the same batch as a row of messages."""
-    made, inputs = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
-    assert str(made.examples["train"]) == str(inputs.examples["train"])
+    """Assert that a row of text gives the same examples as a row of messages, and return the module of the text."""
+    made, expected = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
+    assert str(made.examples["train"]) == str(expected.examples["train"])
     return made
 
 

@@ -71,12 +71,12 @@ def converse():
 )
 def test_row_contains_exactly_the_requests_and_answers_of_the_engine(converse, agent, timeout_s):
     engine = Spy(LETTERS, ["bc"])
-    (instance,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
+    (completion,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
     output = [*ids("bc"), END]
     assert engine.prompts == [ids("a"), [*ids("a"), *output, *ids("gh")]]
-    assert instance.token_ids == [*output, *ids("gh"), *output]
-    assert instance.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
-    record = instance.conversation
+    assert completion.token_ids == [*output, *ids("gh"), *output]
+    assert completion.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
+    record = completion.conversation
     assert (record.stop, record.turn_ends, record.prompt_ids) == ("done", [3, 8], ids("a"))
     assert record.turn_rewards == [0.0, 1.0]
     assert record.metrics == {"branches": 0.0, **({"asked": 2.0} if agent is agents.TwoTurns else {})}
@@ -85,51 +85,54 @@ def test_row_contains_exactly_the_requests_and_answers_of_the_engine(converse, a
 
 def test_edited_history_starts_a_branch_whose_prompt_contains_it(converse):
     engine = Spy(LETTERS, ["bd"])
-    (instance,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
+    (completion,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
     output = [*ids("bd"), END]
     edited = [*ids("a"), *ids("c"), END, *ids("gh"), *output, *ids("gh")]
     assert engine.prompts[2:] == [edited, [*edited, *output, *ids("h")]]
     first = [*output, *ids("gh"), *output]
-    assert instance.conversation.prompt_ids == ids("a")
-    assert instance.token_ids == [*first, *edited, *output, *ids("h"), *output]
+    assert completion.conversation.prompt_ids == ids("a")
+    assert completion.token_ids == [*first, *edited, *output, *ids("h"), *output]
     assert (
-        instance.sampled
+        completion.sampled
         == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * len(edited) + (True,) * 3 + (False,) + (True,) * 3
     )
     start = len(first) + len(edited)
-    assert instance.conversation.text_starts == [len(first)]
-    assert instance.conversation.turn_ends == [3, 8, start + 3, start + 7]
-    assert instance.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
-    assert instance.logprobs == [-1.0 if sampled else 0.0 for sampled in instance.sampled]
-    assert instance.conversation.metrics == {"branches": 1.0}
+    assert completion.conversation.text_starts == [len(first)]
+    assert completion.conversation.turn_ends == [3, 8, start + 3, start + 7]
+    assert completion.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
+    assert completion.logprobs == [-1.0 if sampled else 0.0 for sampled in completion.sampled]
+    assert completion.conversation.metrics == {"branches": 1.0}
 
 
 def test_alternating_requests_of_two_agents_continue_their_branches(converse):
     """The branch with the last turn is the last one of the row."""
     engine = Spy(LETTERS, ["b"])
-    (instance,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
+    (completion,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
     output = [*ids("b"), END]
     first, second = ([*ids(text), *output, *ids("h"), *output] for text in ("a", "g"))
     assert engine.prompts == [ids("a"), ids("g"), first[:-2], second[:-2], [*first, *ids("h")]]
-    assert instance.conversation.prompt_ids == ids("g")
-    assert instance.token_ids == [*second[1:], *first, *ids("h"), *output]
-    assert (instance.conversation.text_starts, instance.conversation.metrics) == ([len(second) - 1], {"branches": 1.0})
-    assert instance.conversation.turn_rewards == [0.0] * 4 + [1.0]
+    assert completion.conversation.prompt_ids == ids("g")
+    assert completion.token_ids == [*second[1:], *first, *ids("h"), *output]
+    assert (completion.conversation.text_starts, completion.conversation.metrics) == (
+        [len(second) - 1],
+        {"branches": 1.0},
+    )
+    assert completion.conversation.turn_rewards == [0.0] * 4 + [1.0]
 
 
 def test_stream_contains_the_whole_answer(converse):
-    (instance,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
-    assert instance.conversation.turn_rewards == [3.0]
+    (completion,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
+    assert completion.conversation.turn_rewards == [3.0]
 
 
 def test_tool_calls_are_returned_to_the_client(converse):
-    tokenizer_engine = Spy(LETTERS, ["ebf", "d"])
+    engine = Spy(LETTERS, ["ebf", "d"])
     requested = requests(1)
     parser = MarkedToolCalls("t", "x", start="e", end="f")
-    (instance,) = converse(tokenizer_engine, requested, factory=agents.CallsTools, parser=parser, max_turns=2)
-    assert instance.conversation.turn_rewards == [0.0, 9.0]  # every turn of this engine is a call
-    assert instance.conversation.tool_calls == 2
-    assert instance.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
+    (completion,) = converse(engine, requested, factory=agents.CallsTools, parser=parser, max_turns=2)
+    assert completion.conversation.turn_rewards == [0.0, 9.0]  # every turn of this engine is a call
+    assert completion.conversation.tool_calls == 2
+    assert completion.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
 
 
 @pytest.mark.quick_cases(2)
@@ -142,33 +145,33 @@ def test_tool_calls_are_returned_to_the_client(converse):
     ],
 )
 def test_requests_beyond_a_limit_are_rejected(converse, row, max_turns, turns, stop):
-    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
-    assert (len(instance.conversation.turn_ends), instance.conversation.stop) == (turns, stop)
-    assert instance.conversation.turn_rewards[-1] == turns
-    assert len(instance.token_ids) <= 24
+    (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
+    assert (len(completion.conversation.turn_ends), completion.conversation.stop) == (turns, stop)
+    assert completion.conversation.turn_rewards[-1] == turns
+    assert len(completion.token_ids) <= 24
 
 
 def test_turn_limited_by_the_agent_is_continued_after_its_missing_end(converse):
     engine = Spy(LETTERS, ["bcd"])
     row = {"code": "max_turns", "max_tokens": 2}
-    (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
+    (completion,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
     assert engine.prompts == [ids("a"), [*ids("abc"), END, *ids("b")]]
-    assert instance.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
-    assert instance.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
+    assert completion.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
+    assert completion.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
 
 
 def test_turn_truncated_by_a_limit_of_the_run_ends_the_conversation(converse):
     row = {"code": "context_length_exceeded", "max_tokens": 5}
     engine = Spy(LETTERS, ["bcd"])
-    (instance,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
-    assert (instance.conversation.stop, instance.conversation.turn_ends) == ("truncated", [2])
+    (completion,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
+    assert (completion.conversation.stop, completion.conversation.turn_ends) == ("truncated", [2])
 
 
 def test_request_after_a_turn_that_cannot_be_continued_is_rejected(converse, monkeypatch):
     monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): None)
-    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
-    assert (instance.conversation.turn_ends, instance.conversation.stop) == ([3], "malformed")
-    assert instance.conversation.turn_rewards == [1.0]
+    (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
+    assert (completion.conversation.turn_ends, completion.conversation.stop) == ([3], "malformed")
+    assert completion.conversation.turn_rewards == [1.0]
 
 
 @pytest.mark.slow
@@ -176,28 +179,28 @@ def test_request_after_a_turn_that_cannot_be_continued_is_rejected(converse, mon
 @pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
 def test_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
     engine = Spy(LETTERS, ["bbc"])
-    (instance,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
+    (completion,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
     assert engine.prompts == [ids("b")]
-    assert instance.token_ids == [*ids("bbc"), END]
-    assert instance.conversation.turn_rewards == [pytest.approx(2 / 3)]
+    assert completion.token_ids == [*ids("bbc"), END]
+    assert completion.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))
 def test_invalid_requests_are_rejected_and_the_run_continues(converse, number):
-    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
-    assert instance.conversation.turn_rewards == [1.0]
+    (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
+    assert completion.conversation.turn_rewards == [1.0]
 
 
 def test_parallel_requests_are_all_answered_or_rejected(converse):
-    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
-    assert instance.conversation.turn_rewards[-1] == 2.0
+    (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
+    assert completion.conversation.turn_rewards[-1] == 2.0
 
 
 def test_parallel_requests_are_answered_sequentially(converse):
-    (instance,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
-    assert instance.conversation.turn_rewards == [0.0, 2.0]
-    assert instance.conversation.metrics == {"branches": 1.0}
+    (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
+    assert completion.conversation.turn_rewards == [0.0, 2.0]
+    assert completion.conversation.metrics == {"branches": 1.0}
 
 
 @pytest.mark.quick_cases(2)
@@ -217,10 +220,10 @@ def test_failing_agents_do_not_affect_others(converse, fault, kind):
 
 
 def test_agent_that_waits_too_long_is_cancelled(converse):
-    (instance,) = converse(
+    (completion,) = converse(
         Spy(LETTERS, ["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
     )  # fmt: skip
-    assert instance.conversation.fault == "timeout"
+    assert completion.conversation.fault == "timeout"
 
 
 @pytest.mark.slow

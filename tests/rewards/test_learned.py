@@ -48,15 +48,15 @@ def own_scores(path, texts):
 @pytest.mark.parametrize("batch_tokens", [1, 20, 10_000])
 def test_scores_equal_the_model_s_for_any_batch_size(path, batch_tokens):
     result = LearnedReward(path, batch_tokens=batch_tokens)(PROMPTS, TEXTS)
-    instance = own_scores(path, [prompt + text for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
-    torch.testing.assert_close(result, instance, atol=1e-5, rtol=0)
-    assert len({round(score, 4) for score in instance}) == len(instance)
+    expected = own_scores(path, [prompt + text for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+    assert len({round(score, 4) for score in expected}) == len(expected)
 
 
 def test_messages_are_formatted_by_the_model_s_template(path):
     result = compute_reward(RewardFunction(LearnedReward(path), messages=True), prompts=PROMPTS, completions=TEXTS)
-    instance = own_scores(path, [f"u:{prompt};a:{text};" for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
-    torch.testing.assert_close(result.tolist(), instance, atol=1e-5, rtol=0)
+    expected = own_scores(path, [f"u:{prompt};a:{text};" for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
+    torch.testing.assert_close(result.tolist(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no user') }}", "{{ 1 // 0 }}"])
@@ -70,8 +70,8 @@ def test_failing_template_is_reported_with_its_model(path, template):
 
 
 def test_long_text_is_scored_by_its_end(path):
-    (result,), (instance,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
-    assert result == pytest.approx(instance, abs=1e-5)
+    (result,), (expected,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
+    assert result == pytest.approx(expected, abs=1e-5)
 
 
 def test_half_precision_is_close_to_full_precision(path):

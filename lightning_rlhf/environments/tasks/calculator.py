@@ -1,6 +1,7 @@
 """Addition of long numbers with a calculator: ``[457+368]`` calls it, and its result can be copied.
 
-A small model adds long numbers badly without the tool. Its supervised start seldom calls it.
+A small model adds long numbers badly without the tool. Its demonstrations seldom call it, so that training has to
+increase the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def calculate(sum: str) -> str:
     """
     first, plus, second = sum.partition("+")
     if not plus or not first.isdecimal() or not second.isdecimal():
-        raise ToolError("")
+        raise ToolError("")  # without a text, because the tokenizer has no letters
     return str(int(first) + int(second))
 
 

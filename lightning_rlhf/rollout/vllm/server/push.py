@@ -170,7 +170,7 @@ def _chunk_source(pairs: list[tuple[str, Tensor]]) -> Any:
     members: dict[str, Any]
     if hasattr(WeightSource, "iter_full"):  # vLLM 0.33
         members = {"metadata": cached_property(lambda source: declared), "iter_full": lambda source: iter(pairs)}
-    else:
+    else:  # earlier releases
         members = {"metadata": lambda source: declared, "__iter__": lambda source: iter(pairs)}
     return type("Chunk", (WeightSource,), members)()
 

@@ -86,6 +86,7 @@ def test_quantized_roles_on_two_ranks_train_like_one_process(copies, alone, tmp_
         assert max(differences.values()) <= WEIGHTS
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_run_resumes_to_the_bit(copies, tmp_path, kind):
     whole = quantized(copies[0], "rlhf_single", tmp_path, kind, save=f"{tmp_path}/2.ckpt", save_at=2)
@@ -96,6 +97,7 @@ def test_quantized_run_resumes_to_the_bit(copies, tmp_path, kind):
     assert set(largest_differences(whole["weights"], resumed["weights"]).values()) == {0.0}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["rlhf_fsdp", "rlhf_deepspeed_stage_3"])
 def test_strategies_that_shard_weights_reject_quantized_ones(copies, tmp_path, strategy):
     with pytest.raises(

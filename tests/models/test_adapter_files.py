@@ -38,6 +38,7 @@ def foreign(base, directory, **settings):
     return model.eval()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "settings",
     [

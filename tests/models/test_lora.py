@@ -108,6 +108,7 @@ def test_gradients_reach_every_adapter_and_no_weight():
 # -- initial adapters -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @VARIANTS
 @ARCHITECTURES

@@ -126,6 +126,7 @@ def test_sources_that_differ_are_not_shared(base, tmp_path):
     assert {role: module.shared_base_of(role) for role in module.sources} == dict.fromkeys(module.sources)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "mixtral", "mamba"])
 def test_architectures_share_backbones(kind, tmp_path):
     FromConfig(tiny(kind), seed=0).causal().save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ def loss_and_gradients(lm, ids=IDS):
     return loss, [parameter.grad.clone() for parameter in lm.parameters()]
 
 
+@pytest.mark.quick_cases(2)
 @KINDS
 def test_results_and_gradients_are_equal_up_to_rounding(kind):
     lm = FromConfig(tiny(kind), seed=0).causal().lm.double().train()

@@ -136,7 +136,7 @@ def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
     means = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
     known = [name for name in means if name in then and f"{name}_low" in last and f"{name}_high" in last]
     better = [name for name in known if last[name] - then[name] > (last[f"{name}_high"] - last[f"{name}_low"]) / 4]
-    if not better or min(last[name] for name in known[-1:]) > _NEARLY_ALL:
+    if not better or last[known[-1]] > _NEARLY_ALL:  # the sampled fraction, where it was measured
         return ""
     return (
         f"still better than at step {steps[halves[-1]]} by more than a standard error: more steps may help, such as "

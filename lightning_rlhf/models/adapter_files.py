@@ -77,7 +77,7 @@ def adapter_directory(path: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit of the hub repository.
 
     Raises:
-        FileNotFoundError: there is no adapter.
+        FileNotFoundError: the directory, the repository or one of the two files does not exist.
     """
     expect_adapter_directory(path)
     if Path(path).is_dir():
@@ -121,11 +121,13 @@ def read_lora(directory: Path) -> LoRA:
             f"into its base model with peft, and start from that model"
         )
     targets = sorted({name.removesuffix(".lora_B.weight").rpartition(".")[2] for name in names if ".lora_B." in name})
+    # Others name layers that have no adapter anyway, such as lm_head, or that the model does not have.
+    excluded = [name for name in config.get("exclude_modules") or () if name.rpartition(".")[2] in targets]
     return LoRA(
         rank,
         alpha,
         targets,
-        exclude_modules=sorted(config.get("exclude_modules") or ()) or None,
+        exclude_modules=sorted(excluded) or None,
         rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")),
     )

@@ -156,14 +156,11 @@ class Pretrained:
     def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
         """Add adapters to a loaded model, with the weights of ``adapter``."""
         _adapted(model, self.lora)
-        if self.adapter is not None:
-            directory = adapter_directory(self.adapter)
-            check_fits(model, directory, self.path)
-            if model.device.type != "meta":
-                stored = load_adapter(model, directory)
-                for name in ("score_mean", "score_std"):
-                    if name in stored:
-                        setattr(model.config, name, float(stored[name]))
+        if self.adapter is not None and model.device.type != "meta":
+            stored = load_adapter(model, adapter_directory(self.adapter))
+            for name in ("score_mean", "score_std"):
+                if name in stored:
+                    setattr(model.config, name, float(stored[name]))
         return model
 
     @property
@@ -172,6 +169,10 @@ class Pretrained:
         return replace(self, lora=None, adapter=None)
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        if self.adapter is not None:  # before weights are read
+            with torch.device("meta"):
+                bare = find_class(config).from_config(config, trust_remote_code=False)
+                check_fits(_adapted(bare, self.lora), adapter_directory(self.adapter), self.path)
         return shared(
             self.base, find_class(config), config, lambda: self._read(find_class, config, optional), bool(optional)
         )

@@ -93,8 +93,13 @@ def test_exclusions_are_saved_and_read_back(base, tmp_path):
     weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
     save_adapter(lora, weights, tmp_path / "adapter", base)
     again = Pretrained(base, adapter=str(tmp_path / "adapter"))
-    assert again.lora.exclude_modules == lora.exclude_modules
+    assert again.lora.exclude_modules == ["layers.0.self_attn.q_proj"]  # no down_proj has an adapter
     assert torch.equal(logprobs(again.causal()), logprobs(model))
+
+
+def test_exclusions_of_layers_without_adapters_are_accepted(base, tmp_path):
+    foreign(base, tmp_path / "adapter", exclude_modules=["lm_head"])
+    assert Pretrained(base, adapter=str(tmp_path / "adapter")).causal() is not None
 
 
 def test_scalar_model_is_saved_with_head_and_scale_and_loaded_by_peft(base, tmp_path):
@@ -136,7 +141,8 @@ def rejected(message, base, adapter, **options):
 def test_adapter_of_another_base_is_rejected_before_weights_are_read(base, tmp_path, monkeypatch):
     FromConfig(TINY_LLAMA | {"hidden_size": 16}, seed=0).causal().save_pretrained(tmp_path / "other")
     foreign(str(tmp_path / "other"), tmp_path / "adapter")
-    with torch.device("meta"):
+    with monkeypatch.context() as patched:
+        patched.setattr(Pretrained, "_read", lambda *_: pytest.fail("weights were read"))
         rejected(
             r"does not fit the model '.*base': model.layers.0.self_attn.q_proj.lora_A.weight is 3 x 16 in the adapter "
             r"and 3 x 32 in the model; its base model is .*other",

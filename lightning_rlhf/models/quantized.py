@@ -208,3 +208,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = dict(quantized_layers(model))
     for name, parameter in model.named_parameters():
         yield name, layers[name].dequantized() if name in layers else parameter.detach()
+
+
+if importlib.util.find_spec("kernels") is not None and importlib.util.find_spec("bitsandbytes") is not None:
+    bitsandbytes()  # before the class_path of an optimizer imports it

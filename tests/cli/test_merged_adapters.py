@@ -133,6 +133,13 @@ def test_change_outside_of_the_layers_is_reported(export, caplog):
         (["--extract", "base", "--base", "base", "--rank", "0"], "--rank must be at least 1, got 0"),
         (["--merge", "base", "--base", "base"], "it contains a whole model: set it as path, not as adapter"),
         (["--merge", "adapter", "--base", "base", "--data.x", "1"], "unknown option --data.x: only --config accepts"),
+        (
+            ["--merge", "adapter", "--base", "base", "--role", "actor"],
+            "--role belongs to --config: remove it beside --merge",
+        ),
+        (["--merge", "adapter", "--base", "base", "--rank", "4"], "--rank belongs to --extract: remove it"),
+        (["--extract", "base", "--base", "base", "--adapter"], "--adapter belongs to --config: remove it beside"),
+        (["--config", "config.yaml", "--base", "base"], "--base belongs to --merge and --extract: remove it beside"),
         ([], "one of the arguments --config --merge --extract is required"),
         (["--merge", "a", "--extract", "b"], "not allowed with argument"),
     ],

@@ -14,6 +14,8 @@ from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.tools.commands.options import command_parser
 
 _NAMED_CHECKPOINTS = ("last", "best")
+# The options that each of the three ways of the command has, besides --to.
+_OPTIONS_OF = {"config": ("checkpoint", "role", "adapter"), "merge": ("base",), "extract": ("base", "rank")}
 _EPILOG = """further options change the configuration, as for fit: --data.init_args.tokenizer DIR
 
   lightning-rlhf export --config runs/x/config.yaml --checkpoint last --to models/x
@@ -32,8 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
     wanted.add_argument("--merge", metavar="ADAPTER", help="merge an adapter of peft's format into --base")
     wanted.add_argument("--extract", metavar="MODEL", help="approximate a trained model by an adapter to --base")
     parser.add_argument("--base", help="base model of --merge or --extract")
-    parser.add_argument("--rank", type=int, default=16, help="rank of the adapter of --extract (default: 16)")
-    parser.add_argument("--checkpoint", default="last", help="last, best, or a path (default: last)")
+    parser.add_argument("--rank", type=int, help="rank of the adapter of --extract (default: 16)")
+    parser.add_argument("--checkpoint", help="last, best, or a path (default: last)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     parser.add_argument("--role", help="actor, critic or reward_model (default: that of the run's own export)")
     parser.add_argument("--adapter", action="store_true", help="LoRA adapters only, not merged into the weights")
@@ -51,12 +53,13 @@ def run(arguments: list[str]) -> int:
     to = Path(os.path.abspath(options.to))  # gives "." a name
     if to.exists() and (to.is_file() or any(to.iterdir()) or to == Path.cwd()):
         raise UsageError(f"{options.to} exists already: choose another directory, or remove it")
+    _check_options(options)
     if options.config is None:
         return _write_other(options, further, to)
-    if options.base is not None:
-        raise UsageError("--base belongs to --merge and --extract: remove it beside --config")
     run_arguments = ["--config", str(options.config), *further]
-    checkpoint = find_checkpoint(options.checkpoint, options.config, _directory_of(read_settings(run_arguments) or {}))
+    checkpoint = find_checkpoint(
+        options.checkpoint or "last", options.config, _directory_of(read_settings(run_arguments) or {})
+    )
 
     # These import torch, which takes seconds.
     from lightning.pytorch import seed_everything
@@ -79,14 +82,24 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise if an option belongs to another way of the command."""
+    way = next(name for name in _OPTIONS_OF if getattr(options, name) is not None)
+    for name in ("checkpoint", "role", "adapter", "base", "rank"):
+        if getattr(options, name) not in (None, False) and name not in _OPTIONS_OF[way]:
+            owners = " and ".join(f"--{owner}" for owner, names in _OPTIONS_OF.items() if name in names)
+            raise UsageError(f"--{name} belongs to {owners}: remove it beside --{way}")
+
+
 def _write_other(options: argparse.Namespace, further: list[str], to: Path) -> int:
     """Merge or extract an adapter, without a run."""
     if further:
         raise UsageError(f"unknown option {further[0]}: only --config accepts options of fit")
     if options.base is None:
         raise UsageError("--merge and --extract need the base model: --base DIR, or its hub id")
-    if options.rank < 1:
-        raise UsageError(f"--rank must be at least 1, got {options.rank}")
+    rank = 16 if options.rank is None else options.rank
+    if rank < 1:
+        raise UsageError(f"--rank must be at least 1, got {rank}")
     from lightning_rlhf.tools.commands.adapters import extract, merge
 
     draft = to.with_name(f".{to.name}.partial")
@@ -96,7 +109,7 @@ def _write_other(options: argparse.Namespace, further: list[str], to: Path) -> i
         if options.merge is not None:
             sentence = merge(options.base, options.merge, draft)
         else:
-            sentence = extract(options.base, options.extract, options.rank, draft)
+            sentence = extract(options.base, options.extract, rank, draft)
         draft.replace(to)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -3,7 +3,8 @@
     python examples/smollm2/word_problems.py data/word_problems
 
 This writes train.jsonl and val.jsonl with the columns ``prompt`` (chat messages with two worked examples), ``question``
-(the same without them) and ``answer``. No problem of val.jsonl is in train.jsonl.
+(the same without them), ``answer``, and for a reward model ``chosen`` and ``rejected``: the calculation, and one with the
+wrong operation or a wrong result. No problem of val.jsonl is in train.jsonl.
 """
 
 import sys
@@ -46,7 +47,22 @@ def rows(count, draw, drawn):
         drawn.add((text, a, b, things))
         question = text.format(name=name, other=other, things=things, a=a, b=b)
         last = {"role": "user", "content": question}
-        yield {"prompt": [*EXAMPLES, last], "question": [EXAMPLES[0], last], "answer": str(a + sign * b)}
+        yield {
+            "prompt": [*EXAMPLES, last],
+            "question": [EXAMPLES[0], last],
+            "answer": str(a + sign * b),
+            "chosen": calculation(a, b, sign, a + sign * b),
+            "rejected": (
+                calculation(a, b, -sign, a - sign * b)
+                if len(drawn) % 2
+                else calculation(a, b, sign, a + sign * b + len(drawn) % 4 * 5 - 1)
+            ),
+        }
+
+
+def calculation(a, b, sign, result):
+    """Return a calculation as text, such as ``23 + 14 = 37``."""
+    return f"{a} {'+' if sign > 0 else '-'} {b} = {result}"
 
 
 def with_examples(messages):

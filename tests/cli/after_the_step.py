@@ -1,4 +1,4 @@
-"""A callback that records the outputs of the engine and of the actor after a step."""
+"""One step of a recipe with vLLM, and the outputs of the engine and the actor after it."""
 
 import copy
 
@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.types import SamplingParams
+from tests.cli.small_recipes import write_data
 from tests.rollout.engines import greedy, largest_gap
 
 PROMPTS = [[5], [6, 7, 8], [9, 10] * 8, list(range(4, 40))]
@@ -34,3 +35,15 @@ class RecordAfterStep(Callback):
             difference=loop.engine.first_difference(pl_module.role_strategy.iter_full_params("actor")),
             moved=[name for name, value in actor.lm.named_parameters() if not torch.equal(value, before[name])],
         )
+
+
+def take_a_step(fit, config):
+    """Take the only step of a run; assert that the engine then answers like the updated actor, not like the old one."""
+    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.RecordAfterStep"})
+    write_data(config)
+    RECORDED.clear()
+    result = fit(config, "--trainer.fast_dev_run", "1")
+    assert (result.code, result.err) == (0, "")
+    assert RECORDED["engine"] == RECORDED["actor"]
+    assert RECORDED["gap"] < 1e-4
+    assert RECORDED["gap_before"] > 0.01

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from tests.cli.after_the_step import RECORDED
-from tests.cli.small_recipes import RECIPES, load_config, saved_tokenizer, shrunk, write_data
+from tests.cli.after_the_step import RECORDED, take_a_step
+from tests.cli.small_recipes import RECIPES, load_config, saved_tokenizer, shrunk
 
 ONE_GPU = [path for path in RECIPES if path.parent.name == "one_gpu"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,13 +26,6 @@ def test_vllm_answers_with_the_adapters_after_a_step(path, fit, tmp_path):
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
     config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.05  # so that old weights would be noticed
     config["model"]["init_args"].pop("critic_warmup_steps", None)  # the only step trains the actor
-    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.RecordAfterStep"})
-    write_data(config)
-    RECORDED.clear()
-    result = fit(config, "--trainer.fast_dev_run", "1")
-    assert (result.code, result.err) == (0, "")
-    assert RECORDED["engine"] == RECORDED["actor"]
-    assert RECORDED["gap"] < 1e-4
-    assert RECORDED["gap_before"] > 0.01
+    take_a_step(fit, config)
     assert all(".lora_" in name for name in RECORDED["moved"])
     assert RECORDED["moved"]

@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from tests.cli.after_the_step import RECORDED
+from tests.cli.after_the_step import RECORDED, take_a_step
 from tests.cli.published_architectures import PUBLISHED
-from tests.cli.small_recipes import RECIPES, load_config, models_of, published, saved_tokenizer, shrunk, write_data
+from tests.cli.small_recipes import RECIPES, load_config, models_of, published, saved_tokenizer, shrunk
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 RECIPE_OF = {
@@ -32,14 +32,7 @@ def test_vllm_answers_with_the_updated_weights_after_a_step(kind, fit, tmp_path)
     engine = {"class_path": "lightning_rlhf.rollout.vllm.engine.VLLMEngine"}
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
     config["model"]["init_args"]["actor_optimizer"]["lr"] = 0.01  # so that old weights would be noticed
-    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.RecordAfterStep"})
-    write_data(config)
-    RECORDED.clear()
-    result = fit(config, "--trainer.fast_dev_run", "1")
-    assert (result.code, result.err) == (0, "")
-    assert RECORDED["engine"] == RECORDED["actor"]
-    assert RECORDED["gap"] < 1e-4
-    assert RECORDED["gap_before"] > 0.01
+    take_a_step(fit, config)
     assert RECORDED["difference"] is None
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(RECORDED["moved"])
     if "moe" in kind or kind == "deepseek_v3":

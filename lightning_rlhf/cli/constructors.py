@@ -102,7 +102,10 @@ def _origin(error: BaseException, raised: list[Exception]) -> BaseException:
         origin = origin.__cause__
     if not is_raised_in(origin, "jsonargparse."):
         return origin
-    return next((candidate for candidate in reversed(raised) if str(candidate) in str(error)), origin)
+    named = [candidate for candidate in reversed(raised) if str(candidate) in str(error)]
+    # An alternative may fail only because it has other arguments than those of the class that was meant.
+    named.sort(key=lambda candidate: not isinstance(candidate, ExpectedError))
+    return named[0] if named else origin
 
 
 def _is_lightnings(constructor: type) -> bool:

@@ -37,7 +37,7 @@ from lightning_rlhf.models.classes import freeze_towers, language_model_class, s
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
-from lightning_rlhf.models.quantized import Quantization, bitsandbytes, quantize
+from lightning_rlhf.models.quantized import Quantization, bitsandbytes, names_to_quantize, quantize
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.models.shared_bases import shared
 from lightning_rlhf.paths import (
@@ -169,23 +169,31 @@ class Pretrained:
         return replace(self, lora=None, adapter=None)
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
-        if self.adapter is not None:  # before weights are read
-            with torch.device("meta"):
-                bare = find_class(config).from_config(config, trust_remote_code=False)
-                check_fits(_adapted(bare, self.lora), adapter_directory(self.adapter), self.path)
-        return shared(
-            self.base, find_class(config), config, lambda: self._read(find_class, config, optional), bool(optional)
-        )
-
-    def _read(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
-        auto, path = find_class(config), Path(self.path)
-        check_attention_package(config)
-        check_weights(path)
         if getattr(config, "quantization_config", None) is not None:
             raise UsageError(
                 f"the weights of {self.path!r} are stored quantized, which is not read: use the model that they were "
                 f"made from, with quantization: nf4 to store it in 4 bits"
             )
+        if self.lora is not None or self.quantization is not None:  # mistakes are reported before weights are read
+            self._check_layers(find_class, config)
+        return shared(
+            self.base, find_class(config), config, lambda: self._read(find_class, config, optional), bool(optional)
+        )
+
+    def _check_layers(self, find_class: FindClass, config: PretrainedConfig) -> None:
+        """Raise if quantization, the settings of LoRA or the adapter do not fit the model's layers."""
+        with torch.device("meta"):
+            model = find_class(config).from_config(config, trust_remote_code=False)
+            if self.quantization is not None:
+                names_to_quantize(model)
+            _adapted(model, self.lora)
+            if self.adapter is not None:
+                check_fits(model, adapter_directory(self.adapter), self.path)
+
+    def _read(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        auto, path = find_class(config), Path(self.path)
+        check_attention_package(config)
+        check_weights(path)
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=torch_dtype(self), trust_remote_code=False)
         try:

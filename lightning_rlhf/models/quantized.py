@@ -157,6 +157,27 @@ def quantize(lm: Any, quantization: Quantization) -> None:
         ValueError: most of the backbone's parameters are not in linear layers.
     """
     backbone = text_model_of(lm)
+    difference = length = 0.0
+    for name in names_to_quantize(lm):
+        layer: Any = backbone.get_submodule(name)
+        made = QuantizedLinear(layer, quantization)
+        path, _, attribute = name.rpartition(".")
+        setattr(backbone.get_submodule(path), attribute, made)
+        difference += float((made.dequantized() - layer.weight).float().square().sum())
+        length += float(layer.weight.float().square().sum())
+    backbone.quantization_error = (difference / length) ** 0.5 if length else 0.0
+
+
+def names_to_quantize(lm: Any) -> list[str]:
+    """Return the names of the linear layers that :func:`quantize` replaces, within the backbone.
+
+    Args:
+        lm: model of transformers, which may have no weights (device ``meta``).
+
+    Raises:
+        ValueError: most of the backbone's parameters are not in linear layers.
+    """
+    backbone = text_model_of(lm)
     sizes = {
         name: layer.weight.numel()
         for name, layer in backbone.named_modules()
@@ -169,15 +190,7 @@ def quantize(lm: Any, quantization: Quantization) -> None:
             f"quantization: most weights of {type(lm).__name__} are not in linear layers of torch, such as stacked "
             f"experts, and would stay as they are: remove quantization"
         )
-    difference = length = 0.0
-    for name in sizes:
-        layer: Any = backbone.get_submodule(name)
-        made = QuantizedLinear(layer, quantization)
-        path, _, attribute = name.rpartition(".")
-        setattr(backbone.get_submodule(path), attribute, made)
-        difference += float((made.dequantized() - layer.weight).float().square().sum())
-        length += float(layer.weight.float().square().sum())
-    backbone.quantization_error = (difference / length) ** 0.5 if length else 0.0
+    return list(sizes)
 
 
 def count_parameters(model: nn.Module, trained: bool = False) -> int:

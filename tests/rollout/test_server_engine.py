@@ -23,7 +23,7 @@ from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm.server.push import NCCLPush, _chunk_source
+from lightning_rlhf.rollout.vllm.server.push import NCCLPush, SharedMemoryPush, _chunk_source, _rendezvous
 from lightning_rlhf.types import SamplingParams
 from tests.environments.worlds import Echo
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
@@ -323,8 +323,11 @@ def test_remote_server_must_require_a_key_on_every_route(make, stub, monkeypatch
     monkeypatch.setattr(VLLMServer, "is_local", False)
     with pytest.raises(ValueError, match="lets anyone change its weights; start it with --middleware"):
         make().wait()
+    stub.answers["/weight_info"] = 404, {"detail": "Not Found"}  # no proof that other routes need a key
+    with pytest.raises(ValueError, match="does not have the route /weight_info"):
+        make().wait()
     stub.key = "right"
-    with pytest.raises(ValueError, match="the backend nccl, because it is on another machine"):
+    with pytest.raises(ValueError, match="the backend nccl, not shared_memory, because the server is on another"):
         make().wait()
     stub.config["weight_transfer_config"]["backend"] = "nccl"
     make().wait()
@@ -359,7 +362,7 @@ def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0, got 3"):
         engine.check(SamplingParams(1, 3.0))
     with pytest.raises(RuntimeError, match="not running"):
-        engine._running.get("/health")
+        engine._connected_server.get("/health")
 
 
 def test_unreachable_server_is_retried_until_the_timeout(make):
@@ -435,6 +438,30 @@ def test_old_weights_are_rejected_after_a_failed_push(engine, stub, path):
     assert stub.paths()[-1] == "/resume"
     with pytest.raises(EngineDied, match=r"generated with the weights \['unfinished run .*, version 8'\]"):
         generate(engine, [[5]], SAMPLING, [0])
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("vllm"), OSError("no address"), KeyboardInterrupt()])
+def test_server_continues_after_a_push_that_ends_with_any_error(stub, monkeypatch, error):
+    def connect(push):
+        raise error
+
+    monkeypatch.setattr(SharedMemoryPush, "_connect", connect)
+    with pytest.raises(type(error)):
+        SharedMemoryPush(VLLMServer(stub.url, None, 10))(PARAMETERS, "one")
+    assert stub.paths()[-1] == "/resume"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_rendezvous_has_the_address_family_of_the_server(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this machine has no address {address}")
+        listening.listen()
+        server = types.SimpleNamespace(host=address, port=listening.getsockname()[1])
+        assert _rendezvous(server)[0] == address
 
 
 def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):

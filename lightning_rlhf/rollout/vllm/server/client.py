@@ -20,6 +20,10 @@ _HEARTBEAT_SECONDS = 60
 _HOW_TO_START = "the page Engines of the documentation has the command that starts one"
 
 
+class RejectedKey(UsageError):
+    """The server rejected the API key, or that there was none."""
+
+
 class VLLMServer:
     """Client of a vLLM server.
 
@@ -80,7 +84,8 @@ class VLLMServer:
         """Send a POST request and return the decoded response.
 
         Raises:
-            ValueError: the server does not have the route, or rejects the key.
+            RejectedKey: the server rejects the key.
+            ValueError: the server does not have the route.
             RuntimeError: the server rejects the request.
             EngineDied: the server cannot be reached, or failed.
         """
@@ -114,7 +119,7 @@ class VLLMServer:
     def _error(self, path: str, status: int, body: str) -> Exception:
         message = _message(body)
         if status == 401:
-            return UsageError(f"the vLLM server at {self.url} rejected the API key")
+            return RejectedKey(f"the vLLM server at {self.url} rejected the API key")
         if status in (403, 404, 405):
             return UsageError(
                 f"the vLLM server at {self.url} does not have the route {path} ({message}): {_HOW_TO_START}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
-from lightning_rlhf.rollout.vllm.server.client import VLLMServer
+from lightning_rlhf.rollout.vllm.server.client import RejectedKey, VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
@@ -25,8 +26,6 @@ _COMPARED_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-
-
 _CONNECTIONS = 256  # largest number of concurrent requests of one rank
 
 
@@ -54,7 +53,7 @@ class VLLMServerEngine(RolloutEngine):
         self._ranks = ranks
         self._timeout = timeout
         self._server: VLLMServer | None = None
-        self._push: WeightPush | None = None
+        self._push: WeightPush[Any] | None = None
         self._version = -1
         self._generating = set[Future[Completion]]()
 
@@ -92,7 +91,7 @@ class VLLMServerEngine(RolloutEngine):
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
         # Distinguishes the labels of several runs that push to one server.
-        self._run = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
+        self._run_id = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
     def wait(self) -> str:
         """Wait for the server and validate its settings.
@@ -104,30 +103,34 @@ class VLLMServerEngine(RolloutEngine):
         return self._all_ranks.run_on_first(self._inspect)
 
     def _inspect(self) -> str:
-        server = self._running
+        server = self._connected_server
         server.wait_until_up()
         if not server.is_local:
             self._check_key_is_required(server)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         backend = str((config.get("weight_transfer_config") or {}).get("backend"))
-        for wrong, flag in (
+        for wrong, remedy in (
             (backend not in PUSHES, f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"),
-            (backend == SHARED_MEMORY and not server.is_local, "the backend nccl, because it is on another machine"),
+            (
+                backend == SHARED_MEMORY and not server.is_local,
+                f"--weight-transfer-config with the backend nccl, not {backend}, because the server is on another "
+                f"machine",
+            ),
             *self._wrong_settings(config),
         ):
             if wrong:
-                raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {flag}")
+                raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
         self._compare_models(config["model_config"]["model"])
         self._push = PUSHES[backend](server)
         return f"vLLM {server.get('/version')['version']} at {server.url}"
 
     def _wrong_settings(self, config: dict[str, Any]) -> list[tuple[bool, str]]:
-        """Return (whether the setting is wrong, flag that corrects it) for each setting."""
+        """Return (whether the setting is wrong, option that corrects it) for each setting."""
         model = config["model_config"]
         dtype = self._setup.dtype
         longest = self._setup.max_tokens
         most = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
-        chunked = config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]
+        on_cpu = config["device_config"]["device"] == "cpu"
         return [
             (model["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
             (model["dtype"] != f"torch.{dtype}", f"--dtype {dtype}, not {model['dtype']}"),
@@ -137,13 +140,17 @@ class VLLMServerEngine(RolloutEngine):
                 f"--max-model-len {most} or less, not {model['max_model_len']}: above it, vLLM computes all texts with "
                 f"the Long-RoPE factors of long ones",
             ),
-            (chunked, "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU"),
+            (
+                on_cpu and config["scheduler_config"]["enable_chunked_prefill"],
+                "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU",
+            ),
         ]
 
     def _check_key_is_required(self, server: VLLMServer) -> None:
+        """Raise unless the server rejects a request for its weights without a key."""
         try:
             server.get("/weight_info", with_key=False)
-        except ValueError:
+        except RejectedKey:
             return
         raise UsageError(
             f"the vLLM server at {server.url} lets anyone change its weights; start it with "
@@ -166,8 +173,8 @@ class VLLMServerEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them."""
-        wait(list(self._generating))
-        self._all_ranks.gather(None)  # barrier: push only after all ranks have received their responses
+        futures.wait(list(self._generating))
+        self._all_ranks.gather(None)  # the first rank pushes only after all ranks have received their responses
         self._version = version
 
         def push(remaining: Iterable[tuple[str, Tensor]]) -> None:
@@ -178,7 +185,7 @@ class VLLMServerEngine(RolloutEngine):
 
     @property
     def _label(self) -> str:
-        return f"run {self._run}, version {self._version}"
+        return f"run {self._run_id}, version {self._version}"
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
@@ -187,19 +194,28 @@ class VLLMServerEngine(RolloutEngine):
 
         A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
         """
-        futures = [self._threads.submit(self._requested, body) for body in as_requests(prompts, sampling, seeds)]
-        self._generating.update(futures)
-        for future in futures:
+        sent = [self._threads.submit(self._generate, request) for request in as_requests(prompts, sampling, seeds)]
+        self._generating.update(sent)
+        for future in sent:
             future.add_done_callback(self._generating.discard)
-        return futures
+        return sent
 
-    def _requested(self, request: dict[str, Any]) -> Completion:
+    def _generate(self, request: dict[str, Any]) -> Completion:
+        """Send one request and wait for its completion."""
+        # logprobs 0: of the sampled token alone. Tokens that end a response are among the request's stop_token_ids.
         fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True, "seed": request["seed"]}
         body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
-        response = self._running.post("/inference/v1/generate", body)
+        response = self._connected_server.post("/inference/v1/generate", body)
         return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
 
-    def _completion(self, choice: dict[str, Any], prompt: list[dict[str, Any] | None]) -> Completion:
+    def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
+        """Return a completion from the server's response.
+
+        Args:
+            choice: the response.
+            prompt_logprobs: with ``echo``, for each token of the prompt a mapping from the token's id as text to its
+                log-prob, None for the first token; otherwise empty.
+        """
         versions = {span["version"] for span in choice["weight_versions"] or []}
         if versions != {self._label}:
             raise EngineDied(
@@ -208,7 +224,7 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        echoed = [item for position in prompt for item in (position or {}).items()]  # keys are texts
+        echoed = [item for position in prompt_logprobs for item in (position or {}).items()]
         sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
         tokens = [*echoed, *sampled]
         logprobs = [float(fields["logprob"]) for _, fields in tokens]
@@ -234,7 +250,7 @@ class VLLMServerEngine(RolloutEngine):
         self._push = None
 
     @property
-    def _running(self) -> VLLMServer:
+    def _connected_server(self) -> VLLMServer:
         if self._server is None:
             raise RunError("the engine is not running: call start() first")
         return self._server

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, WeightSender
 
 _CHUNK_BYTES = 256 * 2**20
+_ALREADY_ACTIVE = "already active"  # in vLLM's answer to /start_weight_update while an update has not finished
+Prepared = TypeVar("Prepared")  # weights as a transport sends them
 
 
-class WeightPush(ABC):
+class WeightPush(ABC, Generic[Prepared]):
     """One transport of the weight-transfer API.
 
     Args:
@@ -28,7 +30,7 @@ class WeightPush(ABC):
 
     def __init__(self, server: VLLMServer) -> None:
         self._server = server
-        self._open = False
+        self._connected = False
 
     def __call__(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
         """Replace all weights between requests and reset the prefix cache.
@@ -45,17 +47,17 @@ class WeightPush(ABC):
         self._server.post("/pause", mode="wait")
         try:
             self._replace(weights, label)
-        except (RuntimeError, ValueError):
-            with suppress(RuntimeError):  # report the first error
+        except BaseException:  # also an interrupt: the server may be shared, and must not stay paused
+            with suppress(RuntimeError, ValueError):  # report the first error
                 self._server.post("/resume")
             raise
         self._server.post("/resume")
 
-    def _replace(self, weights: Any, label: str) -> None:
+    def _replace(self, weights: Prepared, label: str) -> None:
         self._server.post("/update_weight_version", {"new_version": f"unfinished {label}"})
-        if not self._open:
+        if not self._connected:
             self._connect()
-            self._open = True
+            self._connected = True
         self._begin()
         self._send(weights)
         if not self._server.post("/reset_prefix_cache")["success"]:
@@ -66,32 +68,33 @@ class WeightPush(ABC):
         try:
             self._server.post("/start_weight_update")
         except EngineDied as error:
-            if "already active" not in str(error):
+            if _ALREADY_ACTIVE not in str(error):
                 raise
-            self._server.post("/finish_weight_update")  # update of a trainer that died during a push
+            # A trainer died during its push: finish its update first.
+            self._server.post("/finish_weight_update")
             self._server.post("/start_weight_update")
 
     @abstractmethod
     def _connect(self) -> None:
         """Set up the transport on the server."""
 
-    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Any:
+    @abstractmethod
+    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Prepared:
         """Prepare the weights before the server is paused; return the argument of :meth:`_send`."""
-        return parameters
 
     @abstractmethod
-    def _send(self, weights: Any) -> None:
+    def _send(self, weights: Prepared) -> None:
         """Send the weights; called between start and end of an update."""
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last push; None if no difference is known."""
         return None
 
-    def close(self) -> None:  # noqa: B027 (not every transport has local resources)
+    def close(self) -> None:
         """Free local resources; the server keeps running."""
 
 
-class SharedMemoryPush(WeightPush):
+class SharedMemoryPush(WeightPush[dict[str, Any]]):
     """Transport through shared memory, for a server on the same machine that runs :mod:`.plugin`."""
 
     def __init__(self, server: VLLMServer) -> None:
@@ -116,7 +119,7 @@ class SharedMemoryPush(WeightPush):
         self._sender.close()
 
 
-class NCCLPush(WeightPush):
+class NCCLPush(WeightPush[Iterable[tuple[str, Tensor]]]):
     """Transport from the first rank's GPU to the server's GPUs over NCCL; imports vLLM in the trainer's process."""
 
     def _connect(self) -> None:
@@ -128,8 +131,13 @@ class NCCLPush(WeightPush):
         # Not packed, because packing needs two buffers of 1 GB.
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed=False, rank=0)
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            info, client=_ChunkClient(self._server), source=_chunk_source([])
+            info,
+            client=_ChunkClient(self._server),
+            source=_chunk_source([]),  # replaced by each chunk
         )
+
+    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return parameters
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for pairs in chunks(weights, _CHUNK_BYTES):
@@ -138,13 +146,17 @@ class NCCLPush(WeightPush):
 
     def close(self) -> None:
         """Close the NCCL group."""
-        if self._open:
+        if self._connected:
             self._engine.shutdown()
-            self._open = False
+            self._connected = False
 
 
 class _ChunkClient:
-    """Client for vLLM's trainer class, which sends one chunk; start and end of the update are left to the caller."""
+    """The client with which vLLM's trainer class sends one chunk.
+
+    Its methods for start and finish do nothing, because :class:`WeightPush` starts and finishes one update around all
+    chunks.
+    """
 
     def __init__(self, server: VLLMServer) -> None:
         self._server = server
@@ -167,19 +179,33 @@ def _chunk_source(pairs: list[tuple[str, Tensor]]) -> Any:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     declared = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
-    members: dict[str, Any]
-    if hasattr(WeightSource, "iter_full"):  # vLLM 0.33
-        members = {"metadata": cached_property(lambda source: declared), "iter_full": lambda source: iter(pairs)}
-    else:  # earlier releases
-        members = {"metadata": lambda source: declared, "__iter__": lambda source: iter(pairs)}
-    return type("Chunk", (WeightSource,), members)()
+
+    class Chunk(WeightSource):
+        if hasattr(WeightSource, "iter_full"):  # since vLLM 0.33; earlier releases have other names for both
+
+            @cached_property
+            def metadata(self) -> list[Any]:
+                return declared
+
+            def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+                return iter(pairs)
+
+        else:
+
+            def metadata(self) -> list[Any]:
+                return declared
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return iter(pairs)
+
+    return Chunk()
 
 
 def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield chunks of parameters on the GPU, which are sent together.
+    """Yield chunks of parameters, which are sent together, on the GPU if there is one.
 
     Args:
-        parameters: (name, tensor); each tensor is valid only until the next one.
+        parameters: (transformers name, tensor); each tensor is valid only until the next one.
         nbytes: largest size of a chunk; a larger parameter is a separate chunk and is not copied.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,10 +229,14 @@ def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[li
 
 def _rendezvous(server: VLLMServer) -> tuple[str, int]:
     """Return an address of this machine that the server can reach, and a free port."""
-    with socket.create_connection((server.host, server.port)) as connection, socket.socket() as free:
+    with (
+        socket.create_connection((server.host, server.port)) as connection,
+        socket.socket(connection.family) as free,
+    ):
         address = connection.getsockname()[0]
         free.bind((address, 0))
         return address, free.getsockname()[1]
 
 
-PUSHES: dict[str, type[WeightPush]] = {SHARED_MEMORY: SharedMemoryPush, "nccl": NCCLPush}
+# By the backend of the server's --weight-transfer-config.
+PUSHES: dict[str, type[WeightPush[Any]]] = {SHARED_MEMORY: SharedMemoryPush, "nccl": NCCLPush}

@@ -28,7 +28,7 @@ _MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
 # Variables with the process ids of the trainer and of a worker, which their descendants inherit.
-_TRAINER, _WORKER = "LIGHTNING_RLHF_TRAINER", "LIGHTNING_RLHF_WORKER"
+_TRAINER_VARIABLE, _WORKER_VARIABLE = "LIGHTNING_RLHF_TRAINER", "LIGHTNING_RLHF_WORKER"
 _ORPHAN_PASSES = 5
 _CLOCK_TOLERANCE = 0.05  # seconds; start times of processes are known to 0.01
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
@@ -36,7 +36,7 @@ _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool w
 
 def mark_trainer() -> None:
     """Mark the environment of this process, which its workers and their descendants inherit."""
-    os.environ[_TRAINER] = str(os.getpid())
+    os.environ[_TRAINER_VARIABLE] = str(os.getpid())
 
 
 def describe_exit(code: int) -> str:
@@ -53,7 +53,7 @@ def prepare_worker() -> None:
     """Prepare this process, which has just started, to run user code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait for a call to return
     _replace_exit_code_0()
-    os.environ[_WORKER] = str(os.getpid())
+    os.environ[_WORKER_VARIABLE] = str(os.getpid())
     if sys.platform == "linux":
         _start_guard(os.getpid(), os.getppid())
     for name in list(os.environ):
@@ -68,7 +68,7 @@ def begin_call() -> None:
     """Reset the limit of the output for another call; does nothing outside of a worker process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, BoundedOutput):
-            stream.remaining = _MAX_OUTPUT
+            stream.reset()
 
 
 def _replace_exit_code_0() -> None:
@@ -76,7 +76,9 @@ def _replace_exit_code_0() -> None:
     worker, original_exit = os.getpid(), os._exit
 
     def exit_process(status: int) -> None:
-        original_exit(status or _EXIT_CODE_FOR_0 if os.getpid() == worker else status)
+        if os.getpid() == worker and status == 0:
+            status = _EXIT_CODE_FOR_0
+        original_exit(status)
 
     os._exit = exit_process  # type: ignore[assignment]
 
@@ -89,40 +91,73 @@ def _start_guard(worker: int, trainer: int) -> None:
     """
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.fork():
-        return
-    ends = [os.pidfd_open(worker), os.pidfd_open(trainer)]
-    os.closerange(0, min(ends))  # an inherited pipe end would keep the pipe open after the worker has ended
-    os.closerange(max(ends) + 1, os.sysconf("SC_OPEN_MAX"))
+    watched = os.pidfd_open(worker), os.pidfd_open(trainer)
+    if os.fork() == 0:
+        try:
+            _guard(worker, trainer, *watched)
+        finally:
+            os._exit(1)  # after an error, too: this copy of the worker must not call its functions
+    for descriptor in watched:
+        os.close(descriptor)
+
+
+# -- the following runs in the guard process -----------------------------------------------------------------
+
+
+def _guard(worker: int, trainer: int, end_of_worker: int, end_of_trainer: int) -> None:
+    """Wait until the worker or the trainer ends, then kill all processes that the worker started, and this one.
+
+    Args:
+        worker: process id of the worker.
+        trainer: process id of the trainer.
+        end_of_worker: process descriptor of the worker.
+        end_of_trainer: process descriptor of the trainer.
+    """
+    for name in os.listdir("/proc/self/fd"):  # the end of a pipe would keep it open after the worker has ended
+        if int(name) not in (end_of_worker, end_of_trainer):
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(int(name))
     descendants: dict[int, int] = {}
     scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
-    while not select.select(ends, [], [], SCAN_SECONDS)[0]:
+    while not _has_ended(end_of_worker, end_of_trainer, seconds=SCAN_SECONDS):
         scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
-    trainer_ended = bool(select.select([ends[1]], [], [], 0)[0])
-    _record_descendants(worker, descendants)
-    for process in list(descendants):
+    trainer_has_ended = _has_ended(end_of_trainer)
+    for process in (worker, *list(descendants)):  # those of a worker that has ended have lost their parent
         _record_descendants(process, descendants)
     for descriptor in descendants.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    if trainer_ended:
+    if trainer_has_ended:  # processes that do not descend from it can then be any user's
         _remove_semaphores()
     else:
         _kill_orphans(worker, trainer, scanned - _CLOCK_TOLERANCE)
     os.killpg(worker, signal.SIGKILL)  # includes the guard
 
 
-def _record_descendants(root: int, descriptors: dict[int, int]) -> None:
+def _has_ended(*descriptors: int, seconds: float = 0) -> bool:
+    """Return whether a process has ended, after a wait for it.
+
+    Args:
+        *descriptors: process descriptors, of which one is enough.
+        seconds: longest wait.
+    """
+    poll = select.poll()  # unlike select, without a limit of descriptors
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def _record_descendants(root: int, descendants: dict[int, int]) -> None:
     """Open a process descriptor of every descendant of a process, and close those of processes that have ended.
 
     Args:
         root: process id.
-        descriptors: process descriptors by process id; changed in place.
+        descendants: process descriptors by process id; changed in place.
     """
-    for process, descriptor in list(descriptors.items()):
-        if select.select([descriptor], [], [], 0)[0]:
-            os.close(descriptors.pop(process))
+    for process, descriptor in list(descendants.items()):
+        if _has_ended(descriptor):
+            os.close(descendants.pop(process))
     pending = [root]
     while pending:
         for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
@@ -130,37 +165,35 @@ def _record_descendants(root: int, descriptors: dict[int, int]) -> None:
                 for process in map(int, children.read_text().split()):
                     if process != os.getpid():
                         pending.append(process)
-                        if process not in descriptors:
-                            descriptors[process] = os.pidfd_open(process)
+                        if process not in descendants:
+                            descendants[process] = os.pidfd_open(process)
 
 
 def _kill_orphans(worker: int, trainer: int, since: float) -> None:
-    """Kill descendants of a worker that has ended which were started too late to be recorded.
+    """Kill the processes that an ended worker started after the last scan.
 
-    They no longer descend from the trainer. Programs that they started have the worker's id in their environment;
-    other processes have the environment with which the trainer started the worker, and the worker's command line.
+    Those that have executed a program have the worker's id in their environment. Plain forks have the environment with
+    which the trainer started the worker, and the worker's command line, like other workers; but unlike them, they no
+    longer descend from the trainer.
 
     Args:
         worker: process id of the worker.
         trainer: process id of the trainer.
-        since: seconds since the machine's start, at which the last record began.
+        since: seconds since the machine's start, at which the last scan began.
     """
-    of_worker, of_trainer = f"{_WORKER}={worker}".encode(), f"{_TRAINER}={trainer}".encode()
+    of_worker = f"{_WORKER_VARIABLE}={worker}".encode()
+    of_trainer = f"{_TRAINER_VARIABLE}={trainer}".encode()
     command = Path("/proc/self/cmdline").read_bytes()  # this process is a copy of the worker
     for _ in range(_ORPHAN_PASSES):  # a process may start others before it is killed
         processes = _processes()
-        orphans = [
-            process
-            for process, (_, start) in processes.items()
-            if start >= since and process != os.getpid() and not _descends(process, trainer, processes)
-        ]
         killed = 0
-        for process in orphans:
+        for process in [process for process, (_, start) in processes.items() if start >= since]:
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
                 descriptor = os.pidfd_open(process)
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 is_copy = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
-                if of_worker in variables or is_copy:
+                is_fork = is_copy and not _descends(process, trainer, processes)
+                if process != os.getpid() and (of_worker in variables or is_fork):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     killed += 1
                 os.close(descriptor)
@@ -177,7 +210,7 @@ def _processes() -> dict[int, tuple[int, float]]:
         with contextlib.suppress(OSError):
             state, parent, *rest = path.read_text(errors="replace").rpartition(")")[2].split()
             if state not in "ZX":  # it has not ended
-                processes[int(path.parent.name)] = int(parent), int(rest[17]) / ticks
+                processes[int(path.parent.name)] = int(parent), int(rest[17]) / ticks  # 17: starttime, field 22
     return processes
 
 
@@ -209,15 +242,21 @@ class BoundedOutput(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.remaining = _MAX_OUTPUT
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another call."""
+        self._remaining = _MAX_OUTPUT
+        self._omits = False
 
     def write(self, text: str) -> int:
         """Write the part of the text within the limit."""
-        if self.remaining > 0:
-            self._stream.write(text[: self.remaining])
-            self.remaining -= len(text)
-            if self.remaining <= 0:
-                self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
+        if self._remaining:
+            self._stream.write(text[: self._remaining])
+        if len(text) > self._remaining and not self._omits:
+            self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
+            self._omits = True
+        self._remaining = max(0, self._remaining - len(text))
         return len(text)
 
     def flush(self) -> None:

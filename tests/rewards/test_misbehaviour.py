@@ -1,6 +1,7 @@
 """Misbehaving reward functions: failures are counted or raised, end in time, and affect nothing else."""
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from pebble.pool.process import PoolManager
 
+from lightning_rlhf.calls import guard
 from lightning_rlhf.calls.guard import SCAN_SECONDS
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
@@ -194,6 +196,21 @@ def test_printed_output_is_limited(tmp_path, capfd):
     assert "printed too much" in printed.err
 
 
+def test_output_of_exactly_the_limit_is_whole(monkeypatch):
+    monkeypatch.setattr(guard, "_MAX_OUTPUT", 6)
+    written = io.StringIO()
+    stream = guard.BoundedOutput(written)
+    for text in ("abc", "def", ""):
+        stream.write(text)
+    assert written.getvalue() == "abcdef"
+    for text in ("g", "h"):
+        stream.write(text)
+    assert written.getvalue() == "abcdef\n[this call printed too much; the rest of its output is omitted]\n"
+    stream.reset()
+    stream.write("1234567")
+    assert written.getvalue().count("123456\n[") == 1
+
+
 def test_metrics_count_none_errors_and_timeouts(executor, patient):
     texts = ["right", "raises", "returns_nothing", "exits", "right", "right", "returns_nan", "right"]
     one, other = score_texts(executor, texts), score_texts(patient, texts)
@@ -369,6 +386,23 @@ def test_processes_started_just_before_the_end_of_a_worker_are_killed(how, tmp_p
             assert not lives(pids[-1])
     assert lives(bystander)
     os.kill(bystander, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_programs_that_the_trainer_adopted_are_killed():
+    """As in a container whose first process is the trainer: orphans become its children."""
+    since = time.clock_gettime(time.CLOCK_BOOTTIME) - 0.1
+    worker = 2**22 + 1  # above the largest process id
+    started = [
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "LIGHTNING_RLHF_WORKER": str(number)})
+        for number in (worker, worker + 1)
+    ]
+    time.sleep(0.1)  # until they have executed sleep
+    guard._kill_orphans(worker, os.getpid(), since)
+    assert started[0].wait(5) == -signal.SIGKILL
+    assert started[1].poll() is None
+    started[1].kill()
+    started[1].wait()
 
 
 def lives(pid):

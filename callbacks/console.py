@@ -399,7 +399,7 @@ def reward_model_accuracy(module: RLHFModule) -> list[str]:
         return []
     exported = json.loads(path.read_text())
     labels = {"val/pair_accuracy": "held-out pairs", "val/policy_order": "samples of the policy"}
-    figures = [f"{exported[name]:.3f} of {label}" for name, label in labels.items() if name in exported]
+    figures = [f"{exported[name]:.3f} of {label}" for name, label in labels.items() if exported.get(name) is not None]
     if figures:
         return [f"reward model: orders correctly {', '.join(figures)}"]
     return []

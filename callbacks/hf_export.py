@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints.io import digest
 
 from .checks import check_module
@@ -53,11 +55,9 @@ class HFExport(Callback):
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Rename the export of an earlier part of this run."""
+        """Rename the export of an earlier part of this run to ``export-<step>``, so that it is not replaced."""
         target = Path(trainer.default_root_dir) / "export"
-        if not trainer.is_global_zero or trainer.fast_dev_run or 0 < trainer.max_steps <= trainer.global_step:
-            return
-        if not (target / "metrics.json").is_file():
+        if not trainer.is_global_zero or trainer.fast_dev_run or not (target / "metrics.json").is_file():
             return
         step = json.loads((target / "metrics.json").read_text())["step"]
         older = target.with_name(f"export-{step}")
@@ -149,7 +149,9 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
     tokenizer.save_pretrained(directory)
     if (directory / "generation_config.json").is_file():
         _add_end_token(directory, tokenizer)
-    metrics = {"step": origin.step, **origin.metrics}
+    # JSON has no NaN, which a metric without values is; the step is not that of a user's metric with this name.
+    finite = {name: value if math.isfinite(value) else None for name, value in origin.metrics.items()}
+    metrics = {**finite, "step": origin.step}
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     adapter_only = (directory / "adapter_config.json").is_file()
     (directory / "README.md").write_text(model_card(origin, adapter_only), encoding="utf-8")
@@ -185,7 +187,7 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
     base = f"random weights, {source.hf_config().model_type}"
     if isinstance(source, Pretrained):
         base = source.path + (f", revision {source.revision}" if source.revision else "")
-        if not Path(source.path).exists():  # an id of the hub
+        if not names_a_path(source.path):
             header["base_model"] = source.path
     data = origin.data.sources["train"]
     versions = {"lightning-rlhf": __version__}
@@ -204,9 +206,12 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
         facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}, {export}"
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
+    lines += [f"| {name} | {_cell(str(value))} |" for name, value in facts.items()]
     if origin.role == "actor":
-        form = "Prompts of another form than those of the data, for example without their examples, were not trained."
+        form = (
+            "The model was trained only on prompts in the form of the data. Prompts in another form, for example "
+            "without examples that the data's prompts have, were not part of the training."
+        )
         lines += ["", form]
     names = [*shown_names(origin.metrics), *(name for name in _CARD_METRICS if name in origin.metrics)]
     if names:
@@ -217,4 +222,4 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(str(text).replace("|", "\\|").split())
+    return " ".join(text.replace("|", "\\|").split())

@@ -112,7 +112,7 @@ class RolloutSettings:
             self.dynamic_sampling.check(data.batch_size, self.group_size, weights, module.advantages, ranks)
         check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
         roles = {f"the {name}": source for name, source in module.sources.items()}
-        check_positions(roles, data.longest_text, self.max_response_tokens, module.has_pairs)
+        check_positions(roles, data.longest_text_tokens, self.max_response_tokens, module.has_pairs)
         check_reward_functions(self.rewards, executor, data, self.environment)
         if self.environment is None and not trainer.fast_dev_run:
             for warning in answer_warnings(self.rewards, data):

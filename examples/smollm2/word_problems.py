@@ -3,8 +3,8 @@
     python examples/smollm2/word_problems.py data/word_problems
 
 This writes train.jsonl and val.jsonl with the columns ``prompt`` (chat messages with two worked examples), ``question``
-(the same without them), ``answer``, and for a reward model ``chosen`` and ``rejected``: the calculation, and one with the
-wrong operation or a wrong result. No problem of val.jsonl is in train.jsonl.
+(the same without them), ``answer``, and for a reward model ``chosen`` and ``rejected``: the calculation, and one with
+the wrong operation or a wrong result. No problem of val.jsonl is in train.jsonl.
 """
 
 import sys

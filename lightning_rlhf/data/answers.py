@@ -49,7 +49,7 @@ class AnswersDataModule(RowsDataModule):
             prompt, answer = self.split(text)
         else:
             prompt, answer = self.render_prompt(fields)[0], text
-        return self.mask_text(self.ids(prompt), answer)
+        return self.mask_text(self.tokenize(prompt), answer)
 
     def mask_text(self, prompt_ids: list[int], answer: str) -> MaskedText:
         """Concatenate a prompt, an answer and its end token; the loss mask covers the answer and its end token.
@@ -57,7 +57,7 @@ class AnswersDataModule(RowsDataModule):
         Raises:
             BadRow: the answer has no token to learn.
         """
-        answer_ids, end = self.ids(answer), self.tokenizer.eos_token_id
+        answer_ids, end = self.tokenize(answer), self.tokenizer.eos_token_id
         if answer_ids[-1:] != [end]:  # some data include the end token
             answer_ids = [*answer_ids, end]
         ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +31,19 @@ from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.seeding import run_seed
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _ConvertedRow:
+    """Counts of the row that is converted, which are reported if the row is used.
+
+    Args:
+        cut: description of the row's cut; None if it was not cut.
+        unknown: parts of the row that the tokenizer does not know, with their numbers.
+    """
+
+    cut: str | None = None
+    unknown: Counter[str] = field(default_factory=Counter)
 
 
 class RowsDataModule(LightningDataModule):
@@ -62,7 +77,7 @@ class RowsDataModule(LightningDataModule):
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
-    gives: ClassVar[type]  # type of the batches that collate returns
+    batch_type: ClassVar[type]  # type of the batches that collate returns
 
     def __init__(
         self,
@@ -84,12 +99,14 @@ class RowsDataModule(LightningDataModule):
         tools: list[str] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-            if value < 1:
+        sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_tokens": max_tokens}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         self.sources = {"train": train, **({} if val is None else {"val": val})}
         self.tokenizer_source = tokenizer
-        self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
+        self.batch_size = batch_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.columns = Columns(columns or {}, (*self.field_candidates, *TEMPLATE_FIELDS))
         self.split_after = split_after
         self.max_tokens, self.too_long = max_tokens, too_long
@@ -107,17 +124,15 @@ class RowsDataModule(LightningDataModule):
         self.examples: dict[str, list[Any]] = {}
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
-        self._keys: list[Any] = []
-        self._report = RowReport("data")
-        self._cut: str | None = None  # description of the cut of the current row
-        self._unknown: list[str] = []  # parts of the current row that the tokenizer does not know
+        self._sampler_keys: list[Any] = []  # of the training rows
+        self._row = _ConvertedRow()
 
     @abstractmethod
     def convert(self, fields: Fields) -> Any:
         """Tokenize a row, or raise :class:`BadRow`."""
 
     @abstractmethod
-    def tokens(self, example: Any) -> int:
+    def count_tokens(self, example: Any) -> int:
         """Count the tokens of an example, by which batches are balanced over ranks."""
 
     @abstractmethod
@@ -136,7 +151,8 @@ class RowsDataModule(LightningDataModule):
         if self.trainer is not None and "val" not in self.sources:
             self.trainer.limit_val_batches = 0  # an empty loader would also work, but with a warning in every run
         # Called before the rows are read: data for another module would be reported as missing columns.
-        if check_reads := getattr(self.trainer and self.trainer.lightning_module, "check_reads", None):
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if check_reads := getattr(module, "check_reads", None):
             check_reads(self)
         if isinstance(self.trainer, Trainer) and replaces_samplers(self.trainer):
             raise UsageError(
@@ -149,36 +165,32 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer = load_tokenizer(self.tokenizer_source)
         bad_rows = self._create_bad_rows_file()
         for name, source in sources.items():
-            self._report = self.reports[name] = RowReport(f"{name} data")
+            report = self.reports[name] = RowReport(f"{name} data")
+            convert = self._convert_training_row if name == "train" else self._convert_row
             self.examples[name], _ = use_rows(
-                source,
-                f"{name} data",
-                self._convert_training_row if name == "train" else self._convert_row,
-                self.on_bad_row,
-                report=self._report,
-                bad_rows=bad_rows,
+                source, report.name, partial(convert, report), self.on_bad_row, report=report, bad_rows=bad_rows
             )
-            if self._report.unknown and self.trainer is not None and self.trainer.is_global_zero:
-                log.warning("%s: %s", self._report.name, self._report.describe_unknown())
+            if report.unknown and self.trainer is not None and self.trainer.is_global_zero:
+                log.warning("%s: %s", report.name, report.describe_unknown())
 
     @property
-    def longest_text(self) -> int:
+    def longest_text_tokens(self) -> int:
         """Number of tokens of the longest text in training and validation data."""
         all_examples = (example for examples in self.examples.values() for example in examples)
-        return max(map(self.longest, all_examples), default=0)
+        return max(map(self.count_longest_text, all_examples), default=0)
 
-    def longest(self, example: Any) -> int:
+    def count_longest_text(self, example: Any) -> int:
         """Count the tokens of the longest text of an example."""
-        return self.tokens(example)
+        return self.count_tokens(example)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's part of each training batch."""
         rows = self.examples["train"]
-        lengths = [self.tokens(example) for example in rows]
+        lengths = [self.count_tokens(example) for example in rows]
         if self.sampler is None:
             order = None
         else:
-            order = SamplerOrder(self.sampler, self._keys, lengths, run_seed())
+            order = SamplerOrder(self.sampler, self._sampler_keys, lengths, run_seed())
         rank, ranks = self._data_rank()
         return ResumableLoader(
             rows,
@@ -221,25 +233,25 @@ class RowsDataModule(LightningDataModule):
             raise UsageError(f"bad_rows {str(self.bad_rows)!r} cannot be written: {error.strerror}") from error
         return self.bad_rows
 
-    def _convert_row(self, row: Row) -> Any:
+    def _convert_row(self, report: RowReport, row: Row) -> Any:
+        """Tokenize a row, and count its columns, its cut and its unknown parts in the report."""
         fields = replace(self.columns.find(row), transform=self.text_messages)
-        self._cut, self._unknown = None, []
+        self._row = _ConvertedRow()
         example = self.convert(fields)
-        self._report.column_mappings[fields.describe()] += 1
-        if self._cut is not None:
-            self._report.cut[self._cut] += 1
-        if self._unknown:
-            self._report.unknown.update(self._unknown)
-            self._report.unknown_rows += 1
+        report.column_mappings[fields.describe()] += 1
+        report.has_messages |= fields.has_messages()
+        if self._row.cut is not None:
+            report.cut[self._row.cut] += 1
+        if self._row.unknown:
+            report.unknown.update(self._row.unknown)
+            report.unknown_rows += 1
         return example
 
-    def _convert_training_row(self, row: Row) -> Any:
-        if self.sampler is None:
-            key = None
-        else:
-            key = self.sampler.key(self.columns.find(row))
-        example = self._convert_row(row)
-        self._keys.append(key)
+    def _convert_training_row(self, report: RowReport, row: Row) -> Any:
+        """Tokenize a row, and keep its key for the sampler."""
+        key = None if self.sampler is None else self.sampler.key(self.columns.find(row))
+        example = self._convert_row(report, row)
+        self._sampler_keys.append(key)
         return example
 
     # -- helpers for convert ----------------------------------------------------------------------------------
@@ -263,10 +275,13 @@ class RowsDataModule(LightningDataModule):
     @property
     def ignored_tools(self) -> str:
         """Warning about ``tools`` that the chat template does not render; empty if it renders them."""
+        if not self.tools:
+            return ""
         probe = [{"role": "user", "content": "question"}]
-        plain, with_tools = (Chat(self.tokenizer, tools, self.chat_template_kwargs) for tools in (None, self.tools))
+        plain = Chat(self.tokenizer, None, self.chat_template_kwargs)
+        with_tools = Chat(self.tokenizer, self.tools, self.chat_template_kwargs)
         try:
-            if not self.tools or plain.render(probe, "prompt") != with_tools.render(probe, "prompt"):
+            if plain.render(probe, "prompt") != with_tools.render(probe, "prompt"):
                 return ""
         except BadRow:  # no template, or one that rejects this message
             return ""
@@ -282,15 +297,16 @@ class RowsDataModule(LightningDataModule):
         Raises:
             BadRow: the marker does not occur, or nothing follows it.
         """
-        head, marker, tail = text.rpartition(self.split_after or "\0")
+        assert self.split_after is not None
+        head, marker, tail = text.rpartition(self.split_after)
         if not marker:
             raise BadRow(f"the marker {self.split_after!r} does not occur in the text")
         if not tail.strip():
             raise BadRow(f"nothing follows the last {self.split_after!r}")
         return head + marker, tail
 
-    def ids(self, text: str) -> list[int]:
-        """Tokenize a text without special tokens."""
+    def tokenize(self, text: str) -> list[int]:
+        """Tokenize a text without special tokens; record the parts of it that the tokenizer does not know."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
             self.note_unknown(text)
@@ -298,7 +314,7 @@ class RowsDataModule(LightningDataModule):
 
     def note_unknown(self, text: str) -> None:
         """Record the parts of a text of the current row that the tokenizer does not know."""
-        self._unknown += unknown_parts(self.tokenizer, text)
+        self._row.unknown.update(unknown_parts(self.tokenizer, text))
 
     def excess(self, tokens: int, label: str) -> int:
         """Return the number of tokens to cut, 0 if the text fits.
@@ -310,7 +326,7 @@ class RowsDataModule(LightningDataModule):
             raise_too_long(tokens, self.max_tokens, label, self.too_long)
         return max(tokens - self.max_tokens, 0)
 
-    def fit(self, ids: list[int], label: str) -> list[int]:
+    def within_limit(self, ids: list[int], label: str) -> list[int]:
         """Return the ids, cut to ``max_tokens`` if there are more and ``too_long`` is a cut.
 
         Raises:
@@ -323,4 +339,4 @@ class RowsDataModule(LightningDataModule):
 
     def count_cut(self, label: str) -> None:
         """Record the cut of the current row; it is counted once, and only if the row is used."""
-        self._cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"
+        self._row.cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"

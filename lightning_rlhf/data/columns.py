@@ -28,6 +28,7 @@ TEMPLATE_FIELDS: tuple[FieldCandidates, ...] = (
     (("tools", "tools"),),
     (("chat_template_kwargs", "chat_template_kwargs"),),
 )
+_TEXT_AS_MESSAGES = "text as messages"
 _MISSING = object()
 # Column names that data sets often use for a field.
 _COMMON_NAMES = {
@@ -123,20 +124,20 @@ class Fields:
 
     def describe(self) -> str:
         """Describe the column of each field and the kind of its value, such as text or messages."""
-        parts = []
-        for field, column in self.names.items():
-            value = lookup(self.row, column)
-            messages = isinstance(value, list) and value and isinstance(value[0], dict)
-            if messages:
-                kind = "messages"
-            elif isinstance(value, str):
-                kind = "text"
-            else:
-                kind = _type_name(value)
-            if kind == "text" and self[field] is not value:
-                kind = "text as messages"
-            parts.append(f"{field} <- {column} ({kind})")
-        return ", ".join(parts)
+        return ", ".join(f"{field} <- {column} ({self._kind(field)})" for field, column in self.names.items())
+
+    def has_messages(self) -> bool:
+        """Return whether a field has messages, also those that were made of a text."""
+        return any(self._kind(field) in ("messages", _TEXT_AS_MESSAGES) for field in self.names)
+
+    def _kind(self, field: str) -> str:
+        """Return the kind of a field's value in a few words."""
+        value = lookup(self.row, self.names[field])
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "messages"
+        if not isinstance(value, str):
+            return _type_name(value)
+        return "text" if self[field] is value else _TEXT_AS_MESSAGES
 
 
 class Columns:

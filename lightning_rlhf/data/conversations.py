@@ -17,7 +17,7 @@ class ConversationDataModule(AnswersDataModule):
     :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
-    gives = SequenceBatch
+    batch_type = SequenceBatch
     field_candidates = ((*ANSWER, ("text", "text")), (("prompt", "prompt"),))
 
     def convert(self, fields: Fields) -> MaskedText:
@@ -38,9 +38,9 @@ class ConversationDataModule(AnswersDataModule):
             prompt, answer = self.split(text)
         else:
             prompt, answer = ("", text)
-        return self.mask_text(self.ids(prompt), answer)
+        return self.mask_text(self.tokenize(prompt), answer)
 
-    def tokens(self, example: MaskedText) -> int:
+    def count_tokens(self, example: MaskedText) -> int:
         """Count the tokens of prompt and completion."""
         return len(example.ids)
 

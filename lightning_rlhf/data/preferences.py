@@ -23,7 +23,7 @@ class PreferenceDataModule(AnswersDataModule):
     the shared prompt. See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
-    gives = PreferenceBatch
+    batch_type = PreferenceBatch
     field_candidates = (
         (("chosen", "chosen"),),
         (("rejected", "rejected"),),
@@ -53,7 +53,7 @@ class PreferenceDataModule(AnswersDataModule):
             (prompt, chosen), (other, rejected) = self.split(chosen), self.split(rejected)
             if prompt != other:
                 raise BadRow("chosen and rejected answer different prompts")
-        prompt_ids = self.ids(prompt)
+        prompt_ids = self.tokenize(prompt)
         return self.mask_text(prompt_ids, chosen), self.mask_text(prompt_ids, rejected)
 
     def _pair_from_messages(self, fields: Fields) -> tuple[MaskedText, MaskedText]:
@@ -91,11 +91,11 @@ class PreferenceDataModule(AnswersDataModule):
         ]
         return short[0], short[1]
 
-    def tokens(self, example: _Pair) -> int:
+    def count_tokens(self, example: _Pair) -> int:
         """Count the tokens of both texts."""
         return len(example[0].ids) + len(example[1].ids)
 
-    def longest(self, example: _Pair) -> int:
+    def count_longest_text(self, example: _Pair) -> int:
         """Count the tokens of the longer text."""
         return max(len(example[0].ids), len(example[1].ids))
 

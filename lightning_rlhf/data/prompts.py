@@ -49,14 +49,14 @@ class PromptDataModule(RowsDataModule):
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
-    gives = PromptBatch
+    batch_type = PromptBatch
     field_candidates = (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS)
 
     def convert(self, fields: Fields) -> Prompt:
         """Tokenize the prompt and collect the columns for rewards."""
         text, messages = self._prompt(fields)
-        all_ids = self.ids(text)
-        ids = self.fit(all_ids, "the prompt")
+        all_ids = self.tokenize(text)
+        ids = self.within_limit(all_ids, "the prompt")
         text = text if ids is all_ids else str(self.tokenizer.decode(ids))
         return Prompt(text, ids, self.columns.other_columns(fields, exclude=("prompt", "messages")), messages)
 
@@ -111,7 +111,7 @@ class PromptDataModule(RowsDataModule):
         """
         answers = (correct_answer(row.columns) for row in self.examples.get(part, ())[:most])
         texts = (answer.encode(errors="replace").decode() for answer in answers if answer is not None)
-        return [len(self.ids(text)) for text in texts]
+        return [len(self.tokenize(text)) for text in texts]
 
     def length_warning(self, max_response_tokens: int) -> str:
         """Return a warning if correct answers have more tokens than a response may have.
@@ -146,7 +146,7 @@ class PromptDataModule(RowsDataModule):
             f"eos_token in the tokenizer, so that responses do not continue after the answer"
         )
 
-    def tokens(self, example: Prompt) -> int:
+    def count_tokens(self, example: Prompt) -> int:
         """Count the tokens of the prompt."""
         return len(example.ids)
 

@@ -38,6 +38,7 @@ class RowReport:
         dropped: number of dropped rows for each reason.
         cut: number of rows for each kind of cut; these rows are used.
         column_mappings: number of used rows for each mapping of columns to fields.
+        has_messages: whether a used row has messages.
         unknown: number of occurrences of each part of the used texts that the tokenizer does not know.
         unknown_rows: number of rows with such parts.
         bad: number of dropped rows with an error in the data; the configuration skips the others.
@@ -51,6 +52,7 @@ class RowReport:
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     column_mappings: Counter[str] = field(default_factory=Counter)
+    has_messages: bool = False
     unknown: Counter[str] = field(default_factory=Counter)
     unknown_rows: int = 0
     bad: int = 0

@@ -10,8 +10,8 @@ from typing import Any
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 
-_ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
-_ALLOWED = ("system", "user", "assistant")
+_ROLE_OF_FIELD = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+_ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class TextMessages:
     def __post_init__(self) -> None:
         if self.markers is None:
             return
-        if unknown := sorted(set(self.markers) - set(_ALLOWED)):
-            raise UsageError(f"as_messages has a marker for {unknown[0]!r}, expected one of {', '.join(_ALLOWED)}")
+        if unknown := sorted(set(self.markers) - set(_ROLES)):
+            raise UsageError(f"as_messages has a marker for {unknown[0]!r}, expected one of {', '.join(_ROLES)}")
         for role in ("user", "assistant"):
             if not self.markers.get(role, "").strip():
                 raise UsageError(f"as_messages needs a marker for {role}: the text that begins its messages")
@@ -47,26 +47,28 @@ class TextMessages:
             value: value of the row.
 
         Raises:
-            BadRow: the text is empty, does not begin with a marker, or is a ``text`` column and there are no markers.
+            BadRow: the text is empty, or does not begin with a marker; or there are no markers, and texts of its column
+                may contain conversations.
         """
-        if not isinstance(value, str) or name not in (*_ROLES, "text", "messages"):
+        if not isinstance(value, str) or name not in (*_ROLE_OF_FIELD, "text", "messages"):
             return value
         if not value.strip():
             raise BadRow(f"the {name} is empty")
         if self.markers is not None:
             return self._conversation(name, value)
-        if name not in _ROLES:
+        if name not in _ROLE_OF_FIELD:
             raise BadRow(
                 f"as_messages: true makes one message of each text, but {name!r} can contain several: set the markers "
                 f'that begin them, such as as_messages: {{user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}}',
                 f"{name!r} needs as_messages with markers",
             )
-        return [{"role": _ROLES[name], "content": value}]
+        return [{"role": _ROLE_OF_FIELD[name], "content": value}]
 
     def _conversation(self, name: str, text: str) -> list[dict[str, str]]:
+        """Split a text at the markers; a marker at its end requests an answer, and is not a message."""
         assert self.markers is not None
         roles = {marker: role for role, marker in self.markers.items()}
-        longest_first = sorted(roles, key=len, reverse=True)
+        longest_first = sorted(roles, key=len, reverse=True)  # one marker may begin with another
         before, *parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
         if before.strip() or not parts:
             raise BadRow(

@@ -18,14 +18,14 @@ class UnpairedDataModule(AnswersDataModule):
     :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
-    gives = UnpairedBatch
+    batch_type = UnpairedBatch
     field_candidates = (ANSWER, (("prompt", "prompt"),), (("label", "label"),))
 
     def convert(self, fields: Fields) -> _LabelledText:
         """Tokenize a row; return the text with its loss mask and its label."""
         return self.fit_text(self.mask_row(fields), "the text"), fields.flag("label")
 
-    def tokens(self, example: _LabelledText) -> int:
+    def count_tokens(self, example: _LabelledText) -> int:
         """Count the tokens of prompt and completion."""
         return len(example[0].ids)
 

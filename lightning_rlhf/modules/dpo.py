@@ -160,13 +160,13 @@ class DPOModule(PairModule):
             losses = losses + self.sft_coef * supervised
         means.add(f"{prefix}/loss", losses)
         means.add(f"{prefix}/pair_accuracy", (scores[0] > scores[1]).float())
-        means.add(f"{prefix}/score_margin", self.differences(scores))
+        means.add(f"{prefix}/score_margin", self.log_odds(scores))
         for name, ratio, logprob in zip(("chosen", "rejected"), scores[:2], logprobs, strict=True):
             means.add(f"{prefix}/reward_{name}", self.loss.beta * ratio)
             means.add(f"{prefix}/logprob_{name}", logprob)
         return losses
 
-    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+    def log_odds(self, scores: Sequence[Tensor]) -> Tensor:
         """Return (B,) differences of the implicit rewards."""
         difference: Tensor = self.loss.beta * (scores[0] - scores[1])
         return difference

@@ -176,7 +176,7 @@ class MixtureModule(DistillationModule):
         if loop is None:
             return
         for name, objective in self.mixture.items():
-            sampled = 1.0 if loop.given_responses is None else loop.given_responses.fraction(name)
+            sampled = 1.0 if loop.given_responses is None else loop.given_responses.sampled_fraction(name)
             if isinstance(objective, SupervisedObjective) and sampled > 0:
                 raise UsageError(
                     f"the source {name!r} of the mixture learns from responses of the data, but they are sampled: set "

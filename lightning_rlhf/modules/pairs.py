@@ -28,14 +28,14 @@ class PairModule(RoleModule):
 
     @abstractmethod
     def row_scores(self, rows: Any) -> Sequence[Tensor]:
-        """Return the scores of some rows under the models, (B,) each. All ranks."""
+        """Return (B,) tensors of which :meth:`losses` computes the losses of rows, such as log-ratios. All ranks."""
 
     @abstractmethod
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """Return (B,) the loss of each row from the result of :meth:`row_scores`; adds metrics under the prefix."""
 
     @abstractmethod
-    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+    def log_odds(self, scores: Sequence[Tensor]) -> Tensor:
         """Return (B,) the model's log-odds that the preferred text of each pair is the better one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -43,10 +43,10 @@ class PairModule(RoleModule):
         self.finish_step(self.learn(batch), bar=("train/loss", "train/pair_accuracy"))
 
     def learn(self, batch: Any) -> dict[str, float]:
-        """Update the first trained role on one batch; metrics. All ranks."""
+        """Update the first trained role on one batch, and return its metrics. All ranks."""
         role = self.trained_roles[0]
-        rows = self.data_ranks.sum(torch.tensor(len(batch), device=self.device))
-        result = self.update(role, batch, self.summed_loss, rows)
+        total = self.data_ranks.sum(torch.tensor(len(batch), device=self.device))
+        result = self.update(role, batch, self.summed_loss, total)
         return {**result.means.means(self.data_ranks), f"grad_norm/{role}": float(result.grad_norm)}
 
     def summed_loss(self, rows: Any, means: MeanAccumulator) -> Tensor:
@@ -55,20 +55,21 @@ class PairModule(RoleModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin the metrics of all held-out pairs."""
-        ranks = over(self.data_ranks)
-        # In a tuple: as submodules, strategies would shard them.
+        options = over(self.data_ranks)
+        # A tuple, because strategies would shard metrics that are submodules.
         self._held_out_pairs = (
-            PairAccuracy(**ranks).to(self.device),
-            PairCalibrationError(**ranks).to(self.device),
+            PairAccuracy(**options).to(self.device),
+            PairCalibrationError(**options).to(self.device),
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy of held-out pairs, the mean over pairs."""
-        means, scores = MeanAccumulator(), self.micro_batches.map(self.row_scores, batch)
+        means = MeanAccumulator()
+        scores = self.micro_batches.map(self.row_scores, batch)
         self.losses(batch, scores, means, "val")
         self.log_validation(means, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
         for metric in self._held_out_pairs:
-            metric.update(self.differences(scores))
+            metric.update(self.log_odds(scores))
 
     def on_validation_epoch_end(self) -> None:
         """Log the number of held-out pairs, the 95 % interval of their accuracy, and the calibration error."""

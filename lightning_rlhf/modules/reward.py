@@ -69,7 +69,7 @@ class RewardModule(PairModule):
         means.add(f"{prefix}/score_margin", chosen - rejected)
         return losses
 
-    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+    def log_odds(self, scores: Sequence[Tensor]) -> Tensor:
         """Return (B,) score differences."""
         return scores[0] - scores[1]
 

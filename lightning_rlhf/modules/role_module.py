@@ -183,7 +183,7 @@ class RoleModule(LightningModule):
         self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
         check_vocabularies(roles, getattr(data, "tokenizer", None))
-        check_positions(roles, getattr(data, "longest_text", 0), has_pairs=self.has_pairs)
+        check_positions(roles, getattr(data, "longest_text_tokens", 0), has_pairs=self.has_pairs)
         strategy = self.trainer.strategy
         if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
             for name in self.trained_roles:
@@ -215,13 +215,13 @@ class RoleModule(LightningModule):
         """Raise if the data module makes batches of a type that this module cannot train on.
 
         Args:
-            data: data module; one without an attribute ``gives`` is accepted.
+            data: data module; one without an attribute ``batch_type`` is accepted.
 
         Raises:
             ValueError: the data module makes batches of another type; the message names the data module to use.
         """
-        gives = getattr(data, "gives", cls.reads)
-        if cls.reads is not None and gives is not cls.reads:
+        batch_type = getattr(data, "batch_type", cls.reads)
+        if cls.reads is not None and batch_type is not cls.reads:
             fitting = {"SequenceBatch": "Conversation"}.get(
                 cls.reads.__name__, cls.reads.__name__.removesuffix("Batch")
             )

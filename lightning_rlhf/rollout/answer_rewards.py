@@ -82,7 +82,7 @@ def rewards_of_answers(rewards: Sequence[RewardFunction], data: PromptDataModule
     scores: list[dict[str, torch.Tensor]] = []
     with RewardExecutor(called) as executor:
         for texts in ([""] * len(rows), *zip(*forms, strict=True)):
-            ids = [[*data.ids(text.encode(errors="replace").decode()), end] for text in texts]
+            ids = [[*data.tokenize(text.encode(errors="replace").decode()), end] for text in texts]
             completions = [Completion(row_ids, [0.0] * len(row_ids), "stop", 0) for row_ids in ids]
             try:
                 scores.append(Scorer(batch, executor, data.tokenizer).score(completions).rewards)

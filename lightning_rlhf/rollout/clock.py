@@ -25,6 +25,10 @@ class Clock:
         """Begin to count the seconds of another step."""
         self.seconds.clear()
 
+    def add_name(self, name: str) -> None:
+        """Add a name without seconds; all ranks log the same names."""
+        self.seconds[name] += 0.0
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the time inside a ``with`` block."""

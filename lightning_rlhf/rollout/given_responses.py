@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.data.chat import Chat
-from lightning_rlhf.data.columns import source_of
+from lightning_rlhf.data.columns import is_unicode, source_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
@@ -40,23 +41,25 @@ class GivenResponses:
     on_policy: float | dict[str, float] = 0.0
 
     def __post_init__(self) -> None:
-        fractions = self.on_policy if isinstance(self.on_policy, dict) else {"": self.on_policy}
-        for source, fraction in fractions.items():
-            if not 0 <= fraction <= 1:
-                of_source = f" of the source {source!r}" if source else ""
-                raise UsageError(f"on_policy{of_source} of given_responses must be in [0, 1], got {fraction}")
-
-    def fraction(self, source: str | None) -> float:
-        """Return the fraction of the prompts of a source whose responses are sampled."""
         if isinstance(self.on_policy, dict):
-            return self.on_policy.get(source or "", 1.0)
-        return self.on_policy
+            for source, fraction in self.on_policy.items():
+                _check_fraction(f"on_policy of the source {source!r}", fraction)
+        else:
+            _check_fraction("on_policy", self.on_policy)
+
+    def sampled_fraction(self, source: str | None) -> float:
+        """Return the fraction of the prompts of a source whose responses are sampled."""
+        if not isinstance(self.on_policy, dict):
+            return self.on_policy
+        if source is None:
+            return 1.0
+        return self.on_policy.get(source, 1.0)
 
     def check(self, data: PromptDataModule, max_response_tokens: int) -> None:
-        """Validate that the training rows have the responses.
+        """Validate the sources, and the responses in the training rows.
 
         Raises:
-            ValueError: a source or the column does not exist, or a response is missing or too long.
+            ValueError: a source or the column does not exist, or a response is missing, too long or not valid Unicode.
         """
         if isinstance(self.on_policy, dict) and (unknown := sorted(self.on_policy.keys() - set(data.source_names))):
             raise UsageError(
@@ -64,7 +67,7 @@ class GivenResponses:
                 f"{data.source_names[:8]} in the column source or data_source"
             )
         for number, row in enumerate(data.examples["train"]):
-            if self.fraction(source_of(row.columns)) == 1:
+            if self.sampled_fraction(source_of(row.columns)) == 1:
                 continue
             text = row.columns.get(self.column)
             if not isinstance(text, str) or not text:
@@ -72,24 +75,29 @@ class GivenResponses:
                     f"training row {number} has no response in the column {self.column!r}, got {text!r:.80}: set "
                     f"column of given_responses to one of {data.column_names}"
                 )
-            if text != text.encode(errors="replace").decode():
+            if not is_unicode(text):
                 raise UsageError(f"the given response of training row {number} is not valid Unicode: {text!r:.80}")
-            tokens = len(data.ids(text)) + 1
+            tokens = len(data.tokenize(text)) + 1
             if tokens > max_response_tokens:
                 raise UsageError(
                     f"the given response of training row {number} has {tokens} tokens with its end token, more than "
                     f"max_response_tokens {max_response_tokens}: raise that, or shorten or remove the row"
                 )
 
-    def numbers(self, prompts: PromptBatch) -> list[int]:
-        """Return the numbers of the prompts of a batch whose responses are given."""
-        numbers = []
-        for number, index in enumerate(prompts.indices):
-            columns = {name: values[number] for name, values in prompts.columns.items()}
-            draw = derive_seed(run_seed(), "given", prompts.epoch, index) / _SEEDS
-            if draw >= self.fraction(source_of(columns)):
-                numbers.append(number)
-        return numbers
+    def positions(self, prompts: PromptBatch) -> list[int]:
+        """Return the positions, in a batch, of the prompts whose responses are given."""
+        positions = []
+        for position, row in enumerate(prompts.indices):
+            columns = {name: values[position] for name, values in prompts.columns.items()}
+            draw = derive_seed(run_seed(), "given", prompts.epoch, row) / _SEEDS
+            if draw >= self.sampled_fraction(source_of(columns)):
+                positions.append(position)
+        return positions
+
+
+def _check_fraction(name: str, fraction: float) -> None:
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"{name} of given_responses must be in [0, 1], got {fraction}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class WithGiven(Source):
         rewards: names of all rewards, which given responses do not have.
         clock: clock of the step.
         has_environment: whether the sampled responses are conversations with an environment.
-        is_agent: whether that is an agent.
+        is_agent: whether the environment is an agent.
     """
 
     source: Source
@@ -117,7 +125,6 @@ class WithGiven(Source):
     clock: Clock
     has_environment: bool = False
     is_agent: bool = False
-    _ends: dict[bool, int] = field(default_factory=dict)  # end token of texts and of messages
 
     def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
         """Request the responses that are not given; see :meth:`Source.start`."""
@@ -126,35 +133,32 @@ class WithGiven(Source):
 
     def finish(self, requests: Requests) -> SampledRollout:
         """See :meth:`Source.finish`; waits for the rewards."""
-        sampled, others = self._divided(requests.prompts)
-        if not len(sampled):  # ranks that share an engine wait together
-            with self.clock("time/generate_s"):
+        to_sample, to_take = self._divided(requests.prompts)
+        step = requests.requests[0].step
+        if not len(to_sample):
+            with self.clock("time/generate_s"):  # for other ranks that share the engine
                 requests.wait()
-            with self.clock("time/reward_s"):  # 0: all ranks log the same times
-                pass
-            return SampledRollout(self._rollout(others, requests.requests[0].step), requests=requests.requests)
-        result = self.source.finish(replace(requests, prompts=sampled)).scored()
-        if not len(others):
-            return replace(result, rollout=replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated)))
-        rollouts = [
-            replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated)),
-            self._rollout(others, requests.requests[0].step).to(result.rollout.prompt_ids.device),
-        ]
-        return replace(result, rollout=concatenate(rollouts))
+            self.clock.add_name("time/reward_s")
+            return SampledRollout(self._given_rollout(to_take, step), requests=requests.requests)
+        result = self.source.finish(replace(requests, prompts=to_sample)).scored()
+        rollout = replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated))
+        if len(to_take):
+            given_rollout = self._given_rollout(to_take, step).to(rollout.prompt_ids.device)
+            rollout = concatenate([rollout, given_rollout])
+        return replace(result, rollout=rollout)
 
     def _divided(self, prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
-        """Return the prompts whose responses are sampled, and the others."""
-        numbers = set(self.responses.numbers(prompts))
-        return (
-            prompts.take([number for number in range(len(prompts)) if number not in numbers]),
-            prompts.take(sorted(numbers)),
-        )
+        """Return the prompts whose responses are sampled, and those whose responses are given."""
+        to_take = self.responses.positions(prompts)
+        to_sample = sorted(set(range(len(prompts))) - set(to_take))
+        return prompts.take(to_sample), prompts.take(to_take)
 
-    def _rollout(self, prompts: PromptBatch, step: int) -> Rollout:
+    def _given_rollout(self, prompts: PromptBatch, step: int) -> Rollout:
         """Return the given responses to some prompts, at least one, without rewards."""
         completions = []
-        for number, text in enumerate(prompts.columns[self.responses.column]):
-            ids = [*self.data.ids(text), self._end(bool(prompts.messages and prompts.messages[number]))]
+        for position, text in enumerate(prompts.columns[self.responses.column]):
+            has_messages = bool(prompts.messages and prompts.messages[position])
+            ids = [*self.data.tokenize(text), self._end_of_message if has_messages else self._end_of_text]
             completions.append(Completion(ids, [0.0] * len(ids), "stop", step))
         rollout = assemble(prompts, completions, self.temperature)
         missing = torch.full((len(prompts),), math.nan)
@@ -168,12 +172,14 @@ class WithGiven(Source):
             text_starts=torch.zeros_like(rollout.response_mask) if self.is_agent else None,
         )
 
-    def _end(self, in_messages: bool) -> int:
-        """Return the token that ends a response."""
-        if in_messages not in self._ends:
-            end = self.data.tokenizer.eos_token_id
-            if in_messages:
-                chat = Chat(self.data.tokenizer, self.data.tools, self.data.chat_template_kwargs)
-                end = chat.end_of_turn() or end
-            self._ends[in_messages] = end
-        return self._ends[in_messages]
+    @cached_property
+    def _end_of_text(self) -> int:
+        """The token that ends a response to a prompt of plain text."""
+        end: int = self.data.tokenizer.eos_token_id
+        return end
+
+    @cached_property
+    def _end_of_message(self) -> int:
+        """The token that ends a response to a prompt of messages."""
+        chat = Chat(self.data.tokenizer, self.data.tools, self.data.chat_template_kwargs)
+        return chat.end_of_turn() or self._end_of_text

@@ -17,8 +17,8 @@ from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck
 from lightning_rlhf.types import Completion, SamplingParams
 
-_TOKENS = 100_000  # after the prompt
-_VOCABULARY = 1 << 31
+# Limits that no preview reaches: tokens after the prompt, tokens of a vocabulary.
+_TOKENS, _VOCABULARY = 100_000, 1 << 31
 
 
 class _MadeUpTurns(RolloutEngine):
@@ -46,7 +46,7 @@ class _MadeUpTurns(RolloutEngine):
 
 
 def example_calls(settings: EnvironmentSettings) -> list[str]:
-    """Return a turn for each tool of an environment that calls it with made-up arguments.
+    """Return texts of turns: for each tool of an environment, one that calls it with made-up arguments.
 
     Tools whose calls the parser cannot write are left out.
     """
@@ -54,7 +54,7 @@ def example_calls(settings: EnvironmentSettings) -> list[str]:
         return []
     functions = [schema["function"] for schema in settings.schemas]
     calls = [
-        ToolCall(function["name"], {name: _value(part) for name, part in _properties(function).items()})
+        ToolCall(function["name"], {name: _example_value(part) for name, part in _properties(function).items()})
         for function in functions
     ]
     return [text for call in calls if (text := settings.parser.example(call)) is not None]
@@ -64,8 +64,10 @@ def _properties(function: dict[str, Any]) -> dict[str, Any]:
     return dict((function.get("parameters") or {}).get("properties") or {})
 
 
-def _value(schema: dict[str, Any]) -> Any:
+def _example_value(schema: Any) -> Any:
     """Return a value of the type in a JSON schema, by default a text."""
+    if not isinstance(schema, dict):  # true allows any value
+        return "1"
     if schema.get("enum"):
         return schema["enum"][0]
     values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -105,6 +107,6 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
     turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
     try:
         check = CompletionCheck(_TOKENS, 0, _VOCABULARY)
-        return sampler(_MadeUpTurns(turns), [request], None, check)[0]
+        return sampler(_MadeUpTurns(turns), [request], on_finished=None, check=check)[0]
     finally:
         sampler.close()

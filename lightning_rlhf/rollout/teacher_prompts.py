@@ -107,7 +107,7 @@ class TeacherPrompts:
                 text = chat.render(messages_of(value, "teacher's prompt"), "teacher's prompt", generation=True)
             except BadRow as error:
                 raise RunError(f"teacher_prompt of response {row}: {error}") from error
-        ids = self.data.ids(text) if isinstance(text, str) else []
+        ids = self.data.tokenize(text) if isinstance(text, str) else []
         if not ids:
             raise RunError(f"teacher_prompt of response {row} must be a text or messages, got {value!r:.80}")
         return ids

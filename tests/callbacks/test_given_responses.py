@@ -113,11 +113,11 @@ def test_fraction_is_drawn_anew_in_each_epoch():
     data = PromptDataModule(InMemory(rows), tokenizer=LETTERS, batch_size=len(rows), max_tokens=8)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    first, again = settings.numbers(batch), settings.numbers(batch)
+    first, again = settings.positions(batch), settings.positions(batch)
     assert first == again
     assert abs(len(first) / len(rows) - 0.75) < 0.07
     batch.__dict__["epoch"] = 1
-    assert settings.numbers(batch) != first
+    assert settings.positions(batch) != first
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

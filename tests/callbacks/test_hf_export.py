@@ -1,10 +1,12 @@
 """Exports can be loaded by transformers and contain the trained weights."""
 
 import json
+import math
 
 import peft
 import pytest
 import torch
+from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks import HFExport
@@ -51,6 +53,17 @@ def test_every_n_steps_writes_separate_directories(run, tmp_path):
     assert not same(first, second)
     assert same(second, last)
     assert same(last, made.module.actor.lm)
+
+
+def test_metrics_are_valid_json_and_keep_the_step(run, tmp_path):
+    class LogsMetrics(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            pl_module.log_dict({"step": 7.0, "mine": math.nan})
+
+    run(callbacks=[LogsMetrics(), HFExport()]).fit()
+    text = (tmp_path / "export" / "metrics.json").read_text()
+    result = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
+    assert (result["step"], result["mine"]) == (2, None)
 
 
 def test_earlier_and_partial_exports_are_replaced(run, tmp_path):

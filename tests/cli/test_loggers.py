@@ -26,10 +26,10 @@ HOSTILE = "<script>alert(1)</script>|`*a*`\n# x"
 
 
 class FarFromReference(Callback):
-    """Replaces the KL of each step, before HealthChecks reads it."""
+    """Replaces the KL of each step by a value far above the bound of HealthChecks, which then reports it."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        pl_module.log("kl/ref", float(trainer.callback_metrics["rollout/response_tokens_mean"]))
+        pl_module.log("kl/ref", 1e6)
 
 
 def documented(name):
@@ -39,10 +39,10 @@ def documented(name):
 
 
 @pytest.fixture
-def twice(fit, config, monkeypatch):
+def fit_and_resume(fit, config):
     """Fit two steps with the logger of a section, resume for a third, and return the logger's identifiers."""
 
-    def twice(name, between=lambda: None):
+    def fit_and_resume(name, between=lambda: None):
         config["trainer"]["logger"] = json.loads(json.dumps(documented(name)).replace("runs/x", "runs/tiny"))
         config["trainer"]["callbacks"] += CALLBACKS
         config["trainer"]["val_check_interval"] = 1
@@ -56,26 +56,36 @@ def twice(fit, config, monkeypatch):
         between()
         resumed = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
         assert resumed.code == 0, resumed.err
-        assert (path.read_text() if ids else "") == ids
-        known = json.loads(ids) if ids else {}
-        assert not any(item in Path("runs/tiny/config.yaml").read_text() for item in known.values())
+        if not ids:
+            assert not path.exists()
+            return {}
+        assert path.read_text() == ids  # the resumed run keeps the identifiers
+        known = json.loads(ids)
+        configuration = Path("runs/tiny/config.yaml").read_text()
+        assert not any(identifier in configuration for identifier in known.values())
         return known
 
-    return twice
+    return fit_and_resume
 
 
 def needs(package):
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
-def test_tensorboard(twice):
-    assert twice("TensorBoard") == {}
+def test_tensorboard(fit_and_resume):
+    assert fit_and_resume("TensorBoard") == {}
     events = EventAccumulator("runs/tiny/tensorboard")
     events.Reload()
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
     assert {"rollouts/text_summary", "health/text_summary", "validation/text_summary"} <= set(events.Tags()["tensors"])
     validations = events.Tensors("validation/text_summary")
-    assert [event.step for event in validations] == [0, 1, 2, 2, 3]  # before the first step, and of the resumed run
+    assert [event.step for event in validations] == [
+        0,
+        1,
+        2,
+        2,
+        3,
+    ]  # both parts of the run validate first
     heading, _, *samples = validations[-1].tensor_proto.string_val[0].decode().splitlines()
     assert heading.startswith("| prompt | response | ")
     assert len(samples) == len(HELD_OUT)
@@ -84,20 +94,20 @@ def test_tensorboard(twice):
 
 
 @pytest.mark.slow
-def test_csv(twice):
-    assert twice("CSV") == {}
+def test_csv(fit_and_resume):
+    assert fit_and_resume("CSV") == {}
     tables = sorted(Path("runs/tiny/lightning_logs").glob("version_*/metrics.csv"))
-    rows = [list(csv.DictReader(path.read_text().splitlines())) for path in tables]
-    steps = [[row["step"] for row in item if row["reward/mean"]] for item in rows]
+    rows_of_tables = [list(csv.DictReader(path.read_text().splitlines())) for path in tables]
+    steps = [[row["step"] for row in rows if row["reward/mean"]] for rows in rows_of_tables]
     assert steps == [["1", "2"], ["3"]]
 
 
 @needs("wandb")
-def test_wandb(twice, monkeypatch):
+def test_wandb(fit_and_resume, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     import wandb
 
-    ids = twice("wandb", between=wandb.finish)  # as the end of the process
+    ids = fit_and_resume("wandb", between=wandb.finish)  # as the end of the first process does
     wandb.finish()
     runs = sorted(Path("runs/tiny/wandb").glob("offline-run-*"))
     assert [path.name.rpartition("-")[2] for path in runs] == [ids["WandbLogger"]] * 2
@@ -106,16 +116,12 @@ def test_wandb(twice, monkeypatch):
 
 
 @needs("mlflow")
-def test_mlflow(twice):
-    ids = twice("mlflow")
+def test_mlflow(fit_and_resume):
+    ids = fit_and_resume("mlflow")
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient("sqlite:///runs/tiny/mlflow.db")
-    (experiment,) = [
-        search_experiment
-        for search_experiment in client.search_experiments()
-        if search_experiment.name == "lightning-rlhf"
-    ]
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "lightning-rlhf"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_id == ids["MLFlowLogger"]
     assert run.info.status == "FINISHED"
@@ -124,9 +130,8 @@ def test_mlflow(twice):
     assert run.data.params["trainer/max_steps"] == "2"
     with open(client.download_artifacts(run.info.run_id, "config.json")) as file:
         assert json.load(file)["trainer"]["max_steps"] == 3
-    assert [list_artifact.path for list_artifact in client.list_artifacts(run.info.run_id, "rollouts")] == [
-        f"rollouts/step-{step:06d}.json" for step in (1, 2, 3)
-    ]
+    tables = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "rollouts")]
+    assert tables == [f"rollouts/step-{step:06d}.json" for step in (1, 2, 3)]
     assert client.list_artifacts(run.info.run_id, "health")
     with open(client.download_artifacts(run.info.run_id, "validation/step-000003.json")) as file:
         table = json.load(file)
@@ -135,22 +140,20 @@ def test_mlflow(twice):
 
 
 @needs("trackio")
-def test_trackio(twice, monkeypatch, tmp_path):
+def test_trackio(fit_and_resume):
     import trackio.utils
 
-    ids = twice("trackio")
+    ids = fit_and_resume("trackio")
     with sqlite3.connect(trackio.utils.TRACKIO_DIR / "lightning-rlhf.db") as database:
         command = "select step, metrics from metrics where run_name = ?"
-        rows = [(step, json.loads(instance)) for step, instance in database.execute(command, [ids["TrackioLogger"]])]
+        rows = [(step, json.loads(metrics)) for step, metrics in database.execute(command, [ids["TrackioLogger"]])]
         (configuration,) = database.execute("select config from configs where run_name = ?", [ids["TrackioLogger"]])
-    assert [step for step, instance in rows if "reward/mean" in instance] == [1, 2, 3]
-    assert [step for step, instance in rows if "rollouts" in instance] == [1, 2, 3]
-    (last,) = [instance["validation"]["_value"] for step, instance in rows if step == 3 and "validation" in instance]
+    assert [step for step, metrics in rows if "reward/mean" in metrics] == [1, 2, 3]
+    assert [step for step, metrics in rows if "rollouts" in metrics] == [1, 2, 3]
+    (last,) = [metrics["validation"]["_value"] for step, metrics in rows if step == 3 and "validation" in metrics]
     assert [sample["prompt"] for sample in last] == HELD_OUT
     checks = {
-        step: [check["check"] for check in instance["health"]["_value"]]
-        for step, instance in rows
-        if "health" in instance
+        step: [check["check"] for check in metrics["health"]["_value"]] for step, metrics in rows if "health" in metrics
     }
     assert checks[1] == ["KL to the reference"]
     assert all(check.count("KL to the reference") == 1 for check in checks.values())  # not repeated after the resume
@@ -184,8 +187,9 @@ def test_configured_identifiers_are_kept(tmp_path):
         Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=Namespace(run_id=None)),
         Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace()),
     ]
-    wandb, mlflow, csv = with_run_ids(entries, tmp_path)
-    assert (wandb.init_args.id, mlflow.init_args.run_id, vars(csv.init_args)) == ("mine", "older", {})
+    wandb_entry, mlflow_entry, csv_entry = with_run_ids(entries, tmp_path)
+    assert (wandb_entry.init_args.id, mlflow_entry.init_args.run_id) == ("mine", "older")
+    assert vars(csv_entry.init_args) == {}
     assert entries[1].init_args.run_id is None
     for plain in (None, True, False):
         assert with_run_ids(plain, tmp_path) is plain

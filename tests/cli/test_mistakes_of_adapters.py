@@ -1,4 +1,4 @@
-"""Mistakes in settings of adapters and of quantized weights end ``fit`` with one sentence, before weights are read."""
+"""Mistakes in settings of adapters and quantization end ``fit`` with a one-line message before weights are read."""
 
 import importlib.util
 import json
@@ -109,7 +109,7 @@ def changed(config, options, others):
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_sentence_before_weights_are_read(fit, config, models, tmp_path, monkeypatch, mistake):
+def test_message_before_weights_are_read(fit, config, models, tmp_path, monkeypatch, mistake):
     options, others, message = MISTAKES[mistake]
     (tmp_path / "models").symlink_to(models)
     monkeypatch.setattr(Pretrained, "_read", lambda *_: pytest.fail("weights were read"))

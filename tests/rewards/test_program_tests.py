@@ -19,8 +19,8 @@ from tests.rewards.result_forgeries import CALLS, PREAMBLE, TEXTS
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=4.0)
 RIGHT = 2**62 + secrets.randbits(61)  # nineteen digits, unknown in the sandbox
-FORGERIES = [(CallTest("f", (7,), RIGHT), name, source) for name, source in CALLS.items()]
-FORGERIES += [(TextTest("7\n", f"{RIGHT}\n"), name, source) for name, source in TEXTS.items()]
+FORGERIES = {name: (CallTest("f", (7,), RIGHT), source) for name, source in CALLS.items()}
+FORGERIES |= {name: (TextTest("7\n", f"{RIGHT}\n"), source) for name, source in TEXTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,19 @@ def verdicts():
     sandbox = BubblewrapSandbox()
 
     def judge(forgery):
-        test, _, source = forgery
+        test, source = forgery
         return test.run(sandbox, source, LIMITS)
 
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip([name for _, name, _ in FORGERIES], pool.map(judge, FORGERIES), strict=True))
+        return dict(zip(FORGERIES, pool.map(judge, FORGERIES.values()), strict=True))
 
 
 def test_forgeries_are_numerous_and_distinct():
-    assert len({name for _, name, _ in FORGERIES}) == len(FORGERIES) >= 25
+    assert len(CALLS) + len(TEXTS) == len(FORGERIES) >= 25
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", [name for _, name, _ in FORGERIES])
+@pytest.mark.parametrize("name", FORGERIES)
 def test_forgery_does_not_pass(name, verdicts):
     assert verdicts[name] in ("wrong", "malformed", "error", "timeout", "too much output")
 
@@ -49,10 +49,9 @@ def test_forgery_does_not_pass(name, verdicts):
 def test_correct_result_passes():
     sandbox = BubblewrapSandbox()
     assert CallTest("f", (7,), RIGHT).run(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
+    # A program that writes the result like the forgeries, which shows that their format is the right one.
     written = f"{PREAMBLE}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
-    assert (
-        CallTest("f", (7,), RIGHT).run(sandbox, written, LIMITS) == "passed"
-    )  # the format of the forgeries is correct
+    assert CallTest("f", (7,), RIGHT).run(sandbox, written, LIMITS) == "passed"
     assert TextTest("7\n", f"{RIGHT}\n").run(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
 
 
@@ -85,7 +84,7 @@ def test_correct_result_passes():
         (TextTest("", "1\n"), "if __name__ == '__main__': print(1)", "passed"),
     ],
 )
-def test_results_of_failing_programs(test, source, verdict):
+def test_programs_with_known_verdicts(test, source, verdict):
     assert test.run(BubblewrapSandbox(), source, Limits(seconds=1.5)) == verdict
 
 
@@ -106,7 +105,7 @@ class Recorder:
 @pytest.mark.parametrize("test", [CallTest("f", (7,), RIGHT), TextTest("7\n", str(RIGHT))], ids=["call", "text"])
 def test_expected_results_never_enter_the_sandbox(test):
     recorder = Recorder()
-    assert test.run(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 is nothing
+    assert test.run(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 alone passes no test
     assert str(RIGHT) not in "".join(recorder.inputs)
 
 
@@ -136,7 +135,8 @@ def test_value_equals_its_json_round_trip(value):
 @properties
 @given(JSON, JSON)
 def test_values_are_equal_only_if_their_json_is(one, other):
-    if same_value(one, other) and not any(isinstance(x, float) for x in flat(one) + flat(other)):
+    has_floats = any(isinstance(x, float) for x in flat(one) + flat(other))  # these may differ by the tolerance
+    if same_value(one, other) and not has_floats:
         assert json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -161,7 +161,7 @@ def test_values_with_known_comparisons(one, other, same):
 
 
 @pytest.mark.parametrize(
-    ("message", "expected", "same"),
+    ("output", "expected", "same"),
     [
         ("5\n", "5", True), ("5 \n\n", "5", True), (" 5  6", "5 6", True), ("5\n\n6", "5\n6", False),
         ("56", "5 6", False), ("5", "5.0", True), ("5.0", "5", False),
@@ -171,5 +171,5 @@ def test_values_with_known_comparisons(one, other, same):
         ("1_0.0", "10.0", False), ("5" * 400, "1.5", False),
     ],
 )  # fmt: skip
-def test_texts_with_known_comparisons(message, expected, same):
-    assert same_text(message, expected) is same
+def test_texts_with_known_comparisons(output, expected, same):
+    assert same_text(output, expected) is same

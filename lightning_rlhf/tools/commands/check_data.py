@@ -8,7 +8,9 @@ import operator
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
-from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, ENVIRONMENT, RewardFunction
+from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
@@ -44,7 +46,7 @@ from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, Un
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 _OPEN, _CLOSE = "⟦", "⟧"
 _MADE_UP_TURN = "0"  # text of each turn in the conversation that is shown
-_MOST_CHARACTERS = 100  # longest value of a column in the report
+_MOST_CHARACTERS = 100  # longest value that is shown
 _USAGE = """usage: lightning-rlhf check-data --config x.yaml [--json] [options of fit]
 
 Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
@@ -83,24 +85,52 @@ def run(arguments: list[str]) -> int:
     config = parse_run_config(arguments, CheckDataCLI)
     result = check(config)
     mistakes = mistakes_of_settings(read_settings(arguments))
-    result["errors"] += [mistake for mistake in mistakes if mistake not in result["errors"]]
-    print(json.dumps(result, indent=2) if config["json"] else render(result))
-    for error in result["errors"]:
+    result.errors += [mistake for mistake in mistakes if mistake not in result.errors]
+    print(json.dumps(asdict(result), indent=2) if config["json"] else render(result))
+    for error in result.errors:
         print(f"lightning-rlhf: {error}", file=sys.stderr)
-    if result["errors"]:
+    if result.errors:
         return 2
     return 0
 
 
-def check(config: Namespace) -> dict[str, Any]:
+@dataclass
+class CheckedData:
+    """What ``check-data`` reports.
+
+    Args:
+        module: class name of the data module.
+        data: description of each part of the data, such as ``train``; see :func:`describe`.
+        rewards: labels of the rewards whose columns are in every row.
+        answer_rewards: means of each reward if the responses are the correct answers (``answer``) and if they are
+            empty (``empty``).
+        conversation: a conversation with the environment: its text, rewards, end, number of tool calls, and unknown
+            parts; None without an environment.
+        warnings: sentences about settings that probably are mistakes.
+        models: a line about each model.
+        errors: the errors that would end the run.
+    """
+
+    module: str
+    data: dict[str, dict[str, Any]]
+    rewards: list[str] = field(default_factory=list)
+    answer_rewards: dict[str, dict[str, float]] = field(default_factory=dict)
+    conversation: dict[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def warn(self, warning: str | None) -> None:
+        """Add a warning; nothing for None or an empty text."""
+        if warning:
+            self.warnings.append(warning)
+
+
+def check(config: Namespace) -> CheckedData:
     """Check the data of a configuration.
 
     Args:
         config: parsed configuration of ``fit``.
-
-    Returns:
-        The data module's name, a description of each part of the data, the rewards with all their columns in every row,
-        warnings, a line for each model, and the errors that would end the run.
 
     Raises:
         UsageError: the data cannot be read, or belong to another data module.
@@ -112,46 +142,22 @@ def check(config: Namespace) -> dict[str, Any]:
     reports_bad_rows = data.on_bad_row == "error"
     data.on_bad_row = "skip"  # to report all bad rows
     data.setup("fit")
-    result: dict[str, Any] = {
-        "module": type(data).__name__,
-        "data": {name: describe(data, name) for name in data.examples},
-        "rewards": [],
-        "answer_rewards": {},
-        "conversation": None,
-        "warnings": [*unused_template(data), *([data.ignored_tools] if data.ignored_tools else [])],
-        "models": [],
-        "errors": [report.error_message() for report in data.reports.values() if reports_bad_rows and report.bad],
-    }
-    checks: list[Callable[[], None]] = [
-        lambda: result["data"]["train"].update(batches=len(data.train_dataloader())),
-        lambda: _check_rewards(config, data, result),
-        lambda: _play_conversation(config, data, result),
-        lambda: _check_models(config, data, result["models"]),
-    ]
-    for run_check in checks:
+    result = CheckedData(type(data).__name__, {name: describe(data, name) for name in data.examples})
+    if reports_bad_rows:
+        result.errors += [report.error_message() for report in data.reports.values() if report.bad]
+    for step in (_count_batches, _check_texts, _check_rewards, _play_conversation, _check_models):
         try:
-            run_check()
+            step(config, data, result)
         except ExpectedError as error:
-            result["errors"].append(str(error))
+            result.errors.append(str(error))
     return result
 
 
-def unused_template(data: RowsDataModule) -> list[str]:
-    """Return a warning if a chat model's template is not used because the data are plain text."""
-    columns = [column for report in data.reports.values() for column in report.column_mappings]
-    if not getattr(data.tokenizer, "chat_template", None) or any("messages)" in column for column in columns):
-        return []
-    return [
-        "the tokenizer has a chat template, but text columns do not use it: a chat model expects conversations; "
-        "data.init_args.as_messages: true converts the texts to messages (page Data of the documentation)"
-    ]
-
-
 def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
-    """Describe one part of the data, such as ``train``."""
+    """Describe one part of the data, such as ``train``: its numbers of rows and tokens, and its first row."""
     report = data.reports[part]
     examples = data.examples[part]
-    lengths = [data.tokens(example) for example in examples]
+    lengths = [data.count_tokens(example) for example in examples]
     return {
         "read": report.used + report.dropped.total(),
         "kept": report.used,
@@ -175,54 +181,74 @@ def _answer_tokens(data: PromptDataModule, part: str) -> dict[str, float]:
 
 def _quantiles(values: Sequence[int]) -> dict[str, float]:
     levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
-    return dict(
-        zip(_QUANTILES, torch.quantile(torch.tensor(values, dtype=torch.float64), levels).tolist(), strict=True)
-    )
+    quantiles = torch.quantile(torch.tensor(values, dtype=torch.float64), levels)
+    return dict(zip(_QUANTILES, quantiles.tolist(), strict=True))
 
 
-def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Call each reward; add to the result those with their columns in every row, and warnings about the others.
+def _count_batches(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
+    """Add the number of batches of an epoch.
+
+    Raises:
+        ValueError: there are fewer rows than a batch has.
+    """
+    result.data["train"]["batches"] = len(data.train_dataloader())
+
+
+def _check_texts(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
+    """Add warnings about the chat template, the end token and the longest response."""
+    has_messages = any(report.has_messages for report in data.reports.values())
+    if getattr(data.tokenizer, "chat_template", None) and not has_messages:
+        result.warn(
+            "the tokenizer has a chat template, but text columns do not use it: a chat model expects conversations; "
+            "data.init_args.as_messages: true converts the texts to messages (page Data of the documentation)"
+        )
+    result.warn(data.ignored_tools)
+    if not isinstance(data, PromptDataModule):
+        return
+    loop = loop_arguments(config)
+    result.warn(data.end_token_warning(loop.get("stop_token_ids") or ()))
+    limit = loop.get("max_response_tokens")
+    if limit and loop.get("environment") is None:
+        result.warn(data.length_warning(limit))
+
+
+def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
+    """Call each reward; add those with their columns in every row, and warnings about the others.
 
     Raises:
         ValueError: a reward cannot be created or called, no row has its columns, or ``val_metric`` is not one of them.
     """
-    arguments = loop_arguments(config)
-    if isinstance(data, PromptDataModule):
-        result["warnings"] += filter(None, [data.end_token_warning(arguments.get("stop_token_ids") or ())])
-        limit = arguments.get("max_response_tokens")
-        if limit and arguments.get("environment") is None:
-            result["warnings"] += filter(None, [data.length_warning(limit)])
-    further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
-    settings = arguments.get("rewards") or []
-    if not settings and not further:
+    loop = loop_arguments(config)
+    has_environment = loop.get("environment") is not None
+    settings = loop.get("rewards") or []
+    if not settings and not has_environment:
         return
     parser = LightningArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])
     with constructor_errors(parser):
-        rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
-    labels = [reward.label for reward in rewards] + ([ENVIRONMENT] if further else [])
-    check_val_metric(arguments.get("val_metric"), labels)
-    if not isinstance(data, PromptDataModule):
-        return
-    try:
+        rewards: list[RewardFunction] = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
+    with ExitStack() as stack:
+        for reward in rewards:
+            stack.callback(reward.close)
+        labels = [reward.label for reward in rewards]
+        check_val_metric(loop.get("val_metric"), [*labels, ENVIRONMENT] if has_environment else labels)
+        if not isinstance(data, PromptDataModule):
+            return
         with RewardExecutor(rewards) as executor:
             call_reward_functions(rewards, executor, data, make_environment(config))
-        if not further:
+        if not has_environment:
             for label, values in rewards_of_answers(rewards, data).items():
-                result["answer_rewards"][label] = {"answer": values.answer, "empty": values.empty}
-                result["warnings"] += filter(None, [values.warning(label)])
-    finally:
-        for reward in rewards:
-            reward.close()
+                result.answer_rewards[label] = {"answer": values.answer, "empty": values.empty}
+                result.warn(values.warning(label))
     for reward in rewards:
         missing = missing_columns(reward, data)
-        result["warnings"] += missing
+        result.warnings += missing
         if not missing:
-            result["rewards"].append(reward.label)
+            result.rewards.append(reward.label)
 
 
-def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Add to the result a conversation with the environment, if there is one: a call of each tool, then made-up turns.
+def _play_conversation(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
+    """Add a conversation with the environment, if there is one: a call of each tool, then made-up turns.
 
     Raises:
         ValueError: the environment cannot be created, or the chat template does not allow conversations.
@@ -240,7 +266,7 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str
     text += _marked(completion.token_ids, completion.sampled, data.tokenizer)
     written = [message["content"] for message in record.messages if message["role"] != "assistant"]
     unknown = Counter(part for content in written for part in unknown_parts(data.tokenizer, content))
-    result["conversation"] = {
+    result.conversation = {
         "text": text,
         "rewards": record.turn_rewards,
         "end": record.stop,
@@ -249,7 +275,7 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str
     }
 
 
-def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> None:
+def _check_models(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
     """Compare the configurations of the models with the data, and add a line for each model.
 
     A model that does not exist yet is not an error in the data: another run may write it.
@@ -262,17 +288,17 @@ def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> 
         try:
             model_config = source.hf_config()
         except FileNotFoundError as error:
-            lines.append(f"{name}: not compared with the data, because there is {error}")
+            result.models.append(f"{name}: not compared with the data, because there is {error}")
             continue
         sources[f"the {name}"] = source
         limit = max_positions(model_config)
         positions = "texts of any length"
         if limit is not None:
             positions = f"{limit} positions"
-        lines.append(f"{name}: {model_config.get_text_config().vocab_size} tokens, {positions}")
+        result.models.append(f"{name}: {model_config.get_text_config().vocab_size} tokens, {positions}")
     if sources:
         check_vocabularies(sources, data.tokenizer)
-        check_positions(sources, data.longest_text, loop_arguments(config).get("max_response_tokens") or 0)
+        check_positions(sources, data.longest_text_tokens, loop_arguments(config).get("max_response_tokens") or 0)
 
 
 def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
@@ -315,10 +341,10 @@ def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any) -> s
     return text
 
 
-def render(result: dict[str, Any]) -> str:
+def render(result: CheckedData) -> str:
     """Render the result of :func:`check` as text."""
-    lines = [result["module"]]
-    for name, part in result["data"].items():
+    lines = [result.module]
+    for name, part in result.data.items():
         lines += ["", f"{name}: {counted(part['read'], 'row')} read, {part['kept']} kept"]
         for label in ("columns", "dropped", "cut"):
             lines += [f"  {label}: {counted(count, 'row')}: {reason}" for reason, count in part[label].items()]
@@ -328,7 +354,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"  tokens of the correct answers, without the end token: {answers}")
         if part["most_frequent_answer"]:
             answer, fraction = part["most_frequent_answer"]
-            lines.append(f"  most frequent correct answer: {_short(answer)!r}, {fraction:.3f} of the rows")
+            lines.append(f"  most frequent correct answer: '{_one_line(answer)}', {fraction:.3f} of the rows")
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
         if "batches" in part:
@@ -339,13 +365,13 @@ def render(result: dict[str, Any]) -> str:
                 trained = f", {sample['trained']} of them trained on"
             lines.append(f"  first {label}, {counted(sample['tokens'], 'token')}{trained}:")
             lines += [f"    | {line}" for line in sample["text"].split("\n")]
-            lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
-    if result["rewards"]:
-        lines += ["", f"reward functions whose columns are all there: {', '.join(result['rewards'])}"]
-    for label, values in result["answer_rewards"].items():
+            lines += [f"    {column} = {_one_line(value)}" for column, value in sample.get("columns", {}).items()]
+    if result.rewards:
+        lines += ["", f"reward functions whose columns are all there: {', '.join(result.rewards)}"]
+    for label, values in result.answer_rewards.items():
         answer, empty = values["answer"], values["empty"]
         lines.append(f"  {label} of the correct answers as responses: {answer:.3g}, of empty responses: {empty:.3g}")
-    if conversation := result["conversation"]:
+    if conversation := result.conversation:
         calls = "a call of each tool, then " if conversation["calls"] else ""
         turns = f"a conversation whose turns are {calls}{_MADE_UP_TURN!r}"
         lines += ["", f"{turns}; it ended with {conversation['end']}:"]
@@ -354,16 +380,17 @@ def render(result: dict[str, Any]) -> str:
         if conversation["unknown"]:
             parts = ", ".join(f"{part!r} {count}" for part, count in conversation["unknown"].items())
             lines.append(f"  the tokenizer does not know parts of the environment's texts: {parts}")
-    if result["warnings"]:
-        lines += ["", *(f"warning: {warning}" for warning in result["warnings"])]
-    if result["models"]:
-        lines += ["", *result["models"]]
-    if not result["errors"]:
+    if result.warnings:
+        lines += ["", *(f"warning: {warning}" for warning in result.warnings)]
+    if result.models:
+        lines += ["", *result.models]
+    if not result.errors:
         lines += ["", "the data can be used"]
     return "\n".join(lines)
 
 
-def _short(value: str) -> str:
+def _one_line(value: str) -> str:
+    """Return a text in one line, cut if it is long."""
     line = value.replace("\n", "\\n")
     if len(line) <= _MOST_CHARACTERS:
         return line

@@ -11,7 +11,7 @@ from lightning_rlhf.tools.planning.plan import GIB, plan
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/scaling.md"
-SIZES = {
+SIZES = {  # published numbers of parameters
     "7B": 7.6e9,
     "32B": 32.8e9,
     "70B": 70.6e9,
@@ -24,8 +24,11 @@ SIZES = {
 def test_page_has_the_generated_tables():
     text = PAGE.read_text()
     assert scaling_tables.with_tables(text) == text
-    prose = [line for line in text.splitlines() if not line.startswith("|")]
-    assert max(map(len, prose)) <= 120
+
+
+def test_lines_of_the_page_have_at_most_120_characters():
+    lines = [line for line in PAGE.read_text().splitlines() if not line.startswith("|")]
+    assert max(map(len, lines)) <= 120
 
 
 def test_page_without_a_marker_raises():
@@ -48,17 +51,22 @@ def test_prose_has_the_settings_of_the_tables():
         assert part in text
 
 
-def test_models_have_the_sizes_in_their_names():
+def test_models_have_their_published_sizes():
     assert scaling_tables.MODELS.keys() == SIZES.keys()
     for name, size in SIZES.items():
         assert abs(scaling_tables.model_shapes(name).elements / size - 1) < 0.01
 
 
+def between(start, end, text):
+    """Return the part of a text between two headings."""
+    return text.partition(start)[2].partition(end)[0]
+
+
 def test_table_cell_equals_a_plan():
     """GRPO of the 7B model with ZeRO-3 on 64 GPUs."""
-    text = PAGE.read_text()
-    section = text.partition("### 7B")[2].partition("### 32B")[0].partition("| GRPO")[2]
-    (row,) = re.findall(r"^\| `rlhf_deepspeed_stage_3` \| (.*) \|$", section, re.MULTILINE)
+    section = between("### 7B", "### 32B", PAGE.read_text())
+    tables_from_grpo = section.partition("| GRPO")[2]
+    (row,) = re.findall(r"^\| `rlhf_deepspeed_stage_3` \| (.*) \|$", tables_from_grpo, re.MULTILINE)
     cell = row.split(" | ")[scaling_tables.GPUS.index(64)]
     planned = plan(scaling_tables.run_of("7B", "GRPO", scaling_tables.STRATEGIES["`rlhf_deepspeed_stage_3`"]), 64)
     assert cell == (f"**{planned.total / GIB:.0f}**" if planned.fits else f"{planned.total / GIB:.0f}")

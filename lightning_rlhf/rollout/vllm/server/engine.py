@@ -213,8 +213,8 @@ class VLLMServerEngine(RolloutEngine):
 
         Args:
             choice: the response.
-            prompt_logprobs: with ``echo``, for each token of the prompt a mapping from the token's id as text to its
-                log-prob, None for the first token; otherwise empty.
+            prompt_logprobs: log-probs of the prompt's tokens, if ``echo`` requested them: for each token a mapping
+                from its id as text to its log-prob, None for the first one.
         """
         versions = {span["version"] for span in choice["weight_versions"] or []}
         if versions != {self._label}:

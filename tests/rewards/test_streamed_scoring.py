@@ -22,8 +22,11 @@ KINDS = {"of_all": {}, "one_by_one": {}, "timed": {"timeout_s": 30.0}, "several"
 
 
 def completions_of(words):
-    ids = [[*TOKENIZER(word)["input_ids"], 2] for word in words]
-    return [Completion(row, [-0.5] * len(row), "length" if row[:1] == [7] else "stop", 0) for row in ids]
+    completions = []
+    for word in words:
+        ids = [*TOKENIZER(word)["input_ids"], 2]
+        completions.append(Completion(ids, [-0.5] * len(ids), "length" if word.startswith("d") else "stop", 0))
+    return completions
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ def executor():
 
 
 def rollout_of(executor, early):
+    """Return the rollout of all words and its scores; positions in ``early`` are added during generation."""
     completions = completions_of(WORDS)
     scorer = Scorer(BATCH, executor, TOKENIZER, 4)
     for position in early:
@@ -42,22 +46,22 @@ def rollout_of(executor, early):
 
 
 def test_rollout_does_not_depend_on_the_order_of_completions(executor):
-    whole, message = rollout_of(executor, [])
+    whole, whole_scores = rollout_of(executor, [])
     assert whole.rewards["of_all"].tolist() == [float(sorted(WORDS).index(word)) for word in WORDS]
     assert whole.rewards["one_by_one"].tolist() == [float(len(word)) for word in WORDS]
     assert whole.rewards["timed"].isnan().tolist() == [word == "" for word in WORDS]
     draw = random.Random(3)
-    for count in (0, 1, 7, 12, 12, 12):
+    for count in (0, 1, 7, 12, 12, 12):  # three different orders of all
         rollout, scores = rollout_of(executor, draw.sample(range(12), count))
         for name, tensor in vars(whole).items():
             if isinstance(tensor, torch.Tensor):
                 assert torch.equal(tensor, getattr(rollout, name)), name
         for name, values in whole.rewards.items():
             assert torch.equal(values.nan_to_num(-9), rollout.rewards[name].nan_to_num(-9)), name
-        assert scores.metrics == message.metrics
+        assert scores.metrics == whole_scores.metrics
 
 
-def test_each_completion_is_scored_once(tmp_path):
+def test_each_completion_is_scored_once_in_order():
     calls = []
 
     def counted(solution_str):
@@ -66,23 +70,16 @@ def test_each_completion_is_scored_once(tmp_path):
 
     with RewardExecutor([RewardFunction(counted)]) as executor:
         rollout_of(executor, range(5))
-    assert sorted(calls) == sorted(WORDS)
-    assert calls == WORDS  # one after another, in the order they came
+    assert calls == WORDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"timeout_s": 20.0},
-        pytest.param({"per_sample": True}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "options", [{"timeout_s": 20.0}, {"per_sample": True}, {}], ids=["time limit", "per sample", "default"]
 )
 def test_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
-        rollout_of(executor, range(2))  # its processes are there
+        rollout_of(executor, range(2))  # starts the worker processes, so that their start is not measured
         completions, began = completions_of(WORDS), time.monotonic()
         scorer = Scorer(BATCH, executor, TOKENIZER, 4)
         for position, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
@@ -93,7 +90,7 @@ def test_slow_function_runs_during_generation(options):
         waited = time.monotonic() - generated
     assert rollout.reward.tolist() == [1] * 12
     assert generated - began < 7
-    assert waited < 1.5  # the last one's
+    assert waited < 1.5  # only the last completion was still to be judged
 
 
 def test_functions_of_a_whole_rollout_are_called_once_at_its_end():
@@ -103,7 +100,7 @@ def test_functions_of_a_whole_rollout_are_called_once_at_its_end():
         calls.append(len(completions))
         return [0.0] * len(completions)
 
-    executor = RewardExecutor([RewardFunction(whole)])
-    assert not executor.has_streaming
-    rollout_of(executor, range(12))
+    with RewardExecutor([RewardFunction(whole)]) as executor:
+        assert not executor.has_streaming
+        rollout_of(executor, range(12))
     assert calls == [12]

@@ -27,7 +27,7 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.report.run_directory import read_metrics
 
 from .checks import check_at_least, check_module
-from .held_out import before_and_after, left_to_learn, shown_names, still_improving, unchanged_kinds, with_interval
+from .held_out import before_and_after, left_to_learn, shown_names, unchanged_kinds, whether_to_continue, with_interval
 from .metrics_csv import MetricsCSV
 from .report import Report
 from .rollout_loop import RolloutLoop
@@ -35,6 +35,7 @@ from .rollout_loop import RolloutLoop
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
 _WAITING_SECONDS = 5.0  # between the first two lines before the first step
+_UNKNOWN_SECONDS = 20.0  # between two lines of work whose usual time is unknown: a first step, a later validation
 _TIMED_STEPS = 3  # before the first line about the remaining time
 _RECENT_STEPS = 20  # whose median time is the estimate
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
@@ -64,9 +65,10 @@ class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
     Until the first step, lines name the work in progress: every five seconds at first, then after each fifth of the
-    time so far, at least once in a minute. After three steps, and after each
-    quarter of the run, a line has the estimated time of the others, if that is more than five minutes. The last lines
-    compare the first and the last validation.
+    time so far, at least once in a minute. In the first step and in validations between steps, there is such a line
+    every 20 seconds, in further steps every minute. After three steps, and after each quarter of the run, a line has
+    the estimated time of the others, if that is more than five minutes. The last lines compare the first and the last
+    validation.
 
     Args:
         every_n_steps: number of steps between two lines, at least 1.
@@ -126,7 +128,7 @@ class Console(Callback):
         self._doing = f"validation, batch {batch_idx + 1} of {count}"
         printing = self._ended is not None and not self._ended.is_set()
         if not (printing or _draws_a_bar(trainer)):  # between two steps
-            self._print_regularly(trainer, lambda: (self._doing, self._doing_since), _HEARTBEAT_SECONDS)
+            self._print_regularly(trainer, lambda: (self._doing, self._doing_since), _UNKNOWN_SECONDS)
 
     def description(self, trainer: Trainer, module: RoleModule) -> list[str]:
         """Return lines about models, data, batch arithmetic, engine and device."""
@@ -173,15 +175,17 @@ class Console(Callback):
         return lines
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
-        """Start to print a line for every minute that the step takes."""
+        """Start to print lines about the step while it takes long."""
         self._began = time.monotonic()
         self._stop()
         if not _draws_a_bar(trainer):
             text, began = f"step {trainer.global_step + 1}: running", self._began
+            interval = _UNKNOWN_SECONDS
             usual = median(self._seconds) if self._seconds else self._earlier
             if usual is not None:
                 text += f", steps before took {usual:.3g} s"
-            self._print_regularly(trainer, lambda: (text, began), _HEARTBEAT_SECONDS)
+                interval = _HEARTBEAT_SECONDS
+            self._print_regularly(trainer, lambda: (text, began), interval)
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
         """Stop printing the work in progress."""
@@ -336,7 +340,7 @@ def comparison(directory: Path) -> list[str]:
     for name, before, after, change in values:
         lines.append(f"  {name:<{width}}  {before} -> {after}{f', change {change}' if change else ''}")
     if lines:
-        lines += [sentence for sentence in (unchanged_kinds(rows), still_improving(rows)) if sentence]
+        lines += [sentence for sentence in (unchanged_kinds(rows), whether_to_continue(rows)) if sentence]
         return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines]
     return []
 

@@ -114,8 +114,8 @@ def unchanged_kinds(rows: Sequence[Mapping[str, str]]) -> str:
     return f"not better than before training, by their 95 % intervals: {', '.join(same)}"
 
 
-def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a sentence if a run was still improving at its end; empty if it was not, or if it is unknown.
+def whether_to_continue(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a sentence about the use of more steps, after a run; empty if it is unknown.
 
     Compares the last validation with the last one in the first half of the run, but after the first step, as
     docs/hyperparameters.md explains: by more than a quarter of the width of an interval, about a standard error.
@@ -136,8 +136,15 @@ def still_improving(rows: Sequence[Mapping[str, str]]) -> str:
     means = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
     known = [name for name in means if name in then and f"{name}_low" in last and f"{name}_high" in last]
     better = [name for name in known if last[name] - then[name] > (last[f"{name}_high"] - last[f"{name}_low"]) / 4]
-    if not better or last[known[-1]] > _NEARLY_ALL:  # the sampled fraction, where it was measured
+    if not known:
         return ""
+    if last[known[-1]] > _NEARLY_ALL:  # the sampled fraction, where it was measured
+        return f"{last[known[-1]]:.3f} of the responses are correct: little is left for more steps"
+    if not better:
+        return (
+            f"not better than at step {steps[halves[-1]]} by more than a standard error: more steps may not help; the "
+            f"page Hyperparameters, Length of a run, has the rules"
+        )
     return (
         f"still better than at step {steps[halves[-1]]} by more than a standard error: more steps may help, such as "
         f"--trainer.max_steps {2 * end} --ckpt_path last"

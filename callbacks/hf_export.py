@@ -57,7 +57,8 @@ class HFExport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Rename the export of an earlier part of this run to ``export-<step>``, so that it is not replaced."""
         target = Path(trainer.default_root_dir) / "export"
-        if not trainer.is_global_zero or trainer.fast_dev_run or not (target / "metrics.json").is_file():
+        has_steps = trainer.max_steps <= 0 or trainer.global_step < trainer.max_steps
+        if not (trainer.is_global_zero and has_steps and (target / "metrics.json").is_file()) or trainer.fast_dev_run:
             return
         step = json.loads((target / "metrics.json").read_text())["step"]
         older = target.with_name(f"export-{step}")

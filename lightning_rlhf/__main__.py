@@ -54,7 +54,11 @@ def main() -> int:
             if _is_first_process():  # others find the same
                 print(f"lightning-rlhf: {message}", file=sys.stderr)
             return 2
-        if name == "fit" and not any(_shows_only(argument) for argument in arguments) and _is_first_process():
+        if (
+            name in ("fit", "validate")
+            and not any(_shows_only(argument) for argument in arguments)
+            and _is_first_process()
+        ):
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
@@ -64,7 +68,7 @@ def main() -> int:
 
 
 def _shows_only(argument: str) -> bool:
-    """Return whether an argument lets ``fit`` print something instead of training."""
+    """Return whether an argument lets a command of Lightning print something instead of its work."""
     option = argument.partition("=")[0]
     return option in ("--print_config", "--help-all") or option.endswith(".help")
 

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
 from lightning_rlhf.tools.commands.check_data import CheckDataCLI
-from lightning_rlhf.tools.commands.plan import PlanCLI
+from lightning_rlhf.tools.commands.plan import PlanCLI, _gib_of
 from lightning_rlhf.tools.commands.run_config import ConfigCLI, parse_run_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,6 +157,8 @@ def parse(command, *arguments):
     warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
     if module == LIGHTNING:
         parse_run_config(list(arguments), ConfigCLI)
+    elif command == "plan" and arguments[0] == "--gpu":
+        assert _gib_of(list(arguments)) > 0
     elif command == "plan":
         parse_run_config(list(arguments), PlanCLI)
     elif command == "check-data":

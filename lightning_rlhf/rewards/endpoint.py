@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import threading
 import time
@@ -17,9 +18,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageE
 from lightning_rlhf.rewards.results import AbortRun
 
 _MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
-
-
-_NO_KEY = "\0"  # a text that no reply contains, to be replaced in messages
+_MAX_REPLY = 200  # characters of a rejection that messages show
 
 
 class BudgetSpent(AbortRun):
@@ -38,7 +37,7 @@ class Endpoint:
         url: URL of the route, for example ``http://127.0.0.1:8000/v1/chat/completions``.
         key_env: name of the environment variable with the key, sent as a bearer token; None sends no key. The key
             itself appears neither in configurations nor in messages.
-        timeout_s: time limit of one try, seconds.
+        timeout_s: time limit of one try, from the connection to the whole reply, seconds.
         tries: largest number of times that a request is sent, at least 1. It is sent again after a connection error, a
             timeout, status 429 or 5xx, or a reply that is not JSON. The pause is the server's Retry-After, or grows
             exponentially with jitter, and is at most 30 s.
@@ -103,10 +102,12 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
-        self._key = read_key(endpoint.key_env) if endpoint.key_env else _NO_KEY
+        self._key = None if endpoint.key_env is None else read_key(endpoint.key_env)
         self._lock = threading.Lock()
-        self._next = {"requests": 0.0, "tokens": 0.0}
+        self._earliest = {"requests": 0.0, "tokens": 0.0}  # start of the next request within each rate limit
         self._loop = EventLoopThread("reward endpoint")
+        self._concurrent: asyncio.Semaphore
+        self._client: Any
         self._finalizer: weakref.finalize[..., Any] | None = None  # closes the client
 
     async def post(self, request: Request) -> Any:
@@ -114,7 +115,9 @@ class Client:
 
         Raises:
             BudgetSpent: the request would exceed the budget; it is not sent.
-            RuntimeError: no reply after all tries, or the server rejects the request (a status 4xx other than 429).
+            RuntimeError: no reply after all tries, or the server rejects the request: it redirects, or answers with a
+                status 4xx other than 429.
+            ValueError: the request has a value that JSON does not have, such as NaN.
         """
         self._open()
         return await asyncio.wrap_future(self._loop.submit(self._post(request)))
@@ -123,6 +126,7 @@ class Client:
         import httpx
         import tenacity
 
+        content = None if request.body is None else _encoded(request.body)
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.endpoint.tries),
             wait=_pause,
@@ -130,28 +134,33 @@ class Client:
             reraise=True,
         )
         try:
-            async with self._slots:
-                return await retrying(self._try, request)
+            async with self._concurrent:
+                return await retrying(self._try, request, content)
         except httpx.HTTPStatusError as error:
-            reply = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
-            tries = ""
-            if _is_temporary(error):
-                tries = f" the last of {self.endpoint.tries} tries"
+            reply = error.response.text
+            if self._key is not None:
+                reply = reply.replace(self._key, "***")  # before the text is cut
+            in_tries = f" in the last of {self.endpoint.tries} tries" if _is_temporary(error) else ""
             kind = ServerBusy if error.response.status_code == 429 else RunError
-            raise kind(f"{self.endpoint.url} answered{tries}: {reply}") from None
-        except (httpx.TransportError, ValueError) as error:
+            raise kind(
+                f"{self.endpoint.url} answered{in_tries}: {error.response.status_code} {reply[:_MAX_REPLY]!r}"
+            ) from None
+        except (httpx.RequestError, TimeoutError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
             raise RunError(
                 f"{self.endpoint.url} gave no valid answer in {self.endpoint.tries} tries: {reason}"
             ) from None
 
-    async def _try(self, request: Request) -> Any:
-        self._reserve(request)
-        await asyncio.sleep(self._reserve_slot(request.tokens))
-        if request.body is None:
-            response = await self._client.get(self.endpoint.url)
-        else:
-            response = await self._client.post(self.endpoint.url, json=request.body)
+    async def _try(self, request: Request, content: bytes | None) -> Any:
+        """Send a request once, with its encoded body."""
+        self._spend_budget(request)
+        await asyncio.sleep(self._seconds_until_allowed(request.tokens))
+        async with asyncio.timeout(self.endpoint.timeout_s):
+            if content is None:
+                response = await self._client.get(self.endpoint.url)
+            else:
+                headers = {"Content-Type": "application/json"}
+                response = await self._client.post(self.endpoint.url, content=content, headers=headers)
         if response.is_error:
             self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
         response.raise_for_status()
@@ -166,7 +175,7 @@ class Client:
         with self._lock:
             self.tokens += difference
 
-    def _reserve(self, request: Request) -> None:
+    def _spend_budget(self, request: Request) -> None:
         """Count a request before it is sent, so that simultaneous requests cannot exceed the budget."""
         with self._lock:
             for name, used, needed, limit in (
@@ -181,17 +190,17 @@ class Client:
             self.requests += 1
             self.tokens += request.tokens
 
-    def _reserve_slot(self, tokens: int) -> float:
-        """Reserve the next time slot within the rate limits and return the seconds until it starts."""
+    def _seconds_until_allowed(self, tokens: int) -> float:
+        """Return the seconds until a request may be sent within the rate limits; later ones come after it."""
         with self._lock:
             now = time.monotonic()
-            start = max(now, *self._next.values())
+            start = max(now, *self._earliest.values())
             for name, amount, rate in (
                 ("requests", 1, self.endpoint.requests_per_minute),
                 ("tokens", tokens, self.endpoint.tokens_per_minute),
             ):
                 if rate is not None:
-                    self._next[name] = start + 60.0 * amount / rate
+                    self._earliest[name] = start + 60.0 * amount / rate
             return start - now
 
     def _open(self) -> None:
@@ -200,11 +209,15 @@ class Client:
 
         with self._lock:
             if self._finalizer is None or not self._finalizer.alive:
-                headers = {}
-                if self.endpoint.key_env:
-                    headers = {"Authorization": f"Bearer {self._key}"}
-                self._slots = asyncio.Semaphore(self.endpoint.concurrency)
-                self._client = httpx.AsyncClient(headers=headers, timeout=self.endpoint.timeout_s, trust_env=False)
+                headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+                concurrency = self.endpoint.concurrency
+                self._concurrent = asyncio.Semaphore(concurrency)
+                self._client = httpx.AsyncClient(
+                    headers=headers,
+                    timeout=None,  # _try limits the whole time
+                    limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+                    trust_env=False,
+                )
                 self._finalizer = weakref.finalize(self, _close, self._client, self._loop)
 
     def close(self) -> None:
@@ -220,6 +233,18 @@ def _close(client: Any, loop: EventLoopThread) -> None:
 
     loop.submit(close()).result()
     loop.close(timeout_s=None)
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """Encode the body of a request.
+
+    Raises:
+        ValueError: it has a value that JSON does not have, or text that is not valid Unicode.
+    """
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise UsageError(f"a request cannot be sent as JSON: {error}") from None
 
 
 def read_key(name: str) -> str:
@@ -244,7 +269,7 @@ def _is_temporary(error: BaseException) -> bool:
 
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
-    return isinstance(error, (httpx.TransportError, ValueError))
+    return isinstance(error, (httpx.RequestError, TimeoutError, ValueError))  # ValueError: the reply is not JSON
 
 
 def _pause(state: Any) -> float:

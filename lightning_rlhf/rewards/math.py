@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import multiprocessing
 import re
 import threading
@@ -22,8 +23,13 @@ _QUICK_S = 0.05  # limit of the first pass, 30 ordinary comparisons; slower pair
 _KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time
 _KILL_S = 1.0  # added to that time
 _START_S = 300.0
-_MARKED = re.compile(r"####[ \t]*([^\n]*)")
-_NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
+_AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_NUMBER = re.compile(r"-?\$?-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
+# What may follow a number that is the whole answer: nothing, a sign of percent or dollars, or words such as a unit.
+# Anything else continues a formula: 1/2, 3x + 1, (1, 2), 3 or 4.
+_AFTER_NUMBER = re.compile(
+    r"[.,;:!]?\s*$|\s*[%$]|[.,;:!]?\s+\(?(?!(?:or|and)\b)[^\W\d_]{2,}|\s*[\u3040-\u30ff\u4e00-\u9fff]"
+)
 Pair = tuple[str, str]  # correct answer and response
 
 
@@ -34,8 +40,8 @@ class MathReward:
     Responses may be hostile: evaluating ``9^{9^{9^9}}`` never ends. Formulas are therefore parsed and compared in
     worker processes with little memory, no environment variables and no writable files. A comparison that exceeds its
     limit is interrupted; a process that cannot be interrupted is killed and replaced. Slow comparisons do not delay
-    quick ones, and waiting does not count towards the limit. n responses take at most n / workers times the wall-clock
-    limit of one response, four times its processor time limit plus two seconds. Scripts that use this class need
+    quick ones, and waiting for other responses does not count towards the limit. In wall-clock time, n responses take
+    at most about (n / workers) (4 timeout_s + 2) seconds. Scripts that use this class need
     ``if __name__ == "__main__":``, as with all multiprocessing.
 
     Args:
@@ -69,6 +75,7 @@ class MathReward:
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
         self._pool: Any = None
+        self._finalizer: Any = None  # stops the pool
         self._lock = threading.Lock()
 
     def __call__(
@@ -125,6 +132,9 @@ class MathReward:
 
     def _running_pool(self) -> Any:
         with self._lock:
+            if self._pool is not None and not self._pool.active:  # a process was killed from outside
+                self._finalizer()
+                self._pool = None
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
                 self._pool = ProcessPool(
@@ -132,43 +142,48 @@ class MathReward:
                 )
                 self._finalizer = weakref.finalize(self, _stop, self._pool)
                 first = self._pool.schedule(is_equal, (r"\boxed{1}", "1", _START_S))
-                first.result(timeout=_START_S)  # the start of a process must not count as time of a response
+                first.result(timeout=_START_S)  # raises here if processes cannot start
             return self._pool
 
     def _answer(self, text: str) -> str:
-        r"""Return the part of a response to be parsed by math-verify."""
+        r"""Return the answer of a response in a form that math-verify parses: boxed, or else the whole text."""
         answer = boxed(text)
         if answer is not None:
             return rf"\boxed{{{answer[: self.max_chars]}}}"
         text = text[-self.max_chars :]
-        marked = _MARKED.findall(text)
-        if marked:
-            return _marked(marked[-1])
-        return text
+        return _boxed_after_hashes(text) or text
 
 
 def gold_text(gold: Any) -> str:
     r"""Convert a correct answer to a format in which math-verify parses formulas and numbers.
 
     Raises:
-        ValueError: it is neither text nor number; math-verify would parse ``None`` as a product of four letters.
+        ValueError: it is neither text nor finite number; math-verify would parse ``None`` as a product of four letters.
     """
-    if not isinstance(gold, str | int | float) or isinstance(gold, bool):
-        raise UsageError(f"MathReward needs a formula or a number as ground_truth, got {gold!r}")
+    if (
+        isinstance(gold, bool)
+        or not isinstance(gold, str | int | float)
+        or (isinstance(gold, float) and not math.isfinite(gold))
+    ):
+        raise UsageError(f"MathReward needs a formula or a finite number as ground_truth, got {gold!r}")
     text = str(gold).strip()
-    marked = _MARKED.findall(text)
-    if marked:
-        return _marked(marked[-1])
+    if (after_hashes := _boxed_after_hashes(text)) is not None:
+        return after_hashes
     is_formula = r"\boxed{" in text or (text.startswith(("$", r"\(", r"\[")) and text.endswith(("$", r"\)", r"\]")))
     if is_formula:
         return text
     return rf"\boxed{{{text.removeprefix('$')}}}"
 
 
-def _marked(text: str) -> str:
-    r"""Convert the text after ``####`` to a boxed formula; words after a number are dropped."""
-    number = _NUMBER.match(text)
-    answer = text if number is None or "\\" in text else number[0]
+def _boxed_after_hashes(text: str) -> str | None:
+    r"""Return the text after the last ``####`` as a boxed formula, without words after a number; None without it."""
+    answers: list[str] = _AFTER_HASHES.findall(text)
+    if not answers:
+        return None
+    answer = answers[-1].strip()
+    number = _NUMBER.match(answer)
+    if number is not None and _AFTER_NUMBER.match(answer, number.end()):
+        answer = number[0]
     return rf"\boxed{{{answer.replace('$', '')}}}"
 
 

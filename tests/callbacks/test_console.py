@@ -18,8 +18,8 @@ from lightning_rlhf.callbacks.held_out import (
     left_to_learn,
     number,
     shown_names,
-    still_improving,
     unchanged_kinds,
+    whether_to_continue,
     with_interval,
 )
 from lightning_rlhf.data.rows import InMemory
@@ -124,7 +124,7 @@ def slow(completions):
 
 
 def test_long_step_prints_its_progress(run, capsys, monkeypatch):
-    monkeypatch.setattr(console, "_HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(console, "_UNKNOWN_SECONDS", 0.1)
     made = run(
         loop={"rewards": [RewardFunction(slow, dry_call=False)]}, trainer={"max_steps": 1}, callbacks=[Console()]
     )
@@ -433,16 +433,20 @@ def test_end_of_a_run_states_whether_more_steps_may_help():
         return {"step": str(step), **means, **bounds}
 
     rising = [row(0, 0.1), row(8, 0.2), row(16, 0.31), row(24, 0.3)]
-    assert still_improving(rising) == (
+    assert whether_to_continue(rising) == (
         "still better than at step 8 by more than a standard error: more steps may help, such as "
         "--trainer.max_steps 48 --ckpt_path last"
     )
-    assert still_improving([row(0, 0.1), row(12, 0.27), row(24, 0.3)]) == ""  # 0.03 is less than 0.16 / 4
-    assert "than at step 12" in still_improving([row(0, 0.1), row(12, 0.3, greedy=0.4), row(24, 0.3)])
-    assert still_improving([row(0, 0.1), row(24, 0.9)]) == ""  # no validation between them
-    assert still_improving([row(0, 0.1), row(12, 0.5), row(24, 0.96, greedy=0.9)]) == ""  # little is left
-    assert still_improving([{"step": "0", "val/loss": "1"}, {"step": "4", "val/loss": "0.5"}]) == ""
-    assert still_improving([]) == ""
+    equal = [row(0, 0.1), row(12, 0.27), row(24, 0.3)]  # 0.03 is less than 0.16 / 4
+    assert whether_to_continue(equal).startswith(
+        "not better than at step 12 by more than a standard error: more steps may"
+    )
+    assert "than at step 12" in whether_to_continue([row(0, 0.1), row(12, 0.3, greedy=0.4), row(24, 0.3)])
+    assert whether_to_continue([row(0, 0.1), row(24, 0.9)]) == ""  # no validation between them
+    most = [row(0, 0.1), row(12, 0.5), row(24, 0.96, greedy=0.9)]
+    assert whether_to_continue(most) == "0.960 of the responses are correct: little is left for more steps"
+    assert whether_to_continue([{"step": "0", "val/loss": "1"}, {"step": "4", "val/loss": "0.5"}]) == ""
+    assert whether_to_continue([]) == ""
 
 
 def test_lines_of_a_validation_have_the_fractions_of_each_source_only(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Rewards from a server that fails, hangs or limits requests: retries, rate limits and budget."""
 
 import asyncio
+import contextlib
+import http.server
 import json
 import threading
 import time
@@ -161,7 +163,7 @@ def test_pauses_grow_up_to_a_limit_with_jitter(monkeypatch):
 def test_after_all_tries_the_error_names_the_server(stub, client, answer):
     stub.script = [answer]
     with pytest.raises(
-        RuntimeError, match=r"(answered the last of 3 tries: 500 'down'|gave no valid answer in 3 tries: JSON)"
+        RuntimeError, match=r"(answered in the last of 3 tries: 500 'down'|gave no valid answer in 3 tries: JSON)"
     ):
         ask(client(tries=3))
     assert len(stub.seen) == 3
@@ -190,6 +192,49 @@ def test_rejected_request_is_not_retried(stub, client):
     with pytest.raises(RuntimeError, match=r"answered: 400 .*no such model"):
         ask(client())
     assert len(stub.seen) == 1
+
+
+def test_value_that_json_does_not_have_is_reported_and_not_sent(stub, client):
+    stub.script = [ok({})]
+    for value in (float("nan"), "\ud800"):
+        with pytest.raises(ValueError, match="a request cannot be sent as JSON"):
+            asyncio.run(client().post(Request({"label": value}, 1)))
+    assert stub.seen == []
+
+
+def test_reply_in_another_encoding_than_declared_is_reported_with_the_url(stub, client):
+    stub.script = [(200, {"Content-Encoding": "gzip"}, "plain")]
+    with pytest.raises(RuntimeError, match=r"completions gave no valid answer in 2 tries: DecodingError"):
+        ask(client(tries=2))
+    assert len(stub.seen) == 2
+
+
+def test_time_limit_includes_a_reply_that_arrives_in_pieces():
+    class Pieces(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.1)
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pieces) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        instance = Client(Endpoint(f"http://127.0.0.1:{server.server_port}", timeout_s=0.5, tries=1))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="gave no valid answer in 1 tries: TimeoutError"):
+            ask(instance)
+        assert time.monotonic() - began < 4
+        instance.close()
+        server.shutdown()
 
 
 # -- pace and budget --------------------------------------------------------------------------
@@ -274,8 +319,11 @@ def test_key_is_sent_and_never_shown(stub, client, monkeypatch, caplog):
     assert stub.headers[0]["Authorization"] == "Bearer sk-secret-123"
     with pytest.raises(RuntimeError, match=r"401 'wrong key \*\*\*'") as refused:
         ask(instance)
-    shown = [str(refused.value), repr(instance.endpoint), caplog.text, str(vars(instance.endpoint))]
-    assert not any("secret" in text for text in shown)
+    stub.script = [(401, {}, "x" * 190 + "sk-secret-123")]  # the shown part of the reply ends within the key
+    with pytest.raises(RuntimeError) as cut:
+        ask(instance)
+    shown = [str(refused.value), str(cut.value), repr(instance.endpoint), caplog.text, str(vars(instance.endpoint))]
+    assert not any("sk-" in text for text in shown)
 
 
 def test_whitespace_around_a_key_is_removed(stub, client, monkeypatch):

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import multiprocessing
 import os
 import random
 import signal
@@ -29,6 +31,13 @@ RIGHT = [
     ("1234", r"\boxed{1,234}"),
     ("5", "#### $5."),
     ("18", "#### 18 dollars"),
+    ("18", "#### 18 (dollars)"),
+    ("18", "#### 18 元"),
+    ("18", "#### 18. That is all"),
+    ("50", "#### 50% of them"),
+    ("1/2", "#### 1/2"),
+    ("x\n#### 1/2", "#### 1/2"),
+    ("x\n#### 3x+1", "#### 1 + 3x"),
     ("18", "Answer: 18"),
     (72, "72"),
     ("-5", "#### -5"),
@@ -55,6 +64,12 @@ WRONG = [
     ("0.333", r"\boxed{1/3}"),
     ("12", r"\boxed{12"),
     ("5", "#### 6, not 5"),
+    ("x\n#### 1/2", "#### 1/3"),
+    ("x\n#### 3x+1", "#### 3"),
+    ("x\n#### 3 x + 1", "#### 3"),
+    ("x\n#### (1, 2)", "#### (1, 3)"),
+    ("x\n#### 1, 2", "#### 1, 3"),
+    ("x\n#### 3 or 4", "#### 3"),
     ("5", "5 or 6"),
 ]
 PAYLOAD = "open({marker!r}, 'w').write('x')"
@@ -267,10 +282,23 @@ def test_interrupted_comparison_leaves_no_timer():
 def test_invalid_ground_truth_raises_an_error(reward):
     with pytest.raises(ValueError, match="math-verify cannot parse the correct answer"):
         reward(["1"], [r"\boxed{}"])
-    for gold in (None, True, ["5"], {"target": "5"}):
-        with pytest.raises(ValueError, match="needs a formula or a number as ground_truth, got"):
+    for gold in (None, True, ["5"], {"target": "5"}, math.nan, math.inf):
+        with pytest.raises(ValueError, match="needs a formula or a finite number as ground_truth, got"):
             reward(["5"], [gold])
     assert gold_text("x\n#### $5") == r"\boxed{5}"
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_from_outside_are_replaced():
+    reward = MathReward()
+    try:
+        assert reward(["1"], ["1"]) == [1.0]
+        for process in multiprocessing.active_children():
+            process.kill()
+        time.sleep(1)
+        assert reward(["1", "2"], ["1", "1"]) == [1.0, 0.0]
+    finally:
+        reward.close()
 
 
 def test_completions_and_answers_must_have_equal_length(reward):

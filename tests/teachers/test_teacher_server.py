@@ -125,7 +125,7 @@ def test_request_is_sent_again_to_a_restarted_server(stubs):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ((500, {"error": "gone"}), "/v1/completions answered the last of 1 tries: 500"),
+        ((500, {"error": "gone"}), "/v1/completions answered in the last of 1 tries: 500"),
         ((200, {"choices": [{}]}), "returned no log-probabilities of the prompt: is it a vLLM server"),
         (None, "/v1/completions gave no valid answer in 1 tries"),
     ],

@@ -117,6 +117,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 0, or 1 if there is a fault.
     """
     options = make_parser().parse_args(arguments)
+    print("checking this machine", flush=True)
     report = Report()
     report.run("python", check_python)
     report.run("packages", check_packages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -108,21 +109,21 @@ class Report(Callback):
         table.add_section()
         # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
         reward = "reward/mean"
-        if training[0].get("reward/generated_mean"):
+        if training[0].get("reward/generated_mean") and training[-1].get("reward/generated_mean"):
             reward = "reward/generated_mean"
         for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats")):
-            if training[0].get(name):
+            if training[0].get(name) and training[-1].get(name):  # a part of a resumed run may not have it
                 table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
-        speed = [float(row["perf/tokens_per_s"]) for row in training if row.get("perf/tokens_per_s")]
-        generated = [float(row["rollout/tokens_per_s"]) for row in training if row.get("rollout/tokens_per_s")]
-        if speed:
-            table.add_row("tokens per second, median", "", f"{sorted(speed)[len(speed) // 2]:.0f}")
-            table.add_row("generated per second, median", "", f"{sorted(generated)[len(generated) // 2]:.0f}")
+        for name, label in (("perf/tokens_per_s", "tokens"), ("rollout/tokens_per_s", "generated")):
+            speeds = [float(row[name]) for row in training if row.get(name)]
+            if speeds:
+                table.add_row(f"{label} per second, median", "", f"{median(speeds):.0f}")
         return table
 
     def responses(self, after: list[dict[str, Any]]) -> Table | None:
         """Return a table of greedy responses to the same prompts in the first and the last validation."""
-        pairs = list(zip(self._before, after, strict=False))
+        before = {row["prompt"]: row for row in self._before}
+        pairs = [(before[row["prompt"]], row) for row in after if row["prompt"] in before]
         if not pairs:
             return None
         pairs.sort(key=lambda pair: pair[0]["response"] == pair[1]["response"])

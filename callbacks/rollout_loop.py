@@ -31,7 +31,7 @@ from .rollout_settings import RolloutSettings
 from .rollout_validation import RolloutValidation, ValidationSettings
 from .run_engine import RunEngine
 from .step_metrics import LoggedRewards, rollout_metrics
-from .validation import Answer, Validation
+from .validation import AnswerExtractor, Validation
 
 log = logging.getLogger(__name__)
 _FAST_DEV_TOKENS = 16
@@ -77,6 +77,7 @@ class RolloutLoop(Callback):
     """
 
     provides_rollouts = True
+    _configured_tokens: int | None = None  # max_response_tokens during fast_dev_run, whose responses are shorter
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class RolloutLoop(Callback):
         temperature: float = 1.0,
         val_samples: int = 1,
         val_metric: str | None = None,
-        val_answer: Answer | None = None,
+        val_answer: AnswerExtractor | None = None,
         validate_at_ends: bool = True,
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
@@ -143,7 +144,7 @@ class RolloutLoop(Callback):
         self._log(sampled, pl_module)
 
     def _with_rewards(self, sampled: SampledRollout, module: RLHFModule) -> SampledRollout:
-        """Return the rollout with its rewards, or with those for which the module waits in its evaluation."""
+        """Return the rollout with its rewards, or with pending ones, for which the module waits in ``evaluate``."""
         if sampled.pending is None or not self.reward_executor.overlaps or module.replaces(*_READ_REWARDS):
             return sampled.scored()
         return replace(sampled, rewards=LoggedRewards(sampled.pending, sampled.reward_sums, module, self.parts.clock))
@@ -159,6 +160,7 @@ class RolloutLoop(Callback):
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Validate the run, start the engine, and make the parts of the rollouts."""
         if trainer.fast_dev_run:
+            self._configured_tokens = self.max_response_tokens
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         settings = self.settings
         settings.check(trainer, pl_module, self.reward_executor)
@@ -223,6 +225,9 @@ class RolloutLoop(Callback):
         self._close()
 
     def _close(self) -> None:
+        if self._configured_tokens is not None:  # a later run with this callback has whole responses
+            self.max_response_tokens = self._configured_tokens
+            self._configured_tokens = None
         self.reward_executor.close()
         for part in (self._engine, self._sampler, *self.rewards):
             if part is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
@@ -18,7 +19,7 @@ from lightning_rlhf.rollout.source import assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
 
 from .rollout_parts import RolloutParts
-from .validation import Answer, Validation, averages_weights, sources_in
+from .validation import AnswerExtractor, Validation, averages_weights, sources_in
 
 _BAR_METRICS = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
 
@@ -38,7 +39,7 @@ class ValidationSettings:
     samples: int
     rewards: list[str]
     metric: str | None
-    answer: Answer | None
+    answer: AnswerExtractor | None
     at_ends: bool
 
 
@@ -59,17 +60,20 @@ class RolloutValidation(Callback):
         self._parts = parts
         self._executor = executor
         self._validated_step: int | None = None
-        self._first: Tensor | None = None  # values of the first validation of the run, see Validation.table
+        # Values of the first validation of the run, see Validation.table, and the names of their columns.
+        self._first: Tensor | None = None
+        self._first_columns: list[str] | None = None
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the values of the first validation."""
         if self._first is None:
             return {}
-        return {"first": self._first}
+        return {"first": self._first, "columns": self._first_columns}
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the values of the first validation."""
         self._first = state_dict.get("first")
+        self._first_columns = state_dict.get("columns")
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Validate before the first step."""
@@ -165,8 +169,19 @@ class RolloutValidation(Callback):
         if averages_weights(trainer):  # Lightning will restore the actor's weights
             self._parts.weights.pushed = None
         self._parts.weights.let_engine_sleep()
-        metrics = self.validation.metrics(pl_module.data_ranks, self._first)
+        metrics = self.validation.metrics(pl_module.data_ranks, self._comparable())
         if self._first is None and not trainer.sanity_checking:
             self._first = self.validation.table(pl_module.data_ranks).cpu()
+            self._first_columns = self.validation.columns
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name in _BAR_METRICS, batch_size=1)
+
+    def _comparable(self) -> Tensor | None:
+        """Return the values of the first validation; None before it, or if it had other rewards or samples."""
+        assert self.validation is not None
+        columns = self.validation.columns
+        if self._first is None or self._first.shape[1] != len(columns):
+            return None
+        if self._first_columns not in (None, columns):  # None in a checkpoint of an earlier version
+            return None
+        return self._first

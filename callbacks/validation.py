@@ -37,7 +37,7 @@ from lightning_rlhf.types import Completion, PromptBatch, Rollout
 from .rollout_rows import end_of, segments_of
 
 log = logging.getLogger(__name__)
-Answer = Callable[[list[str]], Sequence[Hashable]]
+AnswerExtractor = Callable[[list[str]], Sequence[Hashable]]  # completions to their answers
 _MAX_STORED_SAMPLES = 64
 
 
@@ -57,7 +57,7 @@ class _Quantity:
 
     @property
     def mean_name(self) -> str:
-        """Begin of the names of the two means after ``prefix``: the mean of correctness is a fraction."""
+        """Part of the names of its means: ``fraction_correct_`` in ``fraction_correct_greedy``, empty for rewards."""
         if self.is_correctness:
             return "fraction_correct_"
         return ""
@@ -127,7 +127,7 @@ class Validation:
         val_samples: int,
         rewards: Sequence[str] = (),
         metric: str | None = None,
-        answer: Answer | None = None,
+        answer: AnswerExtractor | None = None,
         sources: Sequence[str] = (),
         scored: bool = False,
     ) -> None:
@@ -151,7 +151,7 @@ class Validation:
         self._conversations: list[MetricSums] = []
         self.samples: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []  # the same prompts and responses with fixed names, for files
-        self._unscored: list[tuple[int, dict[str, Any]]] = []  # (prompt, row) of the last batch
+        self._last_rows: list[tuple[int, dict[str, Any]]] = []  # (prompt, row) of the last batch, for its scores
 
     def add(
         self,
@@ -189,7 +189,7 @@ class Validation:
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         size = 1 + self._val_samples
-        self._unscored = []
+        self._last_rows = []
         for i, row in enumerate(rows):
             first = i * size
             if self._answer is not None:
@@ -210,7 +210,7 @@ class Validation:
                         **end_of(bool(rollout.truncated[first]), greedy[i].conversation if greedy else None),
                     }
                 )
-                self._unscored.append((i, self.rows[-1]))
+                self._last_rows.append((i, self.rows[-1]))
 
     def _rewards_of(self, rewards: dict[str, float]) -> dict[str, Any]:
         """Return the rewards of a greedy response as the fields of its row, first that of ``val_metric``."""
@@ -226,16 +226,24 @@ class Validation:
         assert self._score is not None
         table = self._table(scores)
         self._score.batches.append(table)
-        for i, row in self._unscored:
+        for i, row in self._last_rows:
             score = table[i, 0].item()
             row["rewards"]["score"] = score
-            row["reward"] = score if len(row["rewards"]) == 1 else row["reward"]
+            if not self._rewards:
+                row["reward"] = score
 
     @property
     def _quantities(self) -> list[_Quantity]:
         """All quantities, in the order of the columns of :meth:`table`."""
         ordered = [self._correctness, *self._rewards.values(), self._score]
         return [quantity for quantity in ordered if quantity is not None]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of :meth:`table`."""
+        kinds = ["greedy", *(f"sampled {number}" for number in range(self._val_samples))]
+        named = [f"{quantity.prefix}{quantity.mean_name}{kind}" for quantity in self._quantities for kind in kinds]
+        return ["source", "index", *named]
 
     def table(self, ranks: DataRanks) -> Tensor:
         """Return the values of all prompts of all ranks. All ranks.
@@ -256,13 +264,13 @@ class Validation:
         Those of a source with at least two such prompts are added.
 
         Args:
-            first: :meth:`table` of the first validation; other columns than now, as after a change of the rewards,
-                or fewer than two prompts in common, give an empty result.
+            first: :meth:`table` of the first validation, with the same columns; fewer than two prompts in common give
+                an empty result.
             last: :meth:`table` of this one.
         """
         earlier = {int(row[1]): row for row in first.tolist()}
         common = [(earlier[int(row[1])], row) for row in last.tolist() if int(row[1]) in earlier]
-        if first.shape[1] != last.shape[1] or len(common) < 2:
+        if len(common) < 2:
             return {}
         metrics = dict[str, float]()
         for group, rows in self._groups(torch.tensor([row[0] for _, row in common])).items():

@@ -36,9 +36,10 @@ def gradient_power(
 ) -> dict[str, float]:
     """Expected squared size of one response's policy gradient with respect to the logits: signal and noise together.
 
-    With pi the probability of a token, W = sum over tokens of 1 - 2 pi + sum over the vocabulary of pi^2, which is the
-    squared length of the gradient of the log-probability, A the mean advantage of a response and w its mean weight:
-    power = mean of w^2 A^2 W over responses. See "The Optimal Token Baseline", Li et al. 2026, section on variance.
+    The power is the mean of w^2 A^2 W over responses, where A is the mean advantage of a response and w its mean
+    weight. W = sum over its tokens of (1 - 2 pi + S) is the squared length of the gradient of its log-probability, with
+    pi the probability of a token, and S the sum of the squared probabilities of the vocabulary. See "The Optimal Token
+    Baseline", Li et al. 2026, section on variance.
 
     Args:
         advantages: (B, T).
@@ -49,17 +50,23 @@ def gradient_power(
         ranks: ranks that hold the other rows.
 
     Returns:
-        ``variance/...`` to a number, NaN where no response counts.
+        ``variance/gradient_power``, and the means of its parts ``variance/advantage_squared_mean`` and
+        ``variance/score_norm_mean``; NaN if no response counts.
     """
     norms = (1 - 2 * logprobs.exp() + sum_pi_squared).double().clamp(min=0)
-    rows = mask.any(dim=1)
-    norm, squared = norms.masked_fill(~mask, 0).sum(dim=1), response_mean(advantages, mask).double() ** 2
+    counts = mask.any(dim=1)
+    score_norm = norms.masked_fill(~mask, 0).sum(dim=1)
+    advantage_squared = response_mean(advantages, mask).double() ** 2
     if weights is None:
-        scale = torch.ones_like(norm)
+        weight_squared = torch.ones_like(score_norm)
     else:
-        scale = response_mean(weights, mask).double() ** 2
-    parts = {"gradient_power": scale * squared * norm, "advantage_squared_mean": squared, "score_norm_mean": norm}
-    means = means_over_ranks({name: (values, rows) for name, values in parts.items()}, ranks)
+        weight_squared = response_mean(weights, mask).double() ** 2
+    parts = {
+        "gradient_power": weight_squared * advantage_squared * score_norm,
+        "advantage_squared_mean": advantage_squared,
+        "score_norm_mean": score_norm,
+    }
+    means = means_over_ranks({name: (values, counts) for name, values in parts.items()}, ranks)
     return {f"variance/{name}": value for name, value in means.items()}
 
 
@@ -93,9 +100,11 @@ def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
 
     Returns:
         (3, bins) float64: for the pairs of each part, their number, the sum of the confidences, and the number of
-        correctly ordered pairs; ties count one half.
+        correctly ordered pairs; ties count one half. All NaN if a difference is NaN.
     """
     difference = difference.double()
+    if bool(difference.isnan().any()):
+        return difference.new_full((3, bins), math.nan)
     sure = difference.abs().sigmoid()
     right = (difference > 0).double() + (difference == 0).double() / 2
     number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)
@@ -113,7 +122,7 @@ def calibration_error(bins: Tensor) -> float:
         bins: (3, bins) sums of :func:`calibration_bins`.
 
     Returns:
-        A number in [0, 1]: 0 is perfect; NaN without pairs.
+        A number in [0, 1]: 0 is perfect; NaN without pairs, or if a score was NaN.
     """
     count, sure, right = bins
     return float((right - sure).abs().sum() / count.sum())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 BLOCK_TOKENS = 32  # vLLM allocates its cache in blocks of this many tokens
+_EXTRA_BLOCKS = 2  # of each text: one is partly filled, and vLLM reserves another
+_CONCURRENT_TEXTS = 64  # texts that the cache has room for, unless a bound below is smaller
 _MIN_BYTES = 1 << 28
-_TEXTS = 64  # texts that vLLM generates at the same time, if they do not take more than the bounds of the memory
 _MAX_BYTES = 1 << 30
 _MEMORY_FRACTION = 0.5  # part of the free memory for the cache; the rest is for weights and activations
 
@@ -34,32 +37,42 @@ def bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
-    """Return the bytes of a cache for 64 texts, at most 1 GiB, a 16th of the memory and half of the free memory.
+    """Return the bytes of a cache: room for 64 texts, but at most 1 GiB, a 16th of the memory and half of the free one.
 
-    The cache has room for at least one text, and 256 MiB.
+    It is never smaller than 256 MiB, nor than one text.
 
     Args:
         config: configuration of the model.
         dtype: dtype of the cache.
         tokens: number of tokens of the longest prompt and response together.
     """
-    blocks = tokens // BLOCK_TOKENS + 2  # one more is partly filled, and vLLM reserves another
-    text = blocks * BLOCK_TOKENS * bytes_per_token(config, dtype)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(_MIN_BYTES, text, min(_TEXTS * text, _MAX_BYTES, memory // 16, _free_share()))
+    blocks = tokens // BLOCK_TOKENS + _EXTRA_BLOCKS
+    bytes_per_text = blocks * BLOCK_TOKENS * bytes_per_token(config, dtype)
+    sixteenth = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
+    upper = min(_CONCURRENT_TEXTS * bytes_per_text, _MAX_BYTES, sixteenth, _free_share())
+    return max(_MIN_BYTES, bytes_per_text, upper)
 
 
-def longest_in_memory(config: PretrainedConfig, dtype: str) -> int:
-    """Return the number of tokens whose cache fits in half of the free memory.
+def longest_text_that_fits(config: PretrainedConfig, dtype: str) -> int:
+    """Return the number of tokens whose cache fits in half of the free memory, at least one block of 32.
 
     Args:
         config: configuration of the model.
         dtype: dtype of the cache.
     """
     tokens = _free_share() // bytes_per_token(config, dtype)
-    return max(BLOCK_TOKENS, tokens // BLOCK_TOKENS * BLOCK_TOKENS - 2 * BLOCK_TOKENS)
+    return max(1, tokens // BLOCK_TOKENS - _EXTRA_BLOCKS) * BLOCK_TOKENS
 
 
 def _free_share() -> int:
-    """Return the bytes of the free memory that the cache may take."""
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MEMORY_FRACTION)
+    """Return the bytes of the free memory that the cache may take; memory of cached files counts as free."""
+    return int(_available_bytes() * _MEMORY_FRACTION)
+
+
+def _available_bytes() -> int:
+    """Return the bytes of memory that programs can have without swapping."""
+    meminfo = Path("/proc/meminfo")
+    available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+    if available is not None:
+        return int(available[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

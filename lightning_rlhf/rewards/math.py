@@ -25,7 +25,7 @@ _KILL_S = 1.0  # added to that time
 _START_S = 300.0
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"-?\$?-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
-# What may follow a number that is the whole answer: nothing, a sign of percent or dollars, or words such as a unit.
+# Text after a number that is the whole answer: none, a sign of percent or dollars, or words such as a unit.
 # Anything else continues a formula: 1/2, 3x + 1, (1, 2), 3 or 4.
 _AFTER_NUMBER = re.compile(
     r"[.,;:!]?\s*$|\s*[%$]|[.,;:!]?\s+\(?(?!(?:or|and)\b)[^\W\d_]{2,}|\s*[\u3040-\u30ff\u4e00-\u9fff]"

@@ -70,6 +70,26 @@ def test_progress_table_needs_validation_and_training(rows):
     assert Report().progress(rows) is None
 
 
+def test_metrics_that_only_one_part_of_a_resumed_run_has_are_left_out():
+    rows = [
+        {**ROW, "val/fraction_correct_greedy": "0.25"},
+        {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.1", "reward/generated_mean": "0.5"},
+        {**ROW, "step": "2", "reward/mean": "3.0", "reward/generated_mean": ""},
+        {**ROW, "step": "2", "val/fraction_correct_greedy": "0.75"},
+    ]
+    table = Report().progress(rows)
+    assert words(table, "training reward")[1:3] == ["1.000", "3.000"]
+    assert "KL to the reference" not in shown(table)
+
+
+def test_responses_are_compared_by_their_prompts():
+    report = Report()
+    report.load_state_dict({"before": [{"prompt": text, "response": f"{text} then"} for text in ("a", "b")]})
+    after = [{"prompt": text, "response": f"{text} now"} for text in ("b", "c")]
+    assert words(report.responses(after), "b now") == ["b", "b then", "b now"]
+    assert "c now" not in shown(report.responses(after))
+
+
 def test_changed_answers_come_first():
     report = Report(num_samples=2)
     report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]

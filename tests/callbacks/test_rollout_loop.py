@@ -286,6 +286,7 @@ def test_transformers_accepts_a_temperature_that_vllm_rejects(run):
 def test_trial_run_limits_the_response_length(run):
     made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
     assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.requested] == [16]
+    assert made.loop.max_response_tokens == 200  # of a later run with this callback
 
 
 # -- start and end -----------------------------------------------------------------------------------------------------

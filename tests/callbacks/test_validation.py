@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.rollout_validation import RolloutValidation
 from lightning_rlhf.callbacks.validation import Validation, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.functional.data_ranks import ONE_RANK
@@ -126,6 +127,27 @@ def test_changes_since_the_first_validation_are_of_the_same_prompts(measured, to
     for reward in ("fraction_correct", "given"):
         assert changes_in(result, reward) == {kind: pytest.approx(values) for kind, values in CHANGES.items()}
     assert {name for name in later.metrics(ONE_RANK) if "change" in name} == set()
+
+
+def test_columns_of_the_table_are_named_in_their_order(measured):
+    of_reward = ["given_greedy", *(f"given_sampled {number}" for number in range(4))]
+    of_correctness = ["fraction_correct_greedy", *(f"fraction_correct_sampled {number}" for number in range(4))]
+    assert measured.columns == ["source", "index", *of_correctness, *of_reward]
+    assert measured.table(ONE_RANK).shape[1] == len(measured.columns)
+
+
+def test_first_validation_is_compared_only_if_it_had_the_same_rewards(measured):
+    callback = RolloutValidation(None, None, None)
+    callback.validation, first = measured, measured.table(ONE_RANK)
+    for columns, is_compared in (
+        (measured.columns, True),
+        (None, True),  # a checkpoint of an earlier version
+        ([name.replace("given", "other") for name in measured.columns], False),
+    ):
+        callback.load_state_dict({"first": first, "columns": columns})
+        assert (callback._comparable() is not None) is is_compared
+    callback.load_state_dict({"first": first[:, 1:], "columns": None})
+    assert callback._comparable() is None
 
 
 def test_changes_of_a_source_are_of_its_prompts(tokenizer):

@@ -62,3 +62,7 @@ def test_bins_add_up_over_batches_and_ranks(seed):
 def test_infinite_and_tiny_differences_have_a_bin():
     bins = calibration_bins(float64([math.inf, -math.inf, 1e-300, 800]))
     assert bins[0].tolist() == [1, *([0] * 8), 3]
+
+
+def test_error_is_nan_if_a_score_is():
+    assert math.isnan(calibration_error(calibration_bins(torch.tensor([0.5, math.nan]))))

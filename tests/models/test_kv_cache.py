@@ -2,11 +2,12 @@
 
 import argparse
 
+import psutil
 import pytest
 from transformers import AutoConfig
 
 from lightning_rlhf.models import kv_cache
-from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
+from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
 from lightning_rlhf.tools.commands import serve
 from tests.tools.planning.fakes import source
 
@@ -25,15 +26,16 @@ def test_latent_attention_stores_its_latent_vector():
 
 
 def test_cache_holds_64_texts_within_its_limits_and_at_least_one(monkeypatch):
-    memory = {"SC_PHYS_PAGES": 1 << 24, "SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
+    memory = {"SC_PHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
     monkeypatch.setattr(kv_cache.os, "sysconf", memory.__getitem__)
+    monkeypatch.setattr(kv_cache, "_available_bytes", lambda: 64 << 30)
     token = bytes_per_token(SMOLLM2, "float32")
     assert cpu_cache_bytes(SMOLLM2, "float32", 16) == 1 << 28 > 64 * 64 * token  # never less
     assert cpu_cache_bytes(SMOLLM2, "float32", 128) == 64 * 192 * token  # two blocks more than the text
     assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 30
     memory["SC_PHYS_PAGES"] >>= 3  # 8 GiB
     assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 29
-    memory["SC_AVPHYS_PAGES"] = (3 << 28) // 4096
+    monkeypatch.setattr(kv_cache, "_available_bytes", lambda: 3 << 28)
     assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 3 << 27  # half of 768 MiB that are free
     size = cpu_cache_bytes(SMOLLM2, "float32", 16384)
     assert size >= 16384 * token > 1 << 29
@@ -41,16 +43,21 @@ def test_cache_holds_64_texts_within_its_limits_and_at_least_one(monkeypatch):
 
 
 def test_longest_supported_text_takes_at_most_half_of_the_memory(monkeypatch):
-    free = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
-    monkeypatch.setattr(kv_cache.os, "sysconf", free.__getitem__)
-    longest = longest_in_memory(SMOLLM2, "float32")
+    memory = {"SC_PHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
+    monkeypatch.setattr(kv_cache.os, "sysconf", memory.__getitem__)
+    monkeypatch.setattr(kv_cache, "_available_bytes", lambda: 1 << 30)
+    longest = longest_text_that_fits(SMOLLM2, "float32")
     assert 11_000 < longest < 12_000
     assert cpu_cache_bytes(SMOLLM2, "float32", longest) <= 1 << 29
 
 
+def test_cached_files_count_as_available_memory():
+    assert kv_cache._available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
 @pytest.fixture
 def small_memory(monkeypatch):
-    monkeypatch.setattr(serve, "longest_in_memory", lambda config, dtype: 48)
+    monkeypatch.setattr(serve, "longest_text_that_fits", lambda config, dtype: 48)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 

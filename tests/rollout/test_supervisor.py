@@ -150,7 +150,7 @@ def test_silent_exit_is_reported_with_the_end_of_the_log(start, arguments, messa
 
 def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "engine.tmp"
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 37)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MAX_SOCKET_PATH", len(str(folder)) + 37)
     folder.mkdir(parents=True)
     (folder / "vllm_dist_of_a_dead_run").touch()
     engine = start()
@@ -163,7 +163,7 @@ def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_remov
 
 def test_path_too_long_for_sockets_uses_the_system_folder_for_temporary_files(start, tmp_path, monkeypatch, caplog):
     folder = tmp_path / "new" / "engine.tmp"
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 36)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MAX_SOCKET_PATH", len(str(folder)) + 36)
     monkeypatch.setenv("TMPDIR", "/tmp")
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)

@@ -38,8 +38,8 @@ _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _HEARTBEAT_SECONDS = 60
 _LOG_TAIL = 2000
-_SOCKET_PATH = 107  # longest path of a unix socket in bytes
-_SOCKET_NAME = 37  # bytes of vLLM's names of sockets, a slash and a UUID
+_MAX_SOCKET_PATH = 107  # longest path of a unix socket in bytes
+_SOCKET_NAME_BYTES = 37  # bytes of vLLM's names of sockets, a slash and a UUID
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
@@ -238,19 +238,19 @@ class EngineProcess:
 
 
 def _temporary_files(directory: Path) -> dict[str, str]:
-    """Create an empty directory for temporary files; return the environment variables for it.
+    """Create a directory for temporary files; return the environment variables that set it.
 
-    The variables are empty, so that the directory of the system is used, if a socket in this one had too long a path.
+    If a socket in it would have too long a path, there are no variables, and the directory of the system is used.
     """
     _remove(directory)
-    longest = len(os.fsencode(directory)) + _SOCKET_NAME
-    if longest > _SOCKET_PATH:
+    longest = len(os.fsencode(directory)) + _SOCKET_NAME_BYTES
+    if longest > _MAX_SOCKET_PATH:
         log.info(
             "Temporary files of the engine are in %s: paths of sockets in %s would have %d bytes (at most %d).",
-            tempfile.gettempdir(), directory, longest, _SOCKET_PATH,
+            tempfile.gettempdir(), directory, longest, _MAX_SOCKET_PATH,
         )  # fmt: skip
         return {}
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)  # where it could not be removed
     # Compiled code stays where later runs find it.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     return {"TMPDIR": str(directory), "TORCHINDUCTOR_CACHE_DIR": cache}

@@ -21,7 +21,7 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
-from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
+from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
@@ -155,7 +155,7 @@ def _fitting(options: argparse.Namespace, longest: int) -> int:
         return longest
     dtype = _dtype(options)
     config = Pretrained(options.model).hf_config()
-    limit = longest_in_memory(config, dtype)
+    limit = longest_text_that_fits(config, dtype)
     if longest <= limit:
         return longest
     needs = f"texts of {longest} tokens need a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"

@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -84,12 +84,12 @@ def _replace_exit_code_0() -> None:
 
 
 def _start_guard(worker: int, trainer: int) -> None:
-    """Fork a guard process that kills everything the worker started when the worker or the trainer ends.
+    """Fork a guard process: when the worker or the trainer ends, it kills everything that the worker started.
 
-    The worker adopts orphaned processes, also those in other sessions, so that all remain its descendants; the guard
-    records them.
+    The worker adopts orphaned processes, also those in other sessions, so that all remain its descendants, which the
+    guard records.
     """
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # a process group of worker, guard and plain forks
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watched = os.pidfd_open(worker), os.pidfd_open(trainer)
     if os.fork() == 0:
@@ -104,34 +104,34 @@ def _start_guard(worker: int, trainer: int) -> None:
 # -- the following runs in the guard process -----------------------------------------------------------------
 
 
-def _guard(worker: int, trainer: int, end_of_worker: int, end_of_trainer: int) -> None:
+def _guard(worker: int, trainer: int, worker_descriptor: int, trainer_descriptor: int) -> None:
     """Wait until the worker or the trainer ends, then kill all processes that the worker started, and this one.
 
     Args:
         worker: process id of the worker.
         trainer: process id of the trainer.
-        end_of_worker: process descriptor of the worker.
-        end_of_trainer: process descriptor of the trainer.
+        worker_descriptor: process descriptor of the worker.
+        trainer_descriptor: process descriptor of the trainer.
     """
-    for name in os.listdir("/proc/self/fd"):  # the end of a pipe would keep it open after the worker has ended
-        if int(name) not in (end_of_worker, end_of_trainer):
+    for name in os.listdir("/proc/self/fd"):  # inherited ends of pipes would keep these open after the worker's end
+        if int(name) not in (worker_descriptor, trainer_descriptor):
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(int(name))
     descendants: dict[int, int] = {}
-    scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
-    while not _has_ended(end_of_worker, end_of_trainer, seconds=SCAN_SECONDS):
-        scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
+    scan_began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    while not _has_ended(worker_descriptor, trainer_descriptor, seconds=SCAN_SECONDS):
+        scan_began = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
-    trainer_has_ended = _has_ended(end_of_trainer)
-    for process in (worker, *list(descendants)):  # those of a worker that has ended have lost their parent
+    trainer_has_ended = _has_ended(trainer_descriptor)
+    for process in (worker, *list(descendants)):  # children of an ended worker are no longer below it
         _record_descendants(process, descendants)
     for descriptor in descendants.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    if trainer_has_ended:  # processes that do not descend from it can then be any user's
+    if trainer_has_ended:  # no worker descends from it any more, so that orphaned forks look like workers
         _remove_semaphores()
     else:
-        _kill_orphans(worker, trainer, scanned - _CLOCK_TOLERANCE)
+        _kill_orphans(worker, trainer, scan_began - _CLOCK_TOLERANCE)
     os.killpg(worker, signal.SIGKILL)  # includes the guard
 
 
@@ -161,20 +161,20 @@ def _record_descendants(root: int, descendants: dict[int, int]) -> None:
     pending = [root]
     while pending:
         for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # the process has ended meanwhile
-                for process in map(int, children.read_text().split()):
-                    if process != os.getpid():
-                        pending.append(process)
-                        if process not in descendants:
-                            descendants[process] = os.pidfd_open(process)
+            with contextlib.suppress(OSError):  # the parent has ended meanwhile
+                started = {int(process) for process in children.read_text().split()} - {os.getpid()}
+                pending += started
+                for process in started - descendants.keys():
+                    with contextlib.suppress(OSError):  # this child has ended meanwhile
+                        descendants[process] = os.pidfd_open(process)
 
 
 def _kill_orphans(worker: int, trainer: int, since: float) -> None:
     """Kill the processes that an ended worker started after the last scan.
 
-    Those that have executed a program have the worker's id in their environment. Plain forks have the environment with
-    which the trainer started the worker, and the worker's command line, like other workers; but unlike them, they no
-    longer descend from the trainer.
+    - Processes that have executed a program have the worker's id in their environment.
+    - Plain forks of the worker have its command line and the environment with which the trainer started it. Other
+      workers have the same, but descend from the trainer.
 
     Args:
         worker: process id of the worker.
@@ -188,28 +188,36 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
         processes = _processes()
         killed = 0
         for process in [process for process, (_, start) in processes.items() if start >= since]:
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-                descriptor = os.pidfd_open(process)
+            with contextlib.suppress(OSError), _opened(process) as descriptor:  # it has ended, or is another user's
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                is_copy = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
-                is_fork = is_copy and not _descends(process, trainer, processes)
-                if process != os.getpid() and (of_worker in variables or is_fork):
+                is_like_worker = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
+                is_orphaned_fork = is_like_worker and not _descends(process, trainer, processes)
+                if process != os.getpid() and (of_worker in variables or is_orphaned_fork):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     killed += 1
-                os.close(descriptor)
         if not killed:
             return
         time.sleep(_CLOCK_TOLERANCE)
 
 
+@contextlib.contextmanager
+def _opened(process: int) -> Iterator[int]:
+    """Open a process descriptor; meanwhile no other process gets the id."""
+    descriptor = os.pidfd_open(process)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _processes() -> dict[int, tuple[int, float]]:
-    """Return the parent of each process, and its start in seconds since the machine's start."""
+    """Return, of each process that has not ended, its parent and its start in seconds since the machine's start."""
     ticks = os.sysconf("SC_CLK_TCK")
     processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent, *rest = path.read_text(errors="replace").rpartition(")")[2].split()
-            if state not in "ZX":  # it has not ended
+            if state not in "ZX":
                 processes[int(path.parent.name)] = int(parent), int(rest[17]) / ticks  # 17: starttime, field 22
     return processes
 
@@ -247,15 +255,15 @@ class BoundedOutput(io.TextIOBase):
     def reset(self) -> None:
         """Begin another call."""
         self._remaining = _MAX_OUTPUT
-        self._omits = False
+        self._has_notice = False
 
     def write(self, text: str) -> int:
         """Write the part of the text within the limit."""
         if self._remaining:
             self._stream.write(text[: self._remaining])
-        if len(text) > self._remaining and not self._omits:
+        if len(text) > self._remaining and not self._has_notice:
             self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
-            self._omits = True
+            self._has_notice = True
         self._remaining = max(0, self._remaining - len(text))
         return len(text)
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _ConvertedRow:
+class _RowNotes:
     """Counts of the row that is converted, which are reported if the row is used.
 
     Args:
@@ -125,7 +125,7 @@ class RowsDataModule(LightningDataModule):
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
         self._sampler_keys: list[Any] = []  # of the training rows
-        self._row = _ConvertedRow()
+        self._notes = _RowNotes()
 
     @abstractmethod
     def convert(self, fields: Fields) -> Any:
@@ -150,7 +150,7 @@ class RowsDataModule(LightningDataModule):
         """Read and tokenize all rows once."""
         if self.trainer is not None and "val" not in self.sources:
             self.trainer.limit_val_batches = 0  # an empty loader would also work, but with a warning in every run
-        # Called before the rows are read: data for another module would be reported as missing columns.
+        # Before the rows are read, because data for another module would fail with missing columns.
         module = None if self.trainer is None else self.trainer.lightning_module
         if check_reads := getattr(module, "check_reads", None):
             check_reads(self)
@@ -164,14 +164,17 @@ class RowsDataModule(LightningDataModule):
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # raises early for a missing file
         self.tokenizer = load_tokenizer(self.tokenizer_source)
         bad_rows = self._create_bad_rows_file()
+        examples: dict[str, list[Any]] = {}
+        self._sampler_keys = []
         for name, source in sources.items():
             report = self.reports[name] = RowReport(f"{name} data")
             convert = self._convert_training_row if name == "train" else self._convert_row
-            self.examples[name], _ = use_rows(
+            examples[name], _ = use_rows(
                 source, report.name, partial(convert, report), self.on_bad_row, report=report, bad_rows=bad_rows
             )
             if report.unknown and self.trainer is not None and self.trainer.is_global_zero:
                 log.warning("%s: %s", report.name, report.describe_unknown())
+        self.examples = examples  # of all parts: after an error, another call reads all again
 
     @property
     def longest_text_tokens(self) -> int:
@@ -236,14 +239,14 @@ class RowsDataModule(LightningDataModule):
     def _convert_row(self, report: RowReport, row: Row) -> Any:
         """Tokenize a row, and count its columns, its cut and its unknown parts in the report."""
         fields = replace(self.columns.find(row), transform=self.text_messages)
-        self._row = _ConvertedRow()
+        self._notes = _RowNotes()
         example = self.convert(fields)
         report.column_mappings[fields.describe()] += 1
         report.has_messages |= fields.has_messages()
-        if self._row.cut is not None:
-            report.cut[self._row.cut] += 1
-        if self._row.unknown:
-            report.unknown.update(self._row.unknown)
+        if self._notes.cut is not None:
+            report.cut[self._notes.cut] += 1
+        if self._notes.unknown:
+            report.unknown.update(self._notes.unknown)
             report.unknown_rows += 1
         return example
 
@@ -314,7 +317,7 @@ class RowsDataModule(LightningDataModule):
 
     def note_unknown(self, text: str) -> None:
         """Record the parts of a text of the current row that the tokenizer does not know."""
-        self._row.unknown.update(unknown_parts(self.tokenizer, text))
+        self._notes.unknown.update(unknown_parts(self.tokenizer, text))
 
     def excess(self, tokens: int, label: str) -> int:
         """Return the number of tokens to cut, 0 if the text fits.
@@ -339,4 +342,4 @@ class RowsDataModule(LightningDataModule):
 
     def count_cut(self, label: str) -> None:
         """Record the cut of the current row; it is counted once, and only if the row is used."""
-        self._row.cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"
+        self._notes.cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"

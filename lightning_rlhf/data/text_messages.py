@@ -11,6 +11,7 @@ from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 
 _ROLE_OF_FIELD = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+_CONVERSATIONS = ("text", "messages")  # fields whose text can contain several messages
 _ROLES = ("system", "user", "assistant")
 
 
@@ -50,7 +51,7 @@ class TextMessages:
             BadRow: the text is empty, or does not begin with a marker; or there are no markers, and texts of its column
                 may contain conversations.
         """
-        if not isinstance(value, str) or name not in (*_ROLE_OF_FIELD, "text", "messages"):
+        if not isinstance(value, str) or name not in (*_ROLE_OF_FIELD, *_CONVERSATIONS):
             return value
         if not value.strip():
             raise BadRow(f"the {name} is empty")
@@ -65,7 +66,7 @@ class TextMessages:
         return [{"role": _ROLE_OF_FIELD[name], "content": value}]
 
     def _conversation(self, name: str, text: str) -> list[dict[str, str]]:
-        """Split a text at the markers; a marker at its end requests an answer, and is not a message."""
+        """Split a text at the markers, and leave out an empty message at its end."""
         assert self.markers is not None
         roles = {marker: role for role, marker in self.markers.items()}
         longest_first = sorted(roles, key=len, reverse=True)  # one marker may begin with another
@@ -77,6 +78,8 @@ class TextMessages:
             )
         pairs = zip(parts[::2], parts[1::2], strict=True)
         messages = [{"role": roles[marker], "content": content.strip()} for marker, content in pairs]
-        if messages[-1]["content"] or len(messages) == 1:
-            return messages
-        return messages[:-1]
+        if not messages[-1]["content"]:
+            messages.pop()  # "... Assistant:" at the end requests an answer
+        if not messages:
+            raise BadRow(f"the {name} is empty")
+        return messages

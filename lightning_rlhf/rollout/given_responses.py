@@ -19,7 +19,7 @@ from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.source import Requests, SampledRollout, Source, assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
-_SEEDS = 1 << 63  # number of seeds
+_SEED_RANGE = 1 << 63  # of derive_seed
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class GivenResponses:
         positions = []
         for position, row in enumerate(prompts.indices):
             columns = {name: values[position] for name, values in prompts.columns.items()}
-            draw = derive_seed(run_seed(), "given", prompts.epoch, row) / _SEEDS
+            draw = derive_seed(run_seed(), "given", prompts.epoch, row) / _SEED_RANGE  # uniform in [0, 1)
             if draw >= self.sampled_fraction(source_of(columns)):
                 positions.append(position)
         return positions
@@ -105,10 +105,10 @@ class WithGiven(Source):
     """Adds the given responses to the sampled ones of another source.
 
     Args:
-        source: source of the sampled responses, with one request for a step.
-        responses: prompts whose responses are given.
+        sampling: source of the sampled responses, with one request for a step.
+        settings: settings that select the prompts with given responses.
         data: data module of the run, which tokenizes responses.
-        samples: responses per prompt of the source.
+        samples: sampled responses per prompt.
         temperature: temperature of the sampling.
         rewards: names of all rewards, which given responses do not have.
         clock: clock of the step.
@@ -116,8 +116,8 @@ class WithGiven(Source):
         is_agent: whether the environment is an agent.
     """
 
-    source: Source
-    responses: GivenResponses
+    sampling: Source
+    settings: GivenResponses
     data: PromptDataModule
     samples: int
     temperature: float
@@ -129,34 +129,34 @@ class WithGiven(Source):
     def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
         """Request the responses that are not given; see :meth:`Source.start`."""
         sampled, _ = self._divided(prompts)
-        return replace(self.source.start(sampled, step, in_background), prompts=prompts)
+        return replace(self.sampling.start(sampled, step, in_background), prompts=prompts)
 
     def finish(self, requests: Requests) -> SampledRollout:
         """See :meth:`Source.finish`; waits for the rewards."""
-        to_sample, to_take = self._divided(requests.prompts)
+        sampled, others = self._divided(requests.prompts)
         step = requests.requests[0].step
-        if not len(to_sample):
-            with self.clock("time/generate_s"):  # for other ranks that share the engine
+        if not len(sampled):
+            # Other ranks may share the engine and its requests, and all ranks must log the same times.
+            with self.clock("time/generate_s"):
                 requests.wait()
             self.clock.add_name("time/reward_s")
-            return SampledRollout(self._given_rollout(to_take, step), requests=requests.requests)
-        result = self.source.finish(replace(requests, prompts=to_sample)).scored()
+            return SampledRollout(self._given_rollout(others, step), requests=requests.requests)
+        result = self.sampling.finish(replace(requests, prompts=sampled)).scored()
         rollout = replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated))
-        if len(to_take):
-            given_rollout = self._given_rollout(to_take, step).to(rollout.prompt_ids.device)
-            rollout = concatenate([rollout, given_rollout])
+        if len(others):
+            rollout = concatenate([rollout, self._given_rollout(others, step).to(rollout.prompt_ids.device)])
         return replace(result, rollout=rollout)
 
     def _divided(self, prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
         """Return the prompts whose responses are sampled, and those whose responses are given."""
-        to_take = self.responses.positions(prompts)
-        to_sample = sorted(set(range(len(prompts))) - set(to_take))
-        return prompts.take(to_sample), prompts.take(to_take)
+        given_positions = self.settings.positions(prompts)
+        sampled_positions = sorted(set(range(len(prompts))) - set(given_positions))
+        return prompts.take(sampled_positions), prompts.take(given_positions)
 
     def _given_rollout(self, prompts: PromptBatch, step: int) -> Rollout:
-        """Return the given responses to some prompts, at least one, without rewards."""
+        """Return the given responses to some prompts, at least one, without rewards, on the CPU."""
         completions = []
-        for position, text in enumerate(prompts.columns[self.responses.column]):
+        for position, text in enumerate(prompts.columns[self.settings.column]):
             has_messages = bool(prompts.messages and prompts.messages[position])
             ids = [*self.data.tokenize(text), self._end_of_message if has_messages else self._end_of_text]
             completions.append(Completion(ids, [0.0] * len(ids), "stop", step))
@@ -166,7 +166,7 @@ class WithGiven(Source):
             rollout,
             rewards=dict.fromkeys(self.rewards, missing),
             reward=torch.zeros_like(missing),
-            position=rollout.position * self.samples,
+            position=rollout.position * self.samples,  # that of the first sampled response that it replaces
             is_given=torch.ones_like(rollout.truncated),
             step_rewards=torch.zeros(rollout.response_ids.shape) if self.has_environment else None,
             text_starts=torch.zeros_like(rollout.response_mask) if self.is_agent else None,

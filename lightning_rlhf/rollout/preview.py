@@ -17,8 +17,8 @@ from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck
 from lightning_rlhf.types import Completion, SamplingParams
 
-# Limits that no preview reaches: tokens after the prompt, tokens of a vocabulary.
-_TOKENS, _VOCABULARY = 100_000, 1 << 31
+_MAX_TOKENS = 100_000  # more than a preview has
+_ANY_VOCABULARY = 1 << 31  # larger than that of any tokenizer
 
 
 class _MadeUpTurns(RolloutEngine):
@@ -48,7 +48,7 @@ class _MadeUpTurns(RolloutEngine):
 def example_calls(settings: EnvironmentSettings) -> list[str]:
     """Return texts of turns: for each tool of an environment, one that calls it with made-up arguments.
 
-    Tools whose calls the parser cannot write are left out.
+    Tools whose calls the parser cannot write, for which its ``example`` returns None, are left out.
     """
     if settings.parser is None:
         return []
@@ -71,10 +71,11 @@ def _example_value(schema: Any) -> Any:
     if schema.get("enum"):
         return schema["enum"][0]
     values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return values.get(kind, "1")
-    return "1"
+    kinds = schema.get("type")
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    kind = next((str(kind) for kind in kinds if kind != "null"), "string")
+    return values.get(kind, "1")
 
 
 def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequence[str]) -> Completion:
@@ -93,7 +94,7 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
         RuntimeError: the environment failed.
     """
     tokenizer = data.tokenizer
-    batch = data.collate(data.examples["train"][:1], [0], [0], 0)
+    batch = data.collate(data.examples["train"][:1], numbers=[0], positions=[0], epoch=0)
     sampler = conversation_sampler(settings, data)
     request = ConversationRequest(
         prompt_ids=batch.token_ids[0],
@@ -102,11 +103,11 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
         row=row_of(batch, 0),
         seed=0,
         turn_seeds=tuple(range(settings.max_turns)),
-        sampling=SamplingParams(_TOKENS),
+        sampling=SamplingParams(_MAX_TOKENS),
     )
     turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
     try:
-        check = CompletionCheck(_TOKENS, 0, _VOCABULARY)
+        check = CompletionCheck(_MAX_TOKENS, 0, _ANY_VOCABULARY)
         return sampler(_MadeUpTurns(turns), [request], on_finished=None, check=check)[0]
     finally:
         sampler.close()

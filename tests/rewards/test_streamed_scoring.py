@@ -18,27 +18,33 @@ FILE = Path(__file__).with_name("streamed.py")
 TOKENIZER = CharacterTokenizer("abcdefg").load()
 BATCH = PromptBatch([0, 1, 2], [[4], [5, 6], [7]], ["a", "bc", "d"], {"ground_truth": ["ab", "c", "g"]})
 WORDS = ["ab", "c", "", "gggg", "abc", "f", "de", "a", "c", "gf", "fg", "b"]
-KINDS = {"of_all": {}, "one_by_one": {}, "timed": {"timeout_s": 30.0}, "several": {}, "awaited": {}}
+# Functions of streamed.py, with their options.
+FUNCTIONS = {"of_all": {}, "one_by_one": {}, "timed": {"timeout_s": 30.0}, "several": {}, "awaited": {}}
+SAMPLES = 4
+END = 2  # end token of TOKENIZER
 
 
 def completions_of(words):
     completions = []
     for word in words:
-        ids = [*TOKENIZER(word)["input_ids"], 2]
-        completions.append(Completion(ids, [-0.5] * len(ids), "length" if word.startswith("d") else "stop", 0))
+        ids = [*TOKENIZER(word)["input_ids"], END]
+        finish_reason = "length" if word == "de" else "stop"  # one is truncated, which the function several returns
+        completions.append(Completion(ids, [-0.5] * len(ids), finish_reason, 0))
     return completions
 
 
 @pytest.fixture(scope="module")
 def executor():
-    with RewardExecutor([RewardFunction(f"{FILE}:{name}", **options) for name, options in KINDS.items()]) as executor:
+    with RewardExecutor(
+        [RewardFunction(f"{FILE}:{name}", **options) for name, options in FUNCTIONS.items()]
+    ) as executor:
         yield executor
 
 
 def rollout_of(executor, early):
-    """Return the rollout of all words and its scores; positions in ``early`` are added during generation."""
+    """Return the rollout of all words and its scores; completions at positions ``early`` are added one by one before."""
     completions = completions_of(WORDS)
-    scorer = Scorer(BATCH, executor, TOKENIZER, 4)
+    scorer = Scorer(BATCH, executor, TOKENIZER, SAMPLES)
     for position in early:
         scorer.add(position, completions[position])
     scored = scorer.score(completions)
@@ -49,7 +55,7 @@ def test_rollout_does_not_depend_on_the_order_of_completions(executor):
     whole, whole_scores = rollout_of(executor, [])
     assert whole.rewards["of_all"].tolist() == [float(sorted(WORDS).index(word)) for word in WORDS]
     assert whole.rewards["one_by_one"].tolist() == [float(len(word)) for word in WORDS]
-    assert whole.rewards["timed"].isnan().tolist() == [word == "" for word in WORDS]
+    assert whole.rewards["timed"].isnan().tolist() == [word == "" for word in WORDS]  # it returns None for these
     draw = random.Random(3)
     for count in (0, 1, 7, 12, 12, 12):  # three different orders of all
         rollout, scores = rollout_of(executor, draw.sample(range(12), count))
@@ -81,7 +87,7 @@ def test_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
         rollout_of(executor, range(2))  # starts the worker processes, so that their start is not measured
         completions, began = completions_of(WORDS), time.monotonic()
-        scorer = Scorer(BATCH, executor, TOKENIZER, 4)
+        scorer = Scorer(BATCH, executor, TOKENIZER, SAMPLES)
         for position, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
             scorer.add(position, completion)

@@ -327,7 +327,7 @@ def test_remote_server_must_require_a_key_on_every_route(make, stub, monkeypatch
     with pytest.raises(ValueError, match="does not have the route /weight_info"):
         make().wait()
     stub.key = "right"
-    with pytest.raises(ValueError, match="the backend nccl, not shared_memory, because the server is on another"):
+    with pytest.raises(ValueError, match="the backend nccl, not shared_memory: it is on another machine"):
         make().wait()
     stub.config["weight_transfer_config"]["backend"] = "nccl"
     make().wait()

@@ -101,7 +101,7 @@ class CheckedData:
     Args:
         module: class name of the data module.
         data: description of each part of the data, such as ``train``; see :func:`describe`.
-        rewards: labels of the rewards whose columns are in every row.
+        rewards: labels of those rewards whose columns are in every row.
         answer_rewards: means of each reward if the responses are the correct answers (``answer``) and if they are
             empty (``empty``).
         conversation: a conversation with the environment: its text, rewards, end, number of tool calls, and unknown
@@ -139,12 +139,13 @@ def check(config: Namespace) -> CheckedData:
     if not isinstance(data, RowsDataModule):
         raise UsageError(f"check-data reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
     pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
-    reports_bad_rows = data.on_bad_row == "error"
+    bad_rows_are_errors = data.on_bad_row == "error"
     data.on_bad_row = "skip"  # to report all bad rows
     data.setup("fit")
     result = CheckedData(type(data).__name__, {name: describe(data, name) for name in data.examples})
-    if reports_bad_rows:
+    if bad_rows_are_errors:
         result.errors += [report.error_message() for report in data.reports.values() if report.bad]
+    # Each has the same arguments and completes the result.
     for step in (_count_batches, _check_texts, _check_rewards, _play_conversation, _check_models):
         try:
             step(config, data, result)
@@ -168,12 +169,15 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
         "answer_tokens": _answer_tokens(data, part) if isinstance(data, PromptDataModule) else {},
         "most_frequent_answer": data.most_frequent_answer(part) if isinstance(data, PromptDataModule) else None,
-        "sample": describe_batch(data.collate(examples[:1], [0], [0], 0), data.tokenizer),
+        "sample": describe_batch(data.collate(examples[:1], numbers=[0], positions=[0], epoch=0), data.tokenizer),
     }
 
 
 def _answer_tokens(data: PromptDataModule, part: str) -> dict[str, float]:
-    """Return quantiles of the lengths of the correct answers that are texts or numbers, for max_response_tokens."""
+    """Return quantiles of the lengths of the correct answers that are texts or numbers.
+
+    They help to choose ``max_response_tokens``.
+    """
     if lengths := data.answer_lengths(part):
         return _quantiles(lengths)
     return {}
@@ -368,9 +372,10 @@ def render(result: CheckedData) -> str:
             lines += [f"    {column} = {_one_line(value)}" for column, value in sample.get("columns", {}).items()]
     if result.rewards:
         lines += ["", f"reward functions whose columns are all there: {', '.join(result.rewards)}"]
-    for label, values in result.answer_rewards.items():
-        answer, empty = values["answer"], values["empty"]
-        lines.append(f"  {label} of the correct answers as responses: {answer:.3g}, of empty responses: {empty:.3g}")
+    for label in result.rewards:
+        if values := result.answer_rewards.get(label):
+            means = f"{values['answer']:.3g}, of empty responses: {values['empty']:.3g}"
+            lines.append(f"  {label} of the correct answers as responses: {means}")
     if conversation := result.conversation:
         calls = "a call of each tool, then " if conversation["calls"] else ""
         turns = f"a conversation whose turns are {calls}{_MADE_UP_TURN!r}"

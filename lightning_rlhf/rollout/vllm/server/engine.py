@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -53,7 +53,7 @@ class VLLMServerEngine(RolloutEngine):
         self._ranks = ranks
         self._timeout = timeout
         self._server: VLLMServer | None = None
-        self._push: WeightPush[Any] | None = None
+        self._push: WeightPush[Any] | None = None  # of the first rank, once the server responds
         self._version = -1
         self._generating = set[Future[Completion]]()
 
@@ -109,42 +109,40 @@ class VLLMServerEngine(RolloutEngine):
             self._check_key_is_required(server)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         backend = str((config.get("weight_transfer_config") or {}).get("backend"))
-        for wrong, remedy in (
-            (backend not in PUSHES, f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"),
-            (
-                backend == SHARED_MEMORY and not server.is_local,
-                f"--weight-transfer-config with the backend nccl, not {backend}, because the server is on another "
-                f"machine",
-            ),
-            *self._wrong_settings(config),
-        ):
-            if wrong:
-                raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
+        for remedy in self._remedies(config, backend):
+            raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
         self._compare_models(config["model_config"]["model"])
         self._push = PUSHES[backend](server)
         return f"vLLM {server.get('/version')['version']} at {server.url}"
 
-    def _wrong_settings(self, config: dict[str, Any]) -> list[tuple[bool, str]]:
-        """Return (whether the setting is wrong, option that corrects it) for each setting."""
-        model = config["model_config"]
-        dtype = self._setup.dtype
-        longest = self._setup.max_tokens
-        most = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
-        on_cpu = config["device_config"]["device"] == "cpu"
-        return [
-            (model["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
-            (model["dtype"] != f"torch.{dtype}", f"--dtype {dtype}, not {model['dtype']}"),
-            (model["max_model_len"] < longest, f"--max-model-len {longest}, not {model['max_model_len']}"),
-            (
-                most is not None and model["max_model_len"] > most,
-                f"--max-model-len {most} or less, not {model['max_model_len']}: above it, vLLM computes all texts with "
-                f"the Long-RoPE factors of long ones",
-            ),
-            (
-                on_cpu and config["scheduler_config"]["enable_chunked_prefill"],
-                "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU",
-            ),
-        ]
+    def _remedies(self, config: dict[str, Any], backend: str) -> Iterator[str]:
+        """Yield the option that corrects each setting of the server that does not fit this run.
+
+        Args:
+            config: the server's settings.
+            backend: its transport of weights.
+        """
+        server, model = self._connected_server, config["model_config"]
+        dtype, needed, length = self._setup.dtype, self._setup.max_tokens, model["max_model_len"]
+        # Above this length, vLLM computes all texts with the Long-RoPE factors of long ones; None for other models.
+        limit = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
+        if backend not in PUSHES:
+            yield f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"
+        if backend == SHARED_MEMORY and not server.is_local:
+            yield f"--weight-transfer-config with the backend nccl, not {backend}: it is on another machine"
+        if model["logprobs_mode"] != "processed_logprobs":
+            yield "--logprobs-mode processed_logprobs"
+        if model["dtype"] != f"torch.{dtype}":
+            yield f"--dtype {dtype}, not {model['dtype']}"
+        if length < needed:
+            yield f"--max-model-len {needed}, not {length}"
+        if limit is not None and length > limit:
+            yield (
+                f"--max-model-len {limit} or less, not {length}: above it, vLLM computes all texts with the Long-RoPE "
+                f"factors of long ones"
+            )
+        if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
+            yield "--no-enable-chunked-prefill: with it, seeded requests crash vLLM 0.32 on a CPU"
 
     def _check_key_is_required(self, server: VLLMServer) -> None:
         """Raise unless the server rejects a request for its weights without a key."""
@@ -202,8 +200,12 @@ class VLLMServerEngine(RolloutEngine):
 
     def _generate(self, request: dict[str, Any]) -> Completion:
         """Send one request and wait for its completion."""
-        # logprobs 0: of the sampled token alone. Tokens that end a response are among the request's stop_token_ids.
-        fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True, "seed": request["seed"]}
+        fixed = {
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "ignore_eos": True,  # the tokens that end a response are in stop_token_ids
+            "seed": request["seed"],
+        }
         body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
         response = self._connected_server.post("/inference/v1/generate", body)
         return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
@@ -217,6 +219,8 @@ class VLLMServerEngine(RolloutEngine):
                 from its id as text to its log-prob, None for the first one.
         """
         versions = {span["version"] for span in choice["weight_versions"] or []}
+        if not versions:
+            raise EngineDied(f"the vLLM server at {self._url} returned no version of the weights with a response")
         if versions != {self._label}:
             raise EngineDied(
                 f"the vLLM server at {self._url} generated with the weights {sorted(versions)}, not with those of "
@@ -224,6 +228,7 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
+        # (token id, fields with its log-prob); tokens of the prompt are part of the completion if they were requested.
         echoed = [item for position in prompt_logprobs for item in (position or {}).items()]
         sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
         tokens = [*echoed, *sampled]

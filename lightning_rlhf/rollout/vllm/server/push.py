@@ -44,8 +44,8 @@ class WeightPush(ABC, Generic[Prepared]):
             EngineDied: the server failed; tokens that it generates later are labelled ``unfinished``.
         """
         weights = self._prepare(parameters)
-        self._server.post("/pause", mode="wait")
         try:
+            self._server.post("/pause", mode="wait")
             self._replace(weights, label)
         except BaseException:  # also an interrupt: the server may be shared, and must not stay paused
             with suppress(RuntimeError, ValueError):  # report the first error
@@ -54,12 +54,14 @@ class WeightPush(ABC, Generic[Prepared]):
         self._server.post("/resume")
 
     def _replace(self, weights: Prepared, label: str) -> None:
+        # The version is "unfinished" until the update is, so that tokens of a push that fails belong to no version.
         self._server.post("/update_weight_version", {"new_version": f"unfinished {label}"})
         if not self._connected:
             self._connect()
             self._connected = True
         self._begin()
         self._send(weights)
+        # Before the update is finished, because the cache has values of the old weights.
         if not self._server.post("/reset_prefix_cache")["success"]:
             raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of the old weights")
         self._server.post("/finish_weight_update", {"weight_version": label})
@@ -70,7 +72,7 @@ class WeightPush(ABC, Generic[Prepared]):
         except EngineDied as error:
             if _ALREADY_ACTIVE not in str(error):
                 raise
-            # A trainer died during its push: finish its update first.
+            # An earlier push did not finish: end its update, whose weights are replaced now.
             self._server.post("/finish_weight_update")
             self._server.post("/start_weight_update")
 
@@ -87,7 +89,10 @@ class WeightPush(ABC, Generic[Prepared]):
         """Send the weights; called between start and end of an update."""
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Return the name of the first parameter that differs from the last push; None if no difference is known."""
+        """Return the name of the first parameter that differs from the last push; None if none does.
+
+        Transports that do not keep the pushed weights cannot compare, and return None too.
+        """
         return None
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ class NCCLPush(WeightPush[Iterable[tuple[str, Tensor]]]):
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
             info,
             client=_ChunkClient(self._server),
-            source=_chunk_source([]),  # replaced by each chunk
+            source=_chunk_source([]),
         )
 
     def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -143,6 +148,8 @@ class NCCLPush(WeightPush[Iterable[tuple[str, Tensor]]]):
         for pairs in chunks(weights, _CHUNK_BYTES):
             self._engine.source = _chunk_source(pairs)
             self._engine.send_weights()
+            self._engine.source = _chunk_source([])  # frees the chunk before the next parameter is gathered
+            del pairs
 
     def close(self) -> None:
         """Close the NCCL group."""
@@ -206,7 +213,7 @@ def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[li
 
     Args:
         parameters: (transformers name, tensor); each tensor is valid only until the next one.
-        nbytes: largest size of a chunk; a larger parameter is a separate chunk and is not copied.
+        nbytes: largest size of a chunk; a larger parameter is a separate chunk, not copied if it is on the device.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chunk: list[tuple[str, Tensor]] = []
@@ -215,8 +222,7 @@ def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[li
         large = tensor.nbytes >= nbytes
         if chunk and (large or size + tensor.nbytes > nbytes):
             yield chunk
-            chunk = []
-            size = 0
+            chunk, size = [], 0
         if large:
             yield [(name, tensor.detach().to(device))]
         else:

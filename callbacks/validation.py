@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,11 @@ class _Quantity:
             deviation = sampled - sampled.mean(dim=1, keepdim=True)
             statistics["sampled_std"] = (deviation**2).mean(dim=1).sqrt()
         rows = sampled.tolist()
-        votes: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
-        of_prompts = [self._of_prompt(row, answer) for row, answer in zip(rows, votes, strict=True)]
+        answers_of: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
+        of_prompts = [self._of_prompt(row, its_answers) for row, its_answers in zip(rows, answers_of, strict=True)]
         count = sampled.shape[1]
-        for name in self._of_prompt([0.0] * count, None if answers is None else [None] * count):
+        without_prompts = self._of_prompt([0.0] * count, None if answers is None else [None] * count)
+        for name in without_prompts:  # the same names on all ranks, also on one without prompts
             statistics[name] = torch.tensor([values.get(name, math.nan) for values in of_prompts], dtype=torch.float64)
         return {f"{self.prefix}{name}": values for name, values in statistics.items()}
 
@@ -285,17 +286,22 @@ class Validation:
         Args:
             pairs: rows of each prompt in the tables of two validations.
         """
-        size = 1 + self._val_samples
         metrics = dict[str, float]()
+        for name, columns in self._means():
+            values = [[_known(row[columns]) for row in pair] for pair in pairs]
+            change = mean_difference([before for before, _ in values], [after for _, after in values])
+            for bound, value in change.items():
+                ending = "_change" if bound == "mean" else f"_change_{bound}"
+                metrics[f"{name}{ending}"] = number_or_nan(value)
+        return metrics
+
+    def _means(self) -> Iterator[tuple[str, slice]]:
+        """Yield the name of each mean of greedy or sampled responses, and the columns of its values in the table."""
+        size = 1 + self._val_samples
         for number, quantity in enumerate(self._quantities):
             start = 2 + number * size
-            for name, columns in (("greedy", slice(start, start + 1)), ("sampled", slice(start + 1, start + size))):
-                values = [[_known(row[columns]) for row in pair] for pair in pairs]
-                change = mean_difference([before for before, _ in values], [after for _, after in values])
-                for bound, value in change.items():
-                    ending = "_change" if bound == "mean" else f"_change_{bound}"
-                    metrics[f"{quantity.prefix}{quantity.mean_name}{name}{ending}"] = number_or_nan(value)
-        return metrics
+            yield f"{quantity.prefix}{quantity.mean_name}greedy", slice(start, start + 1)
+            yield f"{quantity.prefix}{quantity.mean_name}sampled", slice(start + 1, start + size)
 
     def metrics(self, ranks: DataRanks, first: Tensor | None = None) -> dict[str, float]:
         """Return all metrics over all ranks, those of a source under ``val/<source>/``. All ranks.
@@ -337,20 +343,15 @@ class Validation:
 
     def _intervals(self, table: Tensor) -> dict[str, float]:
         """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
-        groups = self._groups(table[:, 0])
         metrics = dict[str, float]()
-        size = 1 + self._val_samples
-        for number, quantity in enumerate(self._quantities):
-            part = table[:, 2 + number * size : 2 + (number + 1) * size]
-            for group, rows in groups.items():
-                for name, values in (("greedy", part[rows, :1]), ("sampled", part[rows, 1:])):
-                    known = [_known(row) for row in values.tolist()]
-                    interval = {}
-                    if any(known):
-                        interval = mean_interval([row for row in known if row])
-                    for bound in ("low", "high"):
-                        key = f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"
-                        metrics[key] = number_or_nan(interval.get(bound))
+        for group, rows in self._groups(table[:, 0]).items():
+            for name, columns in self._means():
+                known = [_known(row) for row in table[rows, columns].tolist()]
+                interval = {}
+                if any(known):
+                    interval = mean_interval([row for row in known if row])
+                for bound in ("low", "high"):
+                    metrics[f"{group}{name}_{bound}"] = number_or_nan(interval.get(bound))
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

@@ -57,7 +57,7 @@ BROKEN = {
     "messages without prompt": ({"completion": [{"role": "assistant", "content": "me"}]}, "no column 'prompt'"),
 }
 WHOLE = json.dumps(PROMPT)
-BROKEN_LINES = {name: (json.dumps(row).encode(), output) for name, (row, output) in BROKEN.items()} | {
+BROKEN_LINES = {name: (json.dumps(row).encode(), reason) for name, (row, reason) in BROKEN.items()} | {
     "cut off": (WHOLE[:-3].encode(), "not JSON"),
     "Python for JSON": (repr(PROMPT).encode(), "not JSON: Expecting property name"),
     "two rows": (f"{WHOLE} {WHOLE}".encode(), "not JSON: Extra data"),
@@ -71,17 +71,16 @@ BROKEN_LINES = {name: (json.dumps(row).encode(), output) for name, (row, output)
 }
 
 PAIR = {"prompt": "who?", "chosen": " me", "rejected": " you", "margin": 1.0}
-BROKEN_PAIRS = {
-    **{f"{blank!r} for {name}": ({**PAIR, name: blank}, f"column {name!r} is empty") for name in
-       ("prompt", "chosen", "rejected") for blank in ("", " ", "\u00a0")},
-    **{f"{name} too long": ({**PAIR, name: "a" * 99}, "tokens, the limit is 40") for name in
-       ("prompt", "chosen", "rejected")},
-    "the same": ({**PAIR, "rejected": " me"}, "chosen and rejected are the same text"),
-    **{f"margin {value}": ({**PAIR, "margin": value}, "expected a finite number") for value in
-       (float("nan"), float("inf"), -float("inf"))},
-}  # fmt: skip
-NULLS = {f"null {name}": ({**PAIR, name: None}, f"{name}' holds null") for name in ("prompt", "chosen", "rejected")}
-NULLS["null margin"] = ({**PAIR, "margin": None}, "margin holds null, expected a number")
+TEXTS = ("prompt", "chosen", "rejected")
+BROKEN_PAIRS = {"the same": ({**PAIR, "rejected": " me"}, "chosen and rejected are the same text")}
+NULLS = {"null margin": ({**PAIR, "margin": None}, "margin holds null, expected a number")}
+for column in TEXTS:
+    for blank in ("", " ", "\u00a0"):
+        BROKEN_PAIRS[f"{blank!r} for {column}"] = ({**PAIR, column: blank}, f"column {column!r} is empty")
+    BROKEN_PAIRS[f"{column} too long"] = ({**PAIR, column: "a" * 99}, "tokens, the limit is 40")
+    NULLS[f"null {column}"] = ({**PAIR, column: None}, f"{column}' holds null")
+for value in (float("nan"), float("inf"), -float("inf")):
+    BROKEN_PAIRS[f"margin {value}"] = ({**PAIR, "margin": value}, "expected a finite number")
 
 
 def cells(*values):
@@ -90,7 +89,7 @@ def cells(*values):
     return line.getvalue().encode()
 
 
-BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BROKEN_PAIRS.items()} | {
+BROKEN_CSV = {name: (cells(*row.values()), reason) for name, (row, reason) in BROKEN_PAIRS.items()} | {
     "a cell too few": (b"who?,me,you", "3 cells, the header has 4"),
     "a cell too many": (b"who?,me,you,1,2", "5 cells, the header has 4"),
     "one cell": (b"Dear all", "1 cells, the header has 4"),
@@ -106,15 +105,19 @@ BROKEN_CSV = {name: (cells(*row.values()), output) for name, (row, output) in BR
 }
 
 
+SHOWN = 5  # bad rows in the message
+GOOD = None  # the kind of a good row; that of a broken one is its name
+
+
 def mixed(broken, times):
-    """Return each kind of broken row ``times`` times in turn, with good rows (None) among them."""
-    rows = []
+    """Return kinds of rows: each kind of broken row ``times`` times in turn, with good rows among them."""
+    kinds = []
     for _ in range(times):
         for number, name in enumerate(broken):
-            rows.append(name)
+            kinds.append(name)
             if number % 6 == 2:
-                rows.append(None)
-    return rows
+                kinds.append(GOOD)
+    return kinds
 
 
 @pytest.fixture(params=[100, pytest.param(1000, marks=pytest.mark.slow)])
@@ -124,24 +127,40 @@ def times(request):
 
 
 def check(kind, path, tmp_path, rows, position, broken):
-    """Check that the report has every broken row with its position and reason, and that all good rows are used."""
-    report = tmp_path / "bad.jsonl"
-    data = kind(str(path), Letters(chat=True), max_tokens=LIMIT, on_bad_row="skip", bad_rows=str(report))
+    """Check that the report has every broken row with its position and reason, and that all good rows are used.
+
+    Args:
+        kind: class of the data module.
+        path: file with the rows.
+        tmp_path: directory for the report.
+        rows: kind of each row.
+        position: function that returns the end of a row's location from its number.
+        broken: content and reason of each kind of broken row.
+    """
+    file = tmp_path / "bad.jsonl"
+    data = kind(str(path), Letters(chat=True), max_tokens=LIMIT, on_bad_row="skip", bad_rows=str(file))
     data.setup("fit")
-    result = [json.loads(line) for line in report.read_text().splitlines()]
-    expected = [(f"{path}{position(number)}", name) for number, name in enumerate(rows) if name is not None]
-    assert [bad["where"] for bad in result] == [where for where, _ in expected]
-    wrong = [(name, bad) for bad, (_, name) in zip(result, expected, strict=True) if broken[name][1] not in bad["why"]]
-    assert wrong[:1] == []
+    report = data.reports["train"]
+    bad_rows = [(f"{path}{position(number)}", name) for number, name in enumerate(rows) if name is not GOOD]
+    check_file([json.loads(line) for line in file.read_text().splitlines()], bad_rows, broken)
+    assert report.dropped.total() == report.bad == len(bad_rows)
+    assert len(data.examples["train"]) == report.used == rows.count(GOOD)
+    assert all(example == data.examples["train"][0] for example in data.examples["train"])
+    message = report.error_message()  # with on_bad_row="error"
+    assert f"{len(bad_rows)} of {len(rows)} rows cannot be used" in message
+    assert all(f"\n  {where}: " in message for where, _ in bad_rows[:SHOWN])
+
+
+def check_file(written, bad_rows, broken):
+    """Check that the file of bad rows has their locations and reasons."""
+    assert [bad["where"] for bad in written] == [where for where, _ in bad_rows]
+    for bad, (_, name) in zip(written, bad_rows, strict=True):
+        assert broken[name][1] in bad["why"], name
+
+
+@pytest.mark.parametrize("broken", [BROKEN_LINES, BROKEN_CSV], ids=["lines", "csv"])
+def test_kinds_of_broken_rows_are_numerous(broken):
     assert len(broken) >= 20
-    assert len(rows) - rows.count(None) >= 100 * len(broken)
-    assert len(data.examples["train"]) == data.reports["train"].used == rows.count(None)
-    assert data.reports["train"].dropped.total() == data.reports["train"].bad == len(rows) - rows.count(None)
-    first = data.examples["train"][0]
-    assert all(example == first for example in data.examples["train"])
-    error = data.reports["train"].error_message()  # the message with on_bad_row="error"
-    assert f"{len(expected)} of {len(rows)} rows cannot be used" in error
-    assert f"\n  {expected[4][0]}: " in error
 
 
 def test_every_broken_line_of_a_jsonl_file_is_reported(tmp_path, times):

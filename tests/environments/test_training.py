@@ -32,6 +32,22 @@ LETTERS = CharacterTokenizer("abcdefg", chat=True)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
+def guessing(**options):
+    """Return settings of an environment whose conversations have up to three short turns."""
+    return EnvironmentSettings(
+        worlds.Guess, **{"max_turns": 3, "max_turn_tokens": 3, "timeout_s": None, "bridge": "plain", **options}
+    )
+
+
+class Breaks(Environment):
+    """Fails if a turn begins with a, b or c."""
+
+    def step(self, text):
+        if text[:1] in "abc":
+            raise ValueError("broken")
+        return Reply("a", reward=float(len(text)))
+
+
 class CountsA(Environment):
     """Ends after the first turn; the reward is its number of letters a."""
 
@@ -46,9 +62,10 @@ def count_a(completions):
 def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, engine=None, **options):
     rows, val = InMemory([{"prompt": "abc"}, {"prompt": "ga"}] * 4), InMemory([{"prompt": "ab"}] * 2)
     data = PromptDataModule(rows, LETTERS, val=val, batch_size=2, max_tokens=8)
-    actor = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 4}
-    more = {"critic": TinyModel(seed=1), "critic_optimizer": SGD} if module is PPOModule else {}
-    module = module(**actor, **more)
+    arguments = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 4}
+    if module is PPOModule:
+        arguments |= {"critic": TinyModel(seed=1), "critic_optimizer": SGD}
+    module = module(**arguments)
     engine = engine or TransformersEngine()
     loop = RolloutLoop(list(rewards), engine, group_size=4, max_response_tokens=16, environment=environment, **options)
     trainer = quiet_trainer(callbacks=[loop, *callbacks], default_root_dir=tmp_path, max_steps=steps, max_epochs=-1)
@@ -59,11 +76,10 @@ def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(),
 
 @pytest.mark.parametrize("module", [GRPOModule, PPOModule])
 def test_policy_trains_only_on_its_own_tokens(tmp_path, module):
-    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
-    module, trainer = run(tmp_path, settings, module=module, callbacks=[RolloutLog()])
-    rollout, experience = module.last_step.experience.rollout, module.last_step.experience
-    real = torch.arange(rollout.response_ids.shape[1]) < rollout.response_lengths.unsqueeze(1)
-    written = real & ~rollout.response_mask
+    module, _ = run(tmp_path, guessing(), module=module, callbacks=[RolloutLog()])
+    experience = module.last_step.experience
+    rollout = experience.rollout
+    written = written_by_environment(rollout)
     assert written.any()
     for values in (rollout.rollout_logprobs, experience.advantages, rollout.policy_version, experience.token_rewards):
         assert not values[written].any()
@@ -71,7 +87,17 @@ def test_policy_trains_only_on_its_own_tokens(tmp_path, module):
     assert gap.abs().max() < 1e-4
     assert torch.equal(rollout.reward, rollout.rewards["environment"])
     torch.testing.assert_close(experience.token_rewards.sum(1), rollout.reward)
-    metrics = trainer.callback_metrics
+
+
+def written_by_environment(rollout):
+    """Return (B, T) which tokens of the responses the environment wrote."""
+    in_response = torch.arange(rollout.response_ids.shape[1]) < rollout.response_lengths.unsqueeze(1)
+    return in_response & ~rollout.response_mask
+
+
+def test_metrics_count_turns_ends_and_written_tokens(tmp_path):
+    module, trainer = run(tmp_path, guessing())
+    rollout, metrics = module.last_step.experience.rollout, trainer.callback_metrics
     for prefix in ("", "val/"):
         ends = [float(metrics[f"{prefix}env/stop_{name}"]) for name in get_args(StopReason)]
         assert sum(ends) == pytest.approx(1.0)
@@ -79,7 +105,7 @@ def test_policy_trains_only_on_its_own_tokens(tmp_path, module):
         assert 0 <= float(metrics[f"{prefix}env/written_fraction"]) < 1
     assert 1 < metrics["env/turns"] <= 3
     assert metrics["env/stop_truncated"] + metrics["env/stop_max_turns"] + metrics["env/stop_done"] == 1
-    assert metrics["env/written_fraction"] == written.sum() / real.sum()
+    assert metrics["env/written_fraction"] == written_by_environment(rollout).sum() / rollout.response_lengths.sum()
     assert metrics["rollout/response_tokens"] == rollout.response_mask.sum()
     assert {"val/environment_greedy", "val/environment_sampled", "reward/environment"} <= metrics.keys()
 
@@ -109,11 +135,8 @@ def in_messages(completions):
 
 
 def test_reward_functions_get_the_whole_conversation(tmp_path):
-    settings = EnvironmentSettings(
-        worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain", weight=0.0
-    )
     rewards = [RewardFunction(judged), RewardFunction(in_messages, weight=0.5, messages=True)]
-    module, _ = run(tmp_path, settings, rewards)
+    module, _ = run(tmp_path, guessing(weight=0.0), rewards)
     rollout = module.last_step.experience.rollout
     assert torch.equal(rollout.rewards["judged"], rollout.rewards["environment"])
     torch.testing.assert_close(rollout.reward, rollout.rewards["judged"] + 0.5 * rollout.rewards["in_messages"])
@@ -136,7 +159,7 @@ def one_each(completions):
 
 
 @pytest.mark.parametrize(("on_error", "of_failed"), [("zero", 0.0), ("end", 1.0)])
-def test_on_error_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_error, of_failed):
+def test_rewards_of_a_failed_conversation_are_zero_or_those_until_its_end(tmp_path, on_error, of_failed):
     settings = EnvironmentSettings(
         Breaks, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain", on_error=on_error, max_error_rate=1.0,
         weight=0.0,
@@ -158,18 +181,17 @@ def test_dynamic_sampling_compares_environment_rewards(tmp_path, reward):
     sampling = DynamicSampling(prompts_per_step=1, reward=reward)
     module, trainer = run(tmp_path, settings, dynamic_sampling=sampling)
     rollout = module.last_step.experience.rollout
-    saved = rollout.rewards["environment"][rollout.included]
+    rewards = rollout.rewards["environment"][rollout.included]
     assert trainer.callback_metrics["rollout/filled_fraction"] == 0  # every prompt has contrast
-    assert saved.max() > saved.min()
+    assert rewards.max() > rewards.min()
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_asynchronous_conversations_use_the_weights_of_their_step(tmp_path, max_staleness):
-    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
-    module, trainer = run(tmp_path, settings, steps=4, max_staleness=max_staleness)
+    module, trainer = run(tmp_path, guessing(), steps=4, max_staleness=max_staleness)
     rollout = module.last_step.experience.rollout
     versions = rollout.policy_version[rollout.response_mask]
-    assert versions.unique().tolist() == [3 - max_staleness]
+    assert versions.unique().tolist() == [3 - max_staleness]  # the last step has index 3
     assert trainer.callback_metrics["rollout/staleness_max"] == max_staleness
 
 
@@ -185,23 +207,13 @@ class LateTurns(TransformersEngine):
 
 
 def test_push_waits_for_earlier_conversations(tmp_path):
-    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
-    module, _ = run(tmp_path, settings, steps=4, engine=LateTurns(), max_staleness=2, validate_at_ends=False)
+    module, _ = run(tmp_path, guessing(), steps=4, engine=LateTurns(), max_staleness=2, validate_at_ends=False)
     rollout = module.last_step.experience.rollout
-    assert rollout.policy_version[rollout.response_mask].unique().tolist() == [1]
-
-
-class Breaks(Environment):
-    """Fails if a turn begins with a, b or c."""
-
-    def step(self, text):
-        if text[:1] in "abc":
-            raise ValueError("broken")
-        return Reply("a", reward=float(len(text)))
+    assert rollout.policy_version[rollout.response_mask].unique().tolist() == [3 - 2]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("options", "message"),
     [
         ({"bridge": "template"}, "prompts of the data are plain text: set as_messages: true"),
         (
@@ -211,14 +223,14 @@ class Breaks(Environment):
         ({"rewards": [RewardFunction(count_a, name="environment")]}, "a reward cannot be called 'environment'"),
     ],
 )
-def test_invalid_settings_are_rejected_before_an_engine_starts(tmp_path, changes, message):
-    settings = EnvironmentSettings(CountsA, timeout_s=None, bridge=changes.get("bridge", "plain"))
+def test_invalid_settings_are_rejected_before_an_engine_starts(tmp_path, options, message):
+    settings = EnvironmentSettings(CountsA, timeout_s=None, bridge=options.get("bridge", "plain"))
     data = PromptDataModule(
-        InMemory([{"prompt": "ab"}] * 8), changes.get("tokenizer", LETTERS), batch_size=2, max_tokens=8
+        InMemory([{"prompt": "ab"}] * 8), options.get("tokenizer", LETTERS), batch_size=2, max_tokens=8
     )
     module = GRPOModule(TinyModel(), actor_optimizer=SGD, minibatch_size=8)
     loop = RolloutLoop(
-        changes.get("rewards", []), TransformersEngine(), group_size=4, max_response_tokens=16, environment=settings
+        options.get("rewards", []), TransformersEngine(), group_size=4, max_response_tokens=16, environment=settings
     )
     trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
     with pytest.raises(ValueError, match=message):
@@ -248,6 +260,7 @@ def test_conversations_are_restored_from_a_checkpoint():
 
     ((key, completions),) = _unpacked(_packed(Request()))
     assert key == (7, 2, 1.0, 4)
+    # The seconds in the environment count for the step in which they passed.
     assert completions == [replace(saved, conversation=replace(record, environment_s=0.0)), plain]
 
 
@@ -269,8 +282,7 @@ def test_log_has_the_parts_of_a_response():
 
 
 def test_table_marks_the_turns_of_the_policy(tmp_path, capsys):
-    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
-    run(tmp_path, settings, steps=1, callbacks=[RolloutLog(table_every_n_steps=1, table_rows=100)])
+    run(tmp_path, guessing(), steps=1, callbacks=[RolloutLog(table_every_n_steps=1, table_rows=100)])
     printed = capsys.readouterr().out
     assert "; turns of the policy are in ⟦ ⟧" in " ".join(printed.split())
     assert printed.count("⟦") == printed.count("⟧") > 4
@@ -360,7 +372,7 @@ def test_environment_may_have_a_helper_with_the_name_of_an_agent_method():
     assert not EnvironmentSettings(RunsHelper).is_agent
 
 
-def test_method_without_parameters_is_checked_at_its_first_call():
+def test_method_without_parameters_is_accepted_by_the_settings():
     EnvironmentSettings(NoArguments)
 
 

@@ -42,7 +42,7 @@ def executor():
 
 
 def rollout_of(executor, early):
-    """Return the rollout of all words and its scores; completions at positions ``early`` are added one by one before."""
+    """Return the rollout of all words and its scores; those at positions ``early`` are added one by one before."""
     completions = completions_of(WORDS)
     scorer = Scorer(BATCH, executor, TOKENIZER, SAMPLES)
     for position in early:

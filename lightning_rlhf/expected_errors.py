@@ -1,4 +1,4 @@
-"""Errors and interrupts, which the command line prints as one line, and counts in messages.
+"""Errors and interrupts that the command line prints as one line, and the wording of numbers in messages.
 
 For any other error the command line prints a traceback.
 """
@@ -10,9 +10,10 @@ import signal
 
 
 class ExpectedError(Exception):
-    """Base class of errors in a user's input or environment; messages contain value, allowed values and remedy.
+    """Base class of errors whose cause is outside of this package, such as a user's input or a server.
 
-    Each subclass also inherits from a built-in exception, which callers in Python may catch.
+    A message must contain the value, the allowed values and the remedy. Each subclass also inherits from a built-in
+    exception, which callers in Python may catch.
     """
 
 

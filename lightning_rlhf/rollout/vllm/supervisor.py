@@ -29,7 +29,8 @@ from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A launcher's variables would make the child join the trainer's process group, the seed would reseed it.
+# A launcher's variables would make the child join the trainer's torch.distributed group, the seed would reseed it, and
+# preloaded libraries, such as an allocator, are those that the trainer needs.
 _NOT_INHERITED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
@@ -55,20 +56,20 @@ class EngineProcess:
         module: module to run, for example ``lightning_rlhf.rollout.vllm.worker``.
         arguments: content of the first message.
         environment: environment variables to add to the inherited ones.
-        log: file for the child's output.
+        log_file: file for the child's output.
     """
 
-    def __init__(self, module: str, arguments: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
-        self._temporary = log.absolute().with_suffix(".tmp")
+    def __init__(self, module: str, arguments: dict[str, Any], environment: dict[str, str], log_file: Path) -> None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log_file
+        self._temporary = log_file.absolute().with_suffix(".tmp")
         ours, theirs = socket.socketpair()
         inherited = {
             name: value
             for name, value in os.environ.items()
             if name not in _NOT_INHERITED and not name.startswith(LAUNCHER_PREFIXES)
         }
-        with log.open("wb") as output, theirs:
+        with log_file.open("wb") as output, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 env={**inherited, **environment, **_temporary_files(self._temporary)},
@@ -113,7 +114,7 @@ class EngineProcess:
         """Wait for all futures without a time limit; log a line every minute.
 
         Args:
-            futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`, or made of these.
+            futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`, or derived from them.
             description: description of the futures for the log, after "Waiting for".
             on_result: callback with the index of a future and its result, called as soon as it is available.
 
@@ -127,16 +128,14 @@ class EngineProcess:
         began = time.monotonic()
         indices = {future: index for index, future in enumerate(futures)}
         for future in as_completed_with_heartbeat(indices, _HEARTBEAT_SECONDS):
-            if future is not None:
+            if future is None:
+                count = f"{len(indices)} of {len(futures)} " if len(futures) > 1 else ""
+                seconds = time.monotonic() - began
+                log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, description, seconds, self._log)
+            else:
                 index = indices.pop(future)
                 if on_result is not None and future.exception() is None:
                     on_result(index, future.result())
-                continue
-            count = ""
-            if len(futures) > 1:
-                count = f"{len(indices)} of {len(futures)} "
-            seconds = time.monotonic() - began
-            log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, description, seconds, self._log)
         for future in futures:
             error = future.exception()
             if error is not None:

@@ -42,9 +42,9 @@ def set_clipping(engine: Any, max_norm: float | None) -> None:
 def drop_gradients(engine: Any) -> None:
     """Clear an engine's gradients and its count of micro-batches without a change of weights or moments. All ranks.
 
-    DeepSpeed clears both only in ``step()``, in a different way for each stage and offload setting; otherwise, stage 2
-    with an offloaded optimizer would add gradients of an earlier step to the next ones. That step is taken here with an
-    optimizer that does nothing.
+    Calls ``step()`` with an optimizer that does nothing, because DeepSpeed clears both only there, and differently for
+    each stage and offload setting. If gradients were cleared otherwise, stage 2 with an offloaded optimizer would add
+    those of an earlier step to the next ones.
 
     Args:
         engine: engine after the backward pass of its last micro-batch.
@@ -91,12 +91,14 @@ def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> Non
     for module in role.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in shards:
-                whole = parameter.detach()  # a new parameter, because another role may share this one
                 if parameter.is_meta:
-                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                shard = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                init._convert_to_zero_parameters([shard])  # broadcasts rank 0's values
-                shards[parameter] = shard
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                else:
+                    values = parameter.detach()
+                # A new parameter, because another role may share this one.
+                made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                init._convert_to_zero_parameters([made])  # broadcasts rank 0's values, and keeps this rank's shard
+                shards[parameter] = made
             setattr(module, key, shards[parameter])
 
 

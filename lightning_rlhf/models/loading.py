@@ -175,13 +175,21 @@ class Pretrained:
                 f"made from, with quantization: nf4 to store it in 4 bits"
             )
         if self.lora is not None or self.quantization is not None:  # mistakes are reported before weights are read
-            self._check_layers(find_class, config)
+            self.check_layers(find_class, config)
         return shared(
             self.base, find_class(config), config, lambda: self._read(find_class, config, optional), bool(optional)
         )
 
-    def _check_layers(self, find_class: FindClass, config: PretrainedConfig) -> None:
-        """Raise if quantization, the settings of LoRA or the adapter do not fit the model's layers."""
+    def check_layers(self, find_class: FindClass, config: PretrainedConfig) -> None:
+        """Raise if quantization, the settings of LoRA or the adapter do not fit the model's layers; reads no weights.
+
+        Args:
+            find_class: function that returns the model's automatic class from its configuration.
+            config: configuration of the model.
+
+        Raises:
+            ValueError: one of them does not fit.
+        """
         with torch.device("meta"):
             model = find_class(config).from_config(config, trust_remote_code=False)
             if self.quantization is not None:

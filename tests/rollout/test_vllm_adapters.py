@@ -189,7 +189,7 @@ def test_engine_and_actor_agree_at_every_step_of_a_run_that_swaps_adapters(tmp_p
     ("lora", "message"),
     [
         (None, "^VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLME"),
-        (LoRA(513, 1), "^vLLM supports adapters up to rank 512, but the actor's have rank 513: use VLLMEngine"),
+        (LoRA(513, 1), "^vLLM supports adapters up to rank 512, but these have rank 513: use merged"),
     ],
 )
 def test_adapters_that_vllm_cannot_swap_are_rejected_before_it_starts(lora, message, tmp_path):

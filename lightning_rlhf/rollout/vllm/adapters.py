@@ -1,7 +1,8 @@
-"""Arguments of vLLM for the LoRA adapters of an actor."""
+"""Arguments of vLLM for LoRA adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.engine import EngineSetup
 
+_MERGED = "use merged weights (VLLMEngine, or an export without adapter: true)"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM 0.32 supports
 
 
@@ -21,16 +23,42 @@ def adapter_arguments(setup: EngineSetup) -> dict[str, Any]:
     Only the layers that the actor adapts are wrapped. Without this list vLLM wraps the head too, which costs time at
     each token, and then fails to compute log-probs of prompts (vLLM 0.32).
     """
-    lora = lora_of(setup)
-    config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
+    return {"enable_lora": True, **layers_and_rank(str(setup.model), [lora_of(setup)])}
+
+
+def layers_and_rank(path: str, adapters: Sequence[LoRA]) -> dict[str, Any]:
+    """Return vLLM's limits for adapters of a model: their number, largest rank and layers.
+
+    Args:
+        path: directory or hub id of the model.
+        adapters: settings of the adapters, at least one.
+
+    Raises:
+        ValueError: vLLM does not support their rank, or DoRA.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.device("meta"):
         model = language_model_class(config).from_config(config, trust_remote_code=False)
+    for lora in adapters:
+        check_supported(lora)
+    largest = max(lora.rank for lora in adapters)
     return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
-        "lora_target_modules": sorted(lora.targets(model)),
+        "max_loras": len(adapters),
+        "max_lora_rank": next(rank for rank in RANKS if rank >= largest),
+        "lora_target_modules": sorted({name for lora in adapters for name in lora.targets(model)}),
     }
+
+
+def check_supported(lora: LoRA) -> None:
+    """Raise if vLLM does not support adapters.
+
+    Raises:
+        ValueError: they have DoRA, or a rank above 512.
+    """
+    if lora.dora:
+        raise UsageError(f"vLLM does not support DoRA's vectors: {_MERGED}")
+    if lora.rank > RANKS[-1]:
+        raise UsageError(f"vLLM supports adapters up to rank {RANKS[-1]}, but these have rank {lora.rank}: {_MERGED}")
 
 
 def lora_of(setup: EngineSetup) -> LoRA:
@@ -43,11 +71,5 @@ def lora_of(setup: EngineSetup) -> LoRA:
         raise UsageError(
             "VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLMEngine"
         )
-    if setup.lora.dora:
-        raise UsageError("vLLM does not support DoRA's vectors: use VLLMEngine, which gets merged weights")
-    if setup.lora.rank > RANKS[-1]:
-        raise UsageError(
-            f"vLLM supports adapters up to rank {RANKS[-1]}, but the actor's have rank {setup.lora.rank}: use "
-            f"VLLMEngine, which gets merged weights"
-        )
+    check_supported(setup.lora)
     return setup.lora

@@ -21,9 +21,12 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
+from lightning_rlhf.models.adapter_files import adapter_directory, read_lora
+from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import max_positions
+from lightning_rlhf.rollout.vllm.adapters import layers_and_rank
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.tools.commands.options import command_parser
 from lightning_rlhf.tools.serving.access import bind, check_host, load_key
@@ -38,6 +41,7 @@ _EPILOG = """Routes: /v1/models, /v1/completions, /v1/chat/completions, /metrics
 is set, one is generated for this run and printed.
 
   lightning-rlhf serve --model runs/quickstart/ppo/export
+  lightning-rlhf serve --model models/base --adapter a=runs/a/export --adapter b=runs/b/export
   lightning-rlhf serve --model models/x --host 0.0.0.0 --api-key-file /etc/keys/x   (behind a proxy with TLS)
 """
 
@@ -48,6 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
     model.add_argument("--name", help="name of the model in requests (default: that of the run, or of the directory)")
+    model.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="LoRA adapter that requests select by this name; may be repeated",
+    )
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default: auto)")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="prompt with response (default: the model's)"
@@ -172,12 +183,40 @@ def _dtype(options: argparse.Namespace) -> str:
     return str(options.dtype)
 
 
+def _adapters(options: argparse.Namespace, name: str) -> dict[str, str]:
+    """Return the directory of each adapter by its name.
+
+    Args:
+        options: options of the command.
+        name: name of the model, which no adapter may have.
+
+    Raises:
+        ValueError: an option has another form, a name occurs twice, or an adapter does not fit the model.
+    """
+    adapters: dict[str, str] = {}
+    for option in options.adapter:
+        of_adapter, equals, path = option.partition("=")
+        if not (of_adapter and equals and path):
+            raise UsageError(f"--adapter must be NAME=DIR, such as math=runs/math/export, got {option!r}")
+        if of_adapter == name or of_adapter in adapters:
+            raise UsageError(f"--adapter {option}: another model has the name {of_adapter!r}, choose a different one")
+        source = Pretrained(options.model, adapter=path)
+        source.check_layers(language_model_class, source.hf_config())
+        adapters[of_adapter] = str(adapter_directory(path))
+    return adapters
+
+
 def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) -> ServedModel:
     from lightning_rlhf.tools.serving.process import ServedModel
 
+    name = options.name or _name_of(options.model)
+    adapters = _adapters(options, name)
+    settings = [read_lora(Path(directory)) for directory in adapters.values()]
     return ServedModel(
         path=options.model,
-        name=options.name or _name_of(options.model),
+        name=name,
+        adapters=adapters,
+        adapter_limits=layers_and_rank(options.model, settings) if settings else {},
         dtype=options.dtype,
         max_model_len=longest,
         max_tokens=max_tokens,

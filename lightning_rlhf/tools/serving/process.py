@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -47,6 +47,8 @@ class ServedModel:
         tensor_parallel_size: number of GPUs that share the model.
         gpu_memory_utilization: fraction of each GPU's memory, in (0, 1].
         cpu_cache_bytes: size of the key-value cache on a CPU.
+        adapters: directory of each LoRA adapter, by its name in requests.
+        adapter_limits: number, largest rank and layers of the adapters, as vLLM's arguments.
     """
 
     path: str
@@ -57,6 +59,8 @@ class ServedModel:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 28
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter_limits: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
         """Return the command line of ``vllm serve``."""
@@ -81,7 +85,21 @@ class ServedModel:
                 "max-num-batched-tokens": max(_CPU_BATCH_TOKENS, self.max_model_len),
             }
             switches += ["enforce-eager", "no-enable-chunked-prefill"]
-        return [*(f"--{name}={value}" for name, value in options.items()), *(f"--{switch}" for switch in switches)]
+        lists = {}
+        if self.adapters:
+            switches.append("enable-lora")
+            lists["lora-modules"] = [f"{name}={path}" for name, path in self.adapters.items()]
+            for name, value in self.adapter_limits.items():
+                option = name.replace("_", "-")
+                if isinstance(value, list):
+                    lists[option] = value
+                else:
+                    options[option] = value
+        return [
+            *(f"--{name}={value}" for name, value in options.items()),
+            *(f"--{switch}" for switch in switches),
+            *(part for name, values in lists.items() for part in (f"--{name}", *values)),
+        ]
 
 
 class ServerProcess:

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.tools.commands import generate as generating
 from lightning_rlhf.tools.commands.responses_file import read_lines
-from tests.rollout.engines import ARCHITECTURE
+from tests.models.test_lora import parameters_of, randomize_adapters
+from tests.rollout.engines import ARCHITECTURE, greedy
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "a-key-for-this-test-only"
@@ -252,3 +256,29 @@ def test_vllm_start_failure_is_reported_with_its_last_output(tmp_path, served_mo
     assert "lightning-rlhf: vLLM ended; vllm.log ends with:" in text
     assert "max_model_len" in text
     assert "Traceback" not in text.partition("lightning-rlhf: vLLM ended")[0]
+
+
+def test_requests_select_an_adapter_by_its_name(served_model, tmp_path):
+    adapters = {"one": tmp_path / "one", "other": tmp_path / "other"}
+    for factor, directory in zip((1.0, -0.7), adapters.values(), strict=True):
+        model = randomize_adapters(Pretrained(str(served_model), lora=LoRA(4, 32)).causal())
+        weights = {name: factor * tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
+        save_adapter(LoRA(4, 32), weights, directory, str(served_model), model.adapter_metadata)
+    options = [f"--adapter={name}={directory}" for name, directory in adapters.items()]
+    with started(tmp_path, served_model, "--api-key-env", "SERVE_KEY", "--name", "policy", *options) as process:
+        url = re.search(r"http://127\.0\.0\.1:\d+", printed(process, tmp_path, "curl "))[0]
+        listed = httpx.get(f"{url}/v1/models", headers=BEARER, trust_env=False).json()["data"]
+        assert {model["id"] for model in listed} == {"policy", *adapters}
+        prompt = {"prompt": "hello there", "temperature": 0, "max_tokens": 12}
+        texts = {
+            name: ask(url, "/v1/completions", **prompt, model=name).json()["choices"][0]["text"]
+            for name in ("policy", *adapters)
+        }
+        assert ask(url, "/v1/completions", **prompt, model="absent").status_code == 404
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    ids = tokenizer("hello there", add_special_tokens=False)["input_ids"]
+    sources = {name: Pretrained(str(served_model), adapter=str(path)) for name, path in adapters.items()}
+    for name, source in {"policy": Pretrained(str(served_model)), **sources}.items():
+        expected = tokenizer.decode(greedy(source.causal(), ids, 12), skip_special_tokens=True)
+        assert texts[name] == expected, name
+    assert len(set(texts.values())) == 3

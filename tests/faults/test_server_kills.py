@@ -112,8 +112,17 @@ def test_kills_of_run_and_server_change_no_result(forge, server, tmp_path, max_s
     assert server.url in output(directory).splitlines()[-1]
 
     server.start().wait()
-    restarted = threading.Thread(target=lambda: (time.sleep(3), server.kill(), server.start()))
-    restarted.start()  # dies and comes back during the run
+    parts = output(directory).count("run directory: ")
+
+    def restart():
+        """Let the server die and come back during the run: after its checks, before its first step."""
+        while output(directory).count("run directory: ") == parts:
+            time.sleep(0.05)
+        server.kill()
+        server.start()
+
+    restarted = threading.Thread(target=restart, daemon=True)
+    restarted.start()
     assert forge.attempt(directory, config, resume="last") == 0, output(directory)[-4000:]
     restarted.join()
     server.wait()

@@ -83,8 +83,9 @@ class _Quantity:
         answers_of: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
         of_prompts = [self._of_prompt(row, its_answers) for row, its_answers in zip(rows, answers_of, strict=True)]
         count = sampled.shape[1]
-        without_prompts = self._of_prompt([0.0] * count, None if answers is None else [None] * count)
-        for name in without_prompts:  # the same names on all ranks, also on one without prompts
+        # Of made-up values, so that a rank without prompts has the same names.
+        names = self._of_prompt([0.0] * count, None if answers is None else [None] * count).keys()
+        for name in names:
             statistics[name] = torch.tensor([values.get(name, math.nan) for values in of_prompts], dtype=torch.float64)
         return {f"{self.prefix}{name}": values for name, values in statistics.items()}
 
@@ -175,13 +176,13 @@ class Validation:
         if conversations:
             self._conversations.append(conversation_metrics(conversations))
         for name, values in rollout.rewards.items():
-            self._rewards[name].batches.append(self._table(values))
-        self._lengths.append(self._table(rollout.sampled_lengths))
-        self._truncated.append(self._table(rollout.truncated))
+            self._rewards[name].batches.append(self._by_prompt(values))
+        self._lengths.append(self._by_prompt(rollout.sampled_lengths))
+        self._truncated.append(self._by_prompt(rollout.truncated))
         if self._correctness is not None:
             reward = rollout.rewards[str(self._metric)]
             correct = (reward >= 1).double().masked_fill(reward.isnan(), torch.nan)
-            self._correctness.batches.append(self._table(correct))
+            self._correctness.batches.append(self._by_prompt(correct))
         rows = [{name: values[i] for name, values in batch.columns.items()} for i in range(len(batch))]
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(self._sources)}
         self._indices += batch.indices
@@ -198,20 +199,43 @@ class Validation:
             if len(self.samples) < _MAX_STORED_SAMPLES:
                 prompt = tokenizer.decode(batch.token_ids[i], skip_special_tokens=True)
                 texts_of = {"prompt": prompt, "response": texts[first]}
-                rewards = {name: values[first].item() for name, values in rollout.rewards.items()}
-                self.samples.append({**row, **texts_of, **rewards})  # these names replace columns
-                self.rows.append(
-                    {
-                        "index": batch.indices[i],
-                        **texts_of,
-                        **segments_of(tokenizer, rollout, first),
-                        **({"ground_truth": row["ground_truth"]} if "ground_truth" in row else {}),
-                        **self._rewards_of(rewards),
-                        "response_tokens": lengths[first],
-                        **end_of(bool(rollout.truncated[first]), greedy[i].conversation if greedy else None),
-                    }
-                )
+                self._store(batch.indices[i], row, texts_of, rollout, first, tokenizer, greedy[i] if greedy else None)
                 self._last_rows.append((i, self.rows[-1]))
+
+    def _store(
+        self,
+        index: int,
+        columns: dict[str, Any],
+        texts: dict[str, str],
+        rollout: Rollout,
+        position: int,
+        tokenizer: PreTrainedTokenizerBase,
+        completion: Completion | None,
+    ) -> None:
+        """Store a prompt with its greedy response.
+
+        Args:
+            index: index of the prompt's row in the data.
+            columns: columns of that row.
+            texts: texts of prompt and response.
+            rollout: rollout with the response.
+            position: position of the response in it.
+            tokenizer: tokenizer that decodes the parts of a conversation.
+            completion: completion of the response, for the end of its conversation; None for an ordinary one.
+        """
+        rewards = {name: values[position].item() for name, values in rollout.rewards.items()}
+        self.samples.append({**columns, **texts, **rewards})  # these names replace columns
+        self.rows.append(
+            {
+                "index": index,
+                **texts,
+                **segments_of(tokenizer, rollout, position),
+                **({"ground_truth": columns["ground_truth"]} if "ground_truth" in columns else {}),
+                **self._rewards_of(rewards),
+                "response_tokens": int(rollout.response_lengths[position]),
+                **end_of(bool(rollout.truncated[position]), completion.conversation if completion else None),
+            }
+        )
 
     def _rewards_of(self, rewards: dict[str, float]) -> dict[str, Any]:
         """Return the rewards of a greedy response as the fields of its row, first that of ``val_metric``."""
@@ -225,7 +249,7 @@ class Validation:
     def add_scores(self, scores: Tensor) -> None:
         """Add the reward model's scores of the responses that were added last."""
         assert self._score is not None
-        table = self._table(scores)
+        table = self._by_prompt(scores)
         self._score.batches.append(table)
         for i, row in self._last_rows:
             score = table[i, 0].item()
@@ -256,17 +280,17 @@ class Validation:
             (prompts, 2 + Q (1 + N)) float64: number of the source, index of the prompt's row in the data, and the
             values of each of Q quantities, the greedy response first; NaN without a value.
         """
-        numbers = torch.tensor([self._source_numbers, self._indices], dtype=torch.float64).view(2, -1).T
+        numbers = torch.tensor([self._source_numbers, self._indices], dtype=torch.float64).T
         return ranks.gather(torch.cat([numbers, *(quantity.table for quantity in self._quantities)], dim=1))
 
     def _changes(self, first: Tensor, last: Tensor) -> dict[str, float]:
         """Return the mean changes of greedy and sampled responses to the prompts that two validations have in common.
 
-        Those of a source with at least two such prompts are added.
+        They are over all these prompts, and over those of each source with at least two; none if there are fewer than
+        two in all.
 
         Args:
-            first: :meth:`table` of the first validation, with the same columns; fewer than two prompts in common give
-                an empty result.
+            first: :meth:`table` of the first validation, with the same columns.
             last: :meth:`table` of this one.
         """
         earlier = {int(row[1]): row for row in first.tolist()}
@@ -274,9 +298,9 @@ class Validation:
         if len(common) < 2:
             return {}
         metrics = dict[str, float]()
-        for group, rows in self._groups(torch.tensor([row[0] for _, row in common])).items():
-            if rows.sum() > 1:
-                chosen = [pair for pair, is_chosen in zip(common, rows.tolist(), strict=True) if is_chosen]
+        for group, members in self._groups(torch.tensor([row[0] for _, row in common])).items():
+            if members.sum() > 1:
+                chosen = [pair for pair, is_member in zip(common, members.tolist(), strict=True) if is_member]
                 metrics |= {f"{group}{name}": value for name, value in self._changes_of(chosen).items()}
         return metrics
 
@@ -320,11 +344,13 @@ class Validation:
         scores = {} if self._score is None else self._score.statistics(answers)
         sources = torch.tensor(self._source_numbers, dtype=torch.long)
         means = MeanAccumulator()
-        for prefix, rows in self._groups(sources).items():
+        for prefix, members in self._groups(sources).items():
             for name, values in statistics.items():
-                means.add(f"{prefix}{name}", values[rows], ~values[rows].isnan())  # NaN: the reward does not apply
+                means.add(
+                    f"{prefix}{name}", values[members], ~values[members].isnan()
+                )  # NaN: the reward does not apply
             for name, values in scores.items():
-                means.add(f"{prefix}{name}", values[rows])  # a NaN score is an error and must be visible
+                means.add(f"{prefix}{name}", values[members])  # a NaN score is an error and must be visible
         metrics = means.means(ranks)
         of_conversations = means_over_ranks(self._conversations)
         metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
@@ -337,16 +363,16 @@ class Validation:
         return metrics
 
     def _groups(self, sources: Tensor) -> dict[str, Tensor]:
-        """Return the rows whose mean is logged under each prefix: all, and those of each source."""
+        """Return which prompts belong to each prefix of names: all, and those of each source."""
         groups = {"val/": torch.ones_like(sources, dtype=torch.bool)}
         return groups | {f"val/{name}/": sources == number for number, name in enumerate(self._sources)}
 
     def _intervals(self, table: Tensor) -> dict[str, float]:
         """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
         metrics = dict[str, float]()
-        for group, rows in self._groups(table[:, 0]).items():
+        for group, members in self._groups(table[:, 0]).items():
             for name, columns in self._means():
-                known = [_known(row) for row in table[rows, columns].tolist()]
+                known = [_known(row) for row in table[members, columns].tolist()]
                 interval = {}
                 if any(known):
                     interval = mean_interval([row for row in known if row])
@@ -379,7 +405,7 @@ class Validation:
             )
         return answers
 
-    def _table(self, values: Tensor) -> Tensor:
+    def _by_prompt(self, values: Tensor) -> Tensor:
         """Return (responses,) values as (prompts, 1 + N)."""
         return values.detach().cpu().double().view(-1, 1 + self._val_samples)
 

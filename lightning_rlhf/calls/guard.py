@@ -20,7 +20,8 @@ from typing import TextIO
 
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
 
-# A function that uses torch.distributed would otherwise join the trainer's process group.
+# A function that uses torch.distributed would otherwise join the trainer's process group; a preloaded allocator is
+# chosen for the trainer.
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD",
 )  # fmt: skip
@@ -83,6 +84,41 @@ def _replace_exit_code_0() -> None:
     os._exit = exit_process  # type: ignore[assignment]
 
 
+class BoundedOutput(io.TextIOBase):
+    """A text stream that drops output beyond a limit per call.
+
+    Args:
+        stream: stream that receives the output.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another call."""
+        self._remaining = _MAX_OUTPUT
+        self._has_notice = False
+
+    def write(self, text: str) -> int:
+        """Write the part of the text within the limit."""
+        if self._remaining:
+            self._stream.write(text[: self._remaining])
+        if len(text) > self._remaining and not self._has_notice:
+            self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
+            self._has_notice = True
+        self._remaining = max(0, self._remaining - len(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Return the stream's file descriptor."""
+        return self._stream.fileno()
+
+
 def _start_guard(worker: int, trainer: int) -> None:
     """Fork a guard process: when the worker or the trainer ends, it kills everything that the worker started.
 
@@ -123,12 +159,13 @@ def _guard(worker: int, trainer: int, worker_descriptor: int, trainer_descriptor
         scan_began = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
     trainer_has_ended = _has_ended(trainer_descriptor)
-    for process in (worker, *list(descendants)):  # children of an ended worker are no longer below it
+    # Without the worker, its recorded descendants are the only ones from which further ones can be found.
+    for process in (worker, *descendants.copy()):
         _record_descendants(process, descendants)
     for descriptor in descendants.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    if trainer_has_ended:  # no worker descends from it any more, so that orphaned forks look like workers
+    if trainer_has_ended:  # orphaned forks could not be distinguished from other workers, which have separate guards
         _remove_semaphores()
     else:
         _kill_orphans(worker, trainer, scan_began - _CLOCK_TOLERANCE)
@@ -136,10 +173,10 @@ def _guard(worker: int, trainer: int, worker_descriptor: int, trainer_descriptor
 
 
 def _has_ended(*descriptors: int, seconds: float = 0) -> bool:
-    """Return whether a process has ended, after a wait for it.
+    """Wait for the end of any of some processes, and return whether one has ended.
 
     Args:
-        *descriptors: process descriptors, of which one is enough.
+        *descriptors: process descriptors.
         seconds: longest wait.
     """
     poll = select.poll()  # unlike select, without a limit of descriptors
@@ -160,8 +197,8 @@ def _record_descendants(root: int, descendants: dict[int, int]) -> None:
             os.close(descendants.pop(process))
     pending = [root]
     while pending:
-        for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # the parent has ended meanwhile
+        with contextlib.suppress(OSError):  # the parent has ended meanwhile
+            for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
                 started = {int(process) for process in children.read_text().split()} - {os.getpid()}
                 pending += started
                 for process in started - descendants.keys():
@@ -187,12 +224,14 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
     for _ in range(_ORPHAN_PASSES):  # a process may start others before it is killed
         processes = _processes()
         killed = 0
-        for process in [process for process, (_, start) in processes.items() if start >= since]:
+        for process, (_, start) in processes.items():
+            if start < since or process == os.getpid():
+                continue
             with contextlib.suppress(OSError), _opened(process) as descriptor:  # it has ended, or is another user's
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 is_like_worker = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
                 is_orphaned_fork = is_like_worker and not _descends(process, trainer, processes)
-                if process != os.getpid() and (of_worker in variables or is_orphaned_fork):
+                if of_worker in variables or is_orphaned_fork:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     killed += 1
         if not killed:
@@ -239,38 +278,3 @@ def _remove_semaphores() -> None:
     mapped = Path("/proc/self/maps").read_text()
     for name in set(re.findall(r"/dev/shm/(sem\.mp-\w+)$", mapped, re.MULTILINE)):
         (Path("/dev/shm") / name).unlink(missing_ok=True)
-
-
-class BoundedOutput(io.TextIOBase):
-    """A text stream that drops output beyond a limit per call.
-
-    Args:
-        stream: stream that receives the output.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin another call."""
-        self._remaining = _MAX_OUTPUT
-        self._has_notice = False
-
-    def write(self, text: str) -> int:
-        """Write the part of the text within the limit."""
-        if self._remaining:
-            self._stream.write(text[: self._remaining])
-        if len(text) > self._remaining and not self._has_notice:
-            self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
-            self._has_notice = True
-        self._remaining = max(0, self._remaining - len(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """Return the stream's file descriptor."""
-        return self._stream.fileno()

@@ -1,4 +1,4 @@
-"""Threads for user code, which do not keep the process alive."""
+"""Threads for calls of user code and of servers, which do not keep the process alive."""
 
 from __future__ import annotations
 

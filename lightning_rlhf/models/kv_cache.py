@@ -49,8 +49,8 @@ def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
     blocks = tokens // BLOCK_TOKENS + _EXTRA_BLOCKS
     bytes_per_text = blocks * BLOCK_TOKENS * bytes_per_token(config, dtype)
     sixteenth = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
-    upper = min(_CONCURRENT_TEXTS * bytes_per_text, _MAX_BYTES, sixteenth, _free_share())
-    return max(_MIN_BYTES, bytes_per_text, upper)
+    wanted = min(_CONCURRENT_TEXTS * bytes_per_text, _MAX_BYTES, sixteenth, _free_share())
+    return max(_MIN_BYTES, bytes_per_text, wanted)
 
 
 def longest_text_that_fits(config: PretrainedConfig, dtype: str) -> int:

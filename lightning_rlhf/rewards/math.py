@@ -19,16 +19,24 @@ from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.rewards.math_worker import initialize, is_equal
 from lightning_rlhf.rewards.text import boxed
 
-_QUICK_S = 0.05  # limit of the first pass, 30 ordinary comparisons; slower pairs are repeated after all others
+_QUICK_S = 0.05  # limit of the first pass, the time of about 30 ordinary comparisons; slower pairs are repeated
 _KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time
 _KILL_S = 1.0  # added to that time
 _START_S = 300.0
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_NUMBER = re.compile(r"-?\$?-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
-# Text after a number that is the whole answer: none, a sign of percent or dollars, or words such as a unit.
-# Anything else continues a formula: 1/2, 3x + 1, (1, 2), 3 or 4.
+_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\.[0-9]+")
+# Text after a number that is the whole answer. Anything else continues a formula: 1/2, 3x + 1, 1, 2, 3 or 4, 2 pi.
 _AFTER_NUMBER = re.compile(
-    r"[.,;:!]?\s*$|\s*[%$]|[.,;:!]?\s+\(?(?!(?:or|and)\b)[^\W\d_]{2,}|\s*[\u3040-\u30ff\u4e00-\u9fff]"
+    r"""
+    [.,;:!]?\s*$                           # nothing, or the end of a sentence
+    | \s*%                                 # percent
+    | [.,;:!]?\s+\(?                       # words, such as a unit, but none that continue a formula
+      (?!(?:or|and|plus|minus|times|over|divided|pi|sqrt|squared|cubed|half|halves|thirds|quarters
+         |dozen|hundred|thousand|million|billion|trillion)\b)
+      [^\W\d_]{2,}
+    | \s*[\u3040-\u30ff\u4e00-\u9fff]      # a unit in Japanese or Chinese, which needs no space
+    """,
+    re.VERBOSE,
 )
 Pair = tuple[str, str]  # correct answer and response
 
@@ -41,7 +49,8 @@ class MathReward:
     worker processes with little memory, no environment variables and no writable files. A comparison that exceeds its
     limit is interrupted; a process that cannot be interrupted is killed and replaced. Slow comparisons do not delay
     quick ones, and waiting for other responses does not count towards the limit. In wall-clock time, n responses take
-    at most about (n / workers) (4 timeout_s + 2) seconds. Scripts that use this class need
+    at most about (n / workers) (4 timeout_s + 2) seconds: two passes, each killed after four times its limit and 1 s.
+    Scripts that use this class need
     ``if __name__ == "__main__":``, as with all multiprocessing.
 
     Args:
@@ -180,11 +189,11 @@ def _boxed_after_hashes(text: str) -> str | None:
     answers: list[str] = _AFTER_HASHES.findall(text)
     if not answers:
         return None
-    answer = answers[-1].strip()
+    answer = answers[-1].replace("$", "").strip()
     number = _NUMBER.match(answer)
     if number is not None and _AFTER_NUMBER.match(answer, number.end()):
         answer = number[0]
-    return rf"\boxed{{{answer.replace('$', '')}}}"
+    return rf"\boxed{{{answer}}}"
 
 
 def _result(future: Any) -> bool | None:

@@ -19,8 +19,6 @@ from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.source import Requests, SampledRollout, Source, assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
-_SEED_RANGE = 1 << 63  # of derive_seed
-
 
 @dataclass(frozen=True)
 class GivenResponses:
@@ -89,7 +87,8 @@ class GivenResponses:
         positions = []
         for position, row in enumerate(prompts.indices):
             columns = {name: values[position] for name, values in prompts.columns.items()}
-            draw = derive_seed(run_seed(), "given", prompts.epoch, row) / _SEED_RANGE  # uniform in [0, 1)
+            seed = derive_seed(run_seed(), "given", prompts.epoch, row)  # of 63 bits
+            draw = (seed >> 10) / (1 << 53)  # uniform in [0, 1), exact in float64
             if draw >= self.sampled_fraction(source_of(columns)):
                 positions.append(position)
         return positions
@@ -133,18 +132,18 @@ class WithGiven(Source):
 
     def finish(self, requests: Requests) -> SampledRollout:
         """See :meth:`Source.finish`; waits for the rewards."""
-        sampled, others = self._divided(requests.prompts)
+        sampled, with_response = self._divided(requests.prompts)
         step = requests.requests[0].step
         if not len(sampled):
             # Other ranks may share the engine and its requests, and all ranks must log the same times.
             with self.clock("time/generate_s"):
                 requests.wait()
             self.clock.add_name("time/reward_s")
-            return SampledRollout(self._given_rollout(others, step), requests=requests.requests)
+            return SampledRollout(self._given_rollout(with_response, step), requests=requests.requests)
         result = self.sampling.finish(replace(requests, prompts=sampled)).scored()
         rollout = replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated))
-        if len(others):
-            rollout = concatenate([rollout, self._given_rollout(others, step).to(rollout.prompt_ids.device)])
+        if len(with_response):
+            rollout = concatenate([rollout, self._given_rollout(with_response, step).to(rollout.prompt_ids.device)])
         return replace(result, rollout=rollout)
 
     def _divided(self, prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:

@@ -6,12 +6,13 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
+from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
@@ -55,6 +56,7 @@ class VLLMServerEngine(RolloutEngine):
         self._server: VLLMServer | None = None
         self._push: WeightPush[Any] | None = None  # of the first rank, once the server responds
         self._version = -1
+        self._threads = DaemonThreads(_CONNECTIONS, "requests")  # a request that has no response yet ends with the run
         self._generating = set[Future[Completion]]()
 
     @property
@@ -85,7 +87,6 @@ class VLLMServerEngine(RolloutEngine):
             )
         check_receives(setup.model, setup.max_tokens)
         self._server = server
-        self._threads = ThreadPoolExecutor(_CONNECTIONS, "requests")
         self._setup = setup
         self._published = PublishedNames(setup.model)
         self._all_ranks = RankGroup(world_size())
@@ -109,7 +110,7 @@ class VLLMServerEngine(RolloutEngine):
             self._check_key_is_required(server)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         backend = str((config.get("weight_transfer_config") or {}).get("backend"))
-        for remedy in self._remedies(config, backend):
+        if (remedy := next(self._remedies(config, backend), None)) is not None:
             raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
         self._compare_models(config["model_config"]["model"])
         self._push = PUSHES[backend](server)
@@ -123,9 +124,12 @@ class VLLMServerEngine(RolloutEngine):
             backend: its transport of weights.
         """
         server, model = self._connected_server, config["model_config"]
-        dtype, needed, length = self._setup.dtype, self._setup.max_tokens, model["max_model_len"]
+        dtype = self._setup.dtype
+        needed_tokens, served_tokens = self._setup.max_tokens, model["max_model_len"]
         # Above this length, vLLM computes all texts with the Long-RoPE factors of long ones; None for other models.
-        limit = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
+        longrope_limit = rotary_length(
+            AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope"
+        )
         if backend not in PUSHES:
             yield f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"
         if backend == SHARED_MEMORY and not server.is_local:
@@ -134,12 +138,12 @@ class VLLMServerEngine(RolloutEngine):
             yield "--logprobs-mode processed_logprobs"
         if model["dtype"] != f"torch.{dtype}":
             yield f"--dtype {dtype}, not {model['dtype']}"
-        if length < needed:
-            yield f"--max-model-len {needed}, not {length}"
-        if limit is not None and length > limit:
+        if served_tokens < needed_tokens:
+            yield f"--max-model-len {needed_tokens}, not {served_tokens}"
+        if longrope_limit is not None and served_tokens > longrope_limit:
             yield (
-                f"--max-model-len {limit} or less, not {length}: above it, vLLM computes all texts with the Long-RoPE "
-                f"factors of long ones"
+                f"--max-model-len {longrope_limit} or less, not {served_tokens}: above it, vLLM computes all texts "
+                f"with the Long-RoPE factors of long ones"
             )
         if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
             yield "--no-enable-chunked-prefill: with it, seeded requests crash vLLM 0.32 on a CPU"
@@ -192,13 +196,15 @@ class VLLMServerEngine(RolloutEngine):
 
         A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
         """
-        sent = [self._threads.submit(self._generate, request) for request in as_requests(prompts, sampling, seeds)]
+        server = self._connected_server  # raises before start()
+        requests = as_requests(prompts, sampling, seeds)
+        sent = [self._threads.submit(self._generate, server, request) for request in requests]
         self._generating.update(sent)
         for future in sent:
             future.add_done_callback(self._generating.discard)
         return sent
 
-    def _generate(self, request: dict[str, Any]) -> Completion:
+    def _generate(self, server: VLLMServer, request: dict[str, Any]) -> Completion:
         """Send one request and wait for its completion."""
         fixed = {
             "logprobs": 0,  # of the sampled token alone
@@ -207,7 +213,7 @@ class VLLMServerEngine(RolloutEngine):
             "seed": request["seed"],
         }
         body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
-        response = self._connected_server.post("/inference/v1/generate", body)
+        response = server.post("/inference/v1/generate", body)
         return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
 
     def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
@@ -228,7 +234,7 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        # (token id, fields with its log-prob); tokens of the prompt are part of the completion if they were requested.
+        # (token id, fields with its log-prob): those of a requested prompt without its first token, then sampled ones.
         echoed = [item for position in prompt_logprobs for item in (position or {}).items()]
         sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
         tokens = [*echoed, *sampled]
@@ -249,8 +255,7 @@ class VLLMServerEngine(RolloutEngine):
         """Close the connection; the server keeps running."""
         if self._push is not None:
             self._push.close()
-        if self._server is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._server = None
         self._push = None
 

@@ -197,7 +197,7 @@ class Validation:
             if self._answer is not None:
                 self._answers.append(self._answers_of(texts[first + 1 : first + size]))
             if len(self.samples) < _MAX_STORED_SAMPLES:
-                prompt = tokenizer.decode(batch.token_ids[i], skip_special_tokens=True)
+                prompt = str(tokenizer.decode(batch.token_ids[i], skip_special_tokens=True))
                 texts_of = {"prompt": prompt, "response": texts[first]}
                 self._store(batch.indices[i], row, texts_of, rollout, first, tokenizer, greedy[i] if greedy else None)
                 self._last_rows.append((i, self.rows[-1]))
@@ -346,9 +346,8 @@ class Validation:
         means = MeanAccumulator()
         for prefix, members in self._groups(sources).items():
             for name, values in statistics.items():
-                means.add(
-                    f"{prefix}{name}", values[members], ~values[members].isnan()
-                )  # NaN: the reward does not apply
+                applies = ~values[members].isnan()
+                means.add(f"{prefix}{name}", values[members], applies)
             for name, values in scores.items():
                 means.add(f"{prefix}{name}", values[members])  # a NaN score is an error and must be visible
         metrics = means.means(ranks)

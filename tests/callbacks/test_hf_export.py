@@ -124,9 +124,9 @@ def test_missing_adapter_raises_before_the_run(run):
 def test_sixteen_adapters_are_kept_and_switched_by_peft_and_transformers(run, tmp_path):
     class KeepsLogits(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            kept[trainer.global_step] = logits(pl_module.actor.lm)
+            outputs_of_steps[trainer.global_step] = logits(pl_module.actor.lm)
 
-    kept = {}
+    outputs_of_steps = {}
     model = {"actor": TinyModel(lora=LORA)}
     trainer = {"max_steps": 16, "max_epochs": -1}
     run(callbacks=[HFExport(every_n_steps=1, adapter=True), KeepsLogits()], model=model, trainer=trainer).fit()
@@ -139,8 +139,8 @@ def test_sixteen_adapters_are_kept_and_switched_by_peft_and_transformers(run, tm
         switched.load_adapter(tmp_path / f"export-{step}", str(step), autocast_adapter_dtype=False)
     for step in (16, 1, 7):
         switched.set_adapter(str(step))
-        torch.testing.assert_close(logits(switched), kept[step], atol=1e-6, rtol=0)
+        torch.testing.assert_close(logits(switched), outputs_of_steps[step], atol=1e-6, rtol=0)
     of_transformers = TinyModel().causal().lm
     of_transformers.load_adapter(str(tmp_path / "export-7"))
-    torch.testing.assert_close(logits(of_transformers), kept[7], atol=1e-6, rtol=0)
-    assert not torch.allclose(kept[1], kept[7], atol=1e-6)
+    torch.testing.assert_close(logits(of_transformers), outputs_of_steps[7], atol=1e-6, rtol=0)
+    assert not torch.allclose(outputs_of_steps[1], outputs_of_steps[7], atol=1e-6)

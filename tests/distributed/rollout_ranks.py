@@ -130,7 +130,7 @@ def one_server(folder, url, pid):
         generate(engine, PROMPTS[:3], SAMPLING, SEEDS[:3])
 
     # Somebody else pushes, and ends in the middle of the next push; then this run pushes again.
-    server = engine._running
+    server = engine._connected_server
     dist.barrier()
     if rank == 0:
         server.post("/update_weight_version", {"new_version": "somebody else's"})

@@ -48,19 +48,19 @@ class _Quantity:
     Args:
         prefix: prefix of the names of its metrics.
         is_correctness: whether values are 1 for correct and 0 for incorrect responses.
+        may_be_missing: whether a response may have no value, which the mean of its prompt then leaves out; if False,
+            NaN is an error that makes the means NaN.
         batches: (prompts, 1 + N) float64 values of each batch, the greedy response first; NaN without a value.
     """
 
     prefix: str
     is_correctness: bool = False
+    may_be_missing: bool = True
     batches: list[Tensor] = field(default_factory=list)
 
-    @property
-    def mean_name(self) -> str:
-        """Part of the names of its means: ``fraction_correct_`` in ``fraction_correct_greedy``, empty for rewards."""
-        if self.is_correctness:
-            return "fraction_correct_"
-        return ""
+    def mean_metric(self, kind: str) -> str:
+        """Return the name of a mean: ``greedy`` or ``sampled`` with the prefix; that of correctness is a fraction."""
+        return f"{self.prefix}{'fraction_correct_' if self.is_correctness else ''}{kind}"
 
     @property
     def table(self) -> Tensor:
@@ -73,34 +73,46 @@ class _Quantity:
         Args:
             answers: answers of the samples of each prompt; None without a function that extracts them.
         """
-        table = self.table
-        sampled = table[:, 1:]
-        statistics = {f"{self.mean_name}greedy": table[:, :1], f"{self.mean_name}sampled": sampled}
+        greedy, sampled = self.table[:, :1], self.table[:, 1:]
+        mean = sampled.nanmean(dim=1) if self.may_be_missing else sampled.mean(dim=1)
+        statistics = {self.mean_metric("greedy"): greedy, self.mean_metric("sampled"): mean}
         if sampled.shape[1] > 1 and not self.is_correctness:
             deviation = sampled - sampled.mean(dim=1, keepdim=True)
-            statistics["sampled_std"] = (deviation**2).mean(dim=1).sqrt()
-        rows = sampled.tolist()
-        answers_of: Sequence[Sequence[Hashable] | None] = [None] * len(rows) if answers is None else answers
-        of_prompts = [self._of_prompt(row, its_answers) for row, its_answers in zip(rows, answers_of, strict=True)]
-        count = sampled.shape[1]
-        # Of made-up values, so that a rank without prompts has the same names.
-        names = self._of_prompt([0.0] * count, None if answers is None else [None] * count).keys()
-        for name in names:
-            statistics[name] = torch.tensor([values.get(name, math.nan) for values in of_prompts], dtype=torch.float64)
-        return {f"{self.prefix}{name}": values for name, values in statistics.items()}
+            statistics[f"{self.prefix}sampled_std"] = (deviation**2).mean(dim=1).sqrt()
+        prompts = sampled.tolist()
+        answers_of_prompts = [None] * len(prompts) if answers is None else answers
+        of_k = [self._statistics_of_k(*prompt) for prompt in zip(prompts, answers_of_prompts, strict=True)]
+        for name in self._names_of_k(sampled.shape[1], answers is not None):
+            values = [of_prompt.get(name, math.nan) for of_prompt in of_k]
+            statistics[f"{self.prefix}{name}"] = torch.tensor(values, dtype=torch.float64)
+        return statistics
 
-    def _of_prompt(self, row: list[float], answers: Sequence[Hashable] | None) -> dict[str, float]:
-        """Return the statistics of k of one prompt's samples; none if a value is missing."""
-        if any(math.isnan(value) for value in row):
+    def _names_of_k(self, count: int, has_answers: bool) -> list[str]:
+        """Return the names of the statistics of k samples, which a rank without prompts has, too.
+
+        Args:
+            count: samples of each prompt.
+            has_answers: whether their answers are known.
+        """
+        return list(self._statistics_of_k([0.0] * count, [None] * count if has_answers else None))
+
+    def _statistics_of_k(self, values: list[float], answers: Sequence[Hashable] | None) -> dict[str, float]:
+        """Return the statistics of k samples of one prompt; none if a value is missing.
+
+        Args:
+            values: value of each sample.
+            answers: answer of each sample; None if they are unknown.
+        """
+        if any(math.isnan(value) for value in values):
             return {}
-        sizes = draw_sizes(len(row))
+        sizes = draw_sizes(len(values))
         if self.is_correctness:
-            of_values = passes([value == 1 for value in row], sizes)
+            statistics = passes([value == 1 for value in values], sizes)
         else:
-            of_values = extremes(row, sizes[1:])
+            statistics = extremes(values, sizes[1:])
         if answers is None:
-            return of_values
-        return of_values | majorities(answers, row, sizes[1:])
+            return statistics
+        return statistics | majorities(answers, values, sizes[1:])
 
 
 class Validation:
@@ -144,7 +156,7 @@ class Validation:
             self._correctness = None
         else:
             self._correctness = _Quantity("", is_correctness=True, batches=[empty])
-        self._score = _Quantity("score_", batches=[empty]) if scored else None
+        self._score = _Quantity("score_", may_be_missing=False, batches=[empty]) if scored else None
         self._lengths = [empty]
         self._truncated = [empty]
         self._answers: list[Sequence[Hashable]] = []
@@ -153,7 +165,7 @@ class Validation:
         self._conversations: list[MetricSums] = []
         self.samples: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []  # the same prompts and responses with fixed names, for files
-        self._last_rows: list[tuple[int, dict[str, Any]]] = []  # (prompt, row) of the last batch, for its scores
+        self._last_rows: list[tuple[int, dict[str, Any]]] = []  # (position, row) of the last batch's prompts
 
     def add(
         self,
@@ -199,7 +211,15 @@ class Validation:
             if len(self.samples) < _MAX_STORED_SAMPLES:
                 prompt = str(tokenizer.decode(batch.token_ids[i], skip_special_tokens=True))
                 texts_of = {"prompt": prompt, "response": texts[first]}
-                self._store(batch.indices[i], row, texts_of, rollout, first, tokenizer, greedy[i] if greedy else None)
+                self._store(
+                    index=batch.indices[i],
+                    columns=row,
+                    texts=texts_of,
+                    rollout=rollout,
+                    position=first,
+                    tokenizer=tokenizer,
+                    completion=greedy[i] if greedy else None,
+                )
                 self._last_rows.append((i, self.rows[-1]))
 
     def _store(
@@ -238,7 +258,7 @@ class Validation:
         )
 
     def _rewards_of(self, rewards: dict[str, float]) -> dict[str, Any]:
-        """Return the rewards of a greedy response as the fields of its row, first that of ``val_metric``."""
+        """Return the fields of a row about its rewards; ``reward`` is that of ``metric``, else the first one."""
         name = {"reward_name": self._metric} if self._metric in rewards else {}
         return {
             "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
@@ -267,7 +287,7 @@ class Validation:
     def columns(self) -> list[str]:
         """Names of the columns of :meth:`table`."""
         kinds = ["greedy", *(f"sampled {number}" for number in range(self._val_samples))]
-        named = [f"{quantity.prefix}{quantity.mean_name}{kind}" for quantity in self._quantities for kind in kinds]
+        named = [quantity.mean_metric(kind) for quantity in self._quantities for kind in kinds]
         return ["source", "index", *named]
 
     def table(self, ranks: DataRanks) -> Tensor:
@@ -324,8 +344,8 @@ class Validation:
         size = 1 + self._val_samples
         for number, quantity in enumerate(self._quantities):
             start = 2 + number * size
-            yield f"{quantity.prefix}{quantity.mean_name}greedy", slice(start, start + 1)
-            yield f"{quantity.prefix}{quantity.mean_name}sampled", slice(start + 1, start + size)
+            yield quantity.mean_metric("greedy"), slice(start, start + 1)
+            yield quantity.mean_metric("sampled"), slice(start + 1, start + size)
 
     def metrics(self, ranks: DataRanks, first: Tensor | None = None) -> dict[str, float]:
         """Return all metrics over all ranks, those of a source under ``val/<source>/``. All ranks.

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
 
@@ -122,8 +122,8 @@ class BoundedOutput(io.TextIOBase):
 def _start_guard(worker: int, trainer: int) -> None:
     """Fork a guard process: when the worker or the trainer ends, it kills everything that the worker started.
 
-    The worker adopts orphaned processes, also those in other sessions, so that all remain its descendants, which the
-    guard records.
+    The worker becomes a subreaper: an orphaned descendant, even in another session, gets the worker as its parent. So
+    the guard finds all of them under the worker.
     """
     os.setpgid(0, 0)  # a process group of worker, guard and plain forks
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -159,13 +159,15 @@ def _guard(worker: int, trainer: int, worker_descriptor: int, trainer_descriptor
         scan_began = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
     trainer_has_ended = _has_ended(trainer_descriptor)
-    # Without the worker, its recorded descendants are the only ones from which further ones can be found.
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(worker_descriptor, signal.SIGSTOP)  # starts no further processes
+    # If the worker has ended, its children have another parent: search from each recorded descendant, too.
     for process in (worker, *descendants.copy()):
         _record_descendants(process, descendants)
     for descriptor in descendants.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    if trainer_has_ended:  # orphaned forks could not be distinguished from other workers, which have separate guards
+    if trainer_has_ended:  # then orphaned forks look like other workers, which no longer descend from the trainer
         _remove_semaphores()
     else:
         _kill_orphans(worker, trainer, scan_began - _CLOCK_TOLERANCE)
@@ -210,8 +212,10 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
     """Kill the processes that an ended worker started after the last scan.
 
     - Processes that have executed a program have the worker's id in their environment.
-    - Plain forks of the worker have its command line and the environment with which the trainer started it. Other
-      workers have the same, but descend from the trainer.
+    - Plain forks of the worker have its command line and the environment with which the trainer started it (/proc does
+      not show later changes). Other workers have the same, but descend from the trainer and are in its session. An
+      orphan descends from the trainer only if that adopts it, as the first process of a container does; it is then in
+      another session, or in the worker's process group, which is killed as a whole.
 
     Args:
         worker: process id of the worker.
@@ -224,13 +228,14 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
     for _ in range(_ORPHAN_PASSES):  # a process may start others before it is killed
         processes = _processes()
         killed = 0
-        for process, (_, start) in processes.items():
+        for process, (_, session, start) in processes.items():
             if start < since or process == os.getpid():
                 continue
             with contextlib.suppress(OSError), _opened(process) as descriptor:  # it has ended, or is another user's
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 is_like_worker = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
-                is_orphaned_fork = is_like_worker and not _descends(process, trainer, processes)
+                is_worker = _descends(process, trainer, processes) and session == os.getsid(trainer)
+                is_orphaned_fork = is_like_worker and not is_worker
                 if of_worker in variables or is_orphaned_fork:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     killed += 1
@@ -249,22 +254,31 @@ def _opened(process: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _processes() -> dict[int, tuple[int, float]]:
-    """Return, of each process that has not ended, its parent and its start in seconds since the machine's start."""
+class _Process(NamedTuple):
+    """Parent and session of a process, and its start in seconds since the machine's start."""
+
+    parent: int
+    session: int
+    start: float
+
+
+def _processes() -> dict[int, _Process]:
+    """Return the processes that have not ended, by their ids."""
     ticks = os.sysconf("SC_CLK_TCK")
     processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, parent, *rest = path.read_text(errors="replace").rpartition(")")[2].split()
-            if state not in "ZX":
-                processes[int(path.parent.name)] = int(parent), int(rest[17]) / ticks  # 17: starttime, field 22
+            # Fields 3 state, 4 ppid, 6 session and 22 starttime; the text before field 3 may contain spaces.
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                processes[int(path.parent.name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]) / ticks)
     return processes
 
 
-def _descends(process: int, ancestor: int, processes: Mapping[int, tuple[int, float]]) -> bool:
+def _descends(process: int, ancestor: int, processes: Mapping[int, _Process]) -> bool:
     """Return whether a process is a descendant of another one."""
     while process in processes:
-        process = processes[process][0]
+        process = processes[process].parent
         if process == ancestor:
             return True
     return False

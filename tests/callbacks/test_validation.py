@@ -288,7 +288,9 @@ def test_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokenize
     validation = Validation(4, ["given"], answer=lambda completions: completions)
     validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
     result = validation.metrics(ONE_RANK)
-    assert result["val/given_sampled"] == pytest.approx((2 + 4 + 6 + 1 + 2 + 3 + 4) / 7)
+    assert result["val/given_sampled"] == pytest.approx(((2 + 4 + 6) / 3 + (1 + 2 + 3 + 4) / 4) / 2)  # over prompts
+    center = (result["val/given_sampled_low"] + result["val/given_sampled_high"]) / 2
+    assert result["val/given_sampled"] == pytest.approx(center)
     assert result["val/given_best@4"] == 4.0  # of the second prompt alone
     assert result["val/given_worst@4"] == 1.0
     assert result["val/given_sampled_std"] == pytest.approx(1.25**0.5)

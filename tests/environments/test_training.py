@@ -124,7 +124,7 @@ def test_environment_of_one_turn_gives_the_same_result_as_no_environment(tmp_pat
 
 def judged(completions, conversations, turns, environment_rewards, stop_reasons):
     for messages, text, count in zip(conversations, completions, turns, strict=True):
-        turns_of_policy = messages[::2]
+        turns_of_policy = messages[::2]  # messages begin after the prompt
         assert [message["role"] for message in turns_of_policy] == ["assistant"] * count
         assert messages[-1]["content"] == text
     assert set(stop_reasons) <= {"done", "max_turns", "truncated", "tokens", "fault"}
@@ -202,7 +202,7 @@ class LateTurns(TransformersEngine):
         turns = [future.result() for future in super().request(prompts, sampling, seeds)]
         futures = [Future() for _ in turns]
         for future, turn in zip(futures, turns, strict=True):
-            threading.Timer(0.3, future.set_result, [turn]).start()
+            threading.Timer(0.3, future.set_result, args=(turn,)).start()
         return futures
 
 
@@ -282,7 +282,7 @@ def test_log_has_the_parts_of_a_response():
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
     mask = [True, True, False, False, True]
     rollout = rollout_of([Response([1], ids, policy=mask), Response([1], [*ids, 2])])
-    rewards = torch.zeros(2, 6)
+    rewards = torch.zeros(rollout.response_ids.shape)
     rewards[0, 1] = 0.5
     parts = segments_of(tokenizer, replace(rollout, step_rewards=rewards), 0)["segments"]
     assert parts == [
@@ -306,7 +306,8 @@ class Twos(AdvantageEstimator):
     """Returns an advantage of 2 for every token of the policy."""
 
     def __call__(self, inputs, ranks=None):
-        return 2.0 * inputs.mask, 2.0 * inputs.mask
+        advantages = returns = 2.0 * inputs.mask
+        return advantages, returns
 
 
 def test_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_path):
@@ -393,7 +394,7 @@ def test_method_without_parameters_is_accepted_by_the_settings():
 def test_environment_may_have_only_a_step(tmp_path, timeout_s):
     settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
     module, _ = run(tmp_path, settings, steps=1)
-    assert (~module.last_step.experience.rollout.response_mask).any()
+    assert written_by_environment(module.last_step.experience.rollout).any()
 
 
 def test_tools_need_a_parser_whose_tool_exists(tmp_path):

@@ -39,6 +39,7 @@ from .rollout_rows import end_of, segments_of
 log = logging.getLogger(__name__)
 AnswerExtractor = Callable[[list[str]], Sequence[Hashable]]  # completions to their answers
 _MAX_STORED_SAMPLES = 64
+_SOURCE, _INDEX, _LEADING = 0, 1, 2  # columns of Validation.table before those of the quantities, and their number
 
 
 @dataclass
@@ -88,7 +89,7 @@ class _Quantity:
         return statistics
 
     def _names_of_k(self, count: int, has_answers: bool) -> list[str]:
-        """Return the names of the statistics of k samples, which a rank without prompts has, too.
+        """Return the names of the statistics of k samples, from made-up values: a rank without prompts needs them, too.
 
         Args:
             count: samples of each prompt.
@@ -120,7 +121,8 @@ class Validation:
 
     For every reward, and the reward model's score: the mean of greedy and sampled responses, the standard deviation of
     a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2, 4,
-    8, ... and N; pass@k is the probability of a correct one, for k = 1 too. These are exact means over all draws of k
+    8, ... and N. For correctness, pass@k replaces best and worst: the probability that at least one of k samples is
+    correct, for k = 1 too. These are exact means over all draws of k
     of the N samples, so they are unbiased and not random. A truncated response counts with its reward. A response
     without a reward (NaN) is not part of the means, and its prompt not part of the statistics that compare a prompt's
     samples. The means have 95 % intervals over prompts.
@@ -259,10 +261,10 @@ class Validation:
 
     def _rewards_of(self, rewards: dict[str, float]) -> dict[str, Any]:
         """Return the fields of a row about its rewards; ``reward`` is that of ``metric``, else the first one."""
-        name = {"reward_name": self._metric} if self._metric in rewards else {}
+        named = {"reward_name": self._metric} if self._metric in rewards else {}
         return {
             "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
-            **name,
+            **named,
             "rewards": rewards,
         }
 
@@ -313,12 +315,12 @@ class Validation:
             first: :meth:`table` of the first validation, with the same columns.
             last: :meth:`table` of this one.
         """
-        earlier = {int(row[1]): row for row in first.tolist()}
-        common = [(earlier[int(row[1])], row) for row in last.tolist() if int(row[1]) in earlier]
+        earlier = {int(row[_INDEX]): row for row in first.tolist()}
+        common = [(earlier[int(row[_INDEX])], row) for row in last.tolist() if int(row[_INDEX]) in earlier]
         if len(common) < 2:
             return {}
         metrics = dict[str, float]()
-        for group, members in self._groups(torch.tensor([row[0] for _, row in common])).items():
+        for group, members in self._groups(torch.tensor([row[_SOURCE] for _, row in common])).items():
             if members.sum() > 1:
                 chosen = [pair for pair, is_member in zip(common, members.tolist(), strict=True) if is_member]
                 metrics |= {f"{group}{name}": value for name, value in self._changes_of(chosen).items()}
@@ -332,8 +334,9 @@ class Validation:
         """
         metrics = dict[str, float]()
         for name, columns in self._means():
-            values = [[_known(row[columns]) for row in pair] for pair in pairs]
-            change = mean_difference([before for before, _ in values], [after for _, after in values])
+            earlier = [_known(row[columns]) for row, _ in pairs]
+            later = [_known(row[columns]) for _, row in pairs]
+            change = mean_difference(earlier, later)
             for bound, value in change.items():
                 ending = "_change" if bound == "mean" else f"_change_{bound}"
                 metrics[f"{name}{ending}"] = number_or_nan(value)
@@ -343,7 +346,7 @@ class Validation:
         """Yield the name of each mean of greedy or sampled responses, and the columns of its values in the table."""
         size = 1 + self._val_samples
         for number, quantity in enumerate(self._quantities):
-            start = 2 + number * size
+            start = _LEADING + number * size
             yield quantity.mean_metric("greedy"), slice(start, start + 1)
             yield quantity.mean_metric("sampled"), slice(start + 1, start + size)
 
@@ -389,7 +392,7 @@ class Validation:
     def _intervals(self, table: Tensor) -> dict[str, float]:
         """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
         metrics = dict[str, float]()
-        for group, members in self._groups(table[:, 0]).items():
+        for group, members in self._groups(table[:, _SOURCE]).items():
             for name, columns in self._means():
                 known = [_known(row) for row in table[members, columns].tolist()]
                 interval = {}

@@ -62,7 +62,7 @@ def test_documented_commands_work(files, call, monkeypatch, capsys):
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     assert {line.split()[1] for line in lines} >= __main__.COMMANDS.keys() - {"validate", "test", "predict"}
     message = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}
-    assert len(message) == len(lines) - 3
+    assert len(message) == len(lines) - 4
     assert Path("runs/x/report.html").is_file()
     rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [(row["answer"], len(row["responses"])) for row in rows] == [("42", 4), ("10", 4)]
@@ -74,12 +74,14 @@ def test_documented_commands_work(files, call, monkeypatch, capsys):
 
 
 def test_documented_commands_that_need_a_server_are_parsed():
-    served, requested = (
+    served, requested, with_adapters = (
         line for block in blocks("bash") for line in block.splitlines() if {"serve", "--server"} & set(line.split())
     )
     assert serve.make_parser().parse_args(shlex.split(served)[2:]).model == "models/x"
     inputs = make_parser().parse_args(shlex.split(requested)[2:])
     port = serve.make_parser().parse_args(["--model", "x"]).port
+    adapters = serve.make_parser().parse_args(shlex.split(with_adapters)[2:]).adapter
+    assert adapters == ["math=runs/math/export", "chat=runs/chat/export"]
     assert (inputs.server, inputs.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
 
 

@@ -99,7 +99,7 @@ def test_permanently_busy_server_ends_the_command(generate, stub, monkeypatch):
     stub.answers = [(429, {"error": "try again later"})] * 10_000
     code, output = generate()
     assert code == 1
-    assert f"answered the last of {response_backends._TRIES} tries: 429" in output
+    assert f"answered in the last of {response_backends._TRIES} tries: 429" in output
 
 
 def test_failing_server_is_retried_and_finished_rows_are_kept(generate, stub):

@@ -39,7 +39,8 @@ from .rollout_rows import end_of, segments_of
 log = logging.getLogger(__name__)
 AnswerExtractor = Callable[[list[str]], Sequence[Hashable]]  # completions to their answers
 _MAX_STORED_SAMPLES = 64
-_SOURCE, _INDEX, _LEADING = 0, 1, 2  # columns of Validation.table before those of the quantities, and their number
+_SOURCE, _INDEX = 0, 1  # first columns of Validation.table
+_LEADING = 2  # number of the columns before those of the quantities
 
 
 @dataclass

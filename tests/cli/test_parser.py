@@ -218,6 +218,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
     ],
 )
 def test_nested_values_of_the_wrong_type_are_reported(fit, config, path, value, message):
+    config["trainer"]["callbacks"][0]["init_args"]["max_response_tokens"] = 40  # long enough for the answers
     put(config, path, value)
     line = error_of(fit(config))
     assert [part for part in message if part not in line] == []

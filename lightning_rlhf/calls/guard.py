@@ -159,19 +159,21 @@ def _guard(worker: int, trainer: int, worker_descriptor: int, trainer_descriptor
         scan_began = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
     trainer_has_ended = _has_ended(trainer_descriptor)
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(worker_descriptor, signal.SIGSTOP)  # starts no further processes
-    # If the worker has ended, its children have another parent: search from each recorded descendant, too.
-    for process in (worker, *descendants.copy()):
-        _record_descendants(process, descendants)
-    for descriptor in descendants.values():
+    try:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    if trainer_has_ended:  # then orphaned forks look like other workers, which no longer descend from the trainer
-        _remove_semaphores()
-    else:
-        _kill_orphans(worker, trainer, scan_began - _CLOCK_TOLERANCE)
-    os.killpg(worker, signal.SIGKILL)  # includes the guard
+            signal.pidfd_send_signal(worker_descriptor, signal.SIGSTOP)  # starts no further processes
+        # If the worker has ended, its children have another parent: search from each recorded descendant, too.
+        for process in (worker, *descendants.copy()):
+            _record_descendants(process, descendants)
+        for descriptor in descendants.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        if trainer_has_ended:  # then orphaned forks look like other workers, which no longer descend from the trainer
+            _remove_semaphores()
+        else:
+            _kill_orphans(worker, trainer, scan_began - _CLOCK_TOLERANCE)
+    finally:
+        os.killpg(worker, signal.SIGKILL)  # includes the guard; a stopped worker must not stay
 
 
 def _has_ended(*descriptors: int, seconds: float = 0) -> bool:
@@ -213,9 +215,9 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
 
     - Processes that have executed a program have the worker's id in their environment.
     - Plain forks of the worker have its command line and the environment with which the trainer started it (/proc does
-      not show later changes). Other workers have the same, but descend from the trainer and are in its session. An
-      orphan descends from the trainer only if that adopts it, as the first process of a container does; it is then in
-      another session, or in the worker's process group, which is killed as a whole.
+      not show later changes). Other workers and their forks have the same, but descend from the trainer. An orphan
+      does only if the trainer adopts it, as the first process of a container does: the trainer is then its parent, and
+      unlike a worker it is in another session, or in the dead worker's process group, which is killed as a whole.
 
     Args:
         worker: process id of the worker.
@@ -228,15 +230,15 @@ def _kill_orphans(worker: int, trainer: int, since: float) -> None:
     for _ in range(_ORPHAN_PASSES):  # a process may start others before it is killed
         processes = _processes()
         killed = 0
-        for process, (_, session, start) in processes.items():
+        for process, (parent, session, start) in processes.items():
             if start < since or process == os.getpid():
                 continue
             with contextlib.suppress(OSError), _opened(process) as descriptor:  # it has ended, or is another user's
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 is_like_worker = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
-                is_worker = _descends(process, trainer, processes) and session == os.getsid(trainer)
-                is_orphaned_fork = is_like_worker and not is_worker
-                if of_worker in variables or is_orphaned_fork:
+                is_adopted = parent == trainer and session != os.getsid(trainer)
+                is_orphan = is_adopted or not _descends(process, trainer, processes)
+                if of_worker in variables or (is_like_worker and is_orphan):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     killed += 1
         if not killed:

@@ -31,7 +31,7 @@ _AFTER_NUMBER = re.compile(
     [.,;:!]?\s*$                           # nothing, or the end of a sentence
     | \s*%                                 # percent
     | [.,;:!]?\s+\(?                       # words, such as a unit, but none that continue a formula
-      (?!(?:or|and|plus|minus|times|over|divided|pi|sqrt|squared|cubed|half|halves|thirds|quarters
+      (?!(?:or|and|to|by|plus|minus|times|over|divided|pi|sqrt|squared|cubed|half|halves|thirds|quarters
          |dozen|hundred|thousand|million|billion|trillion)\b)
       [^\W\d_]{2,}
     | \s*[\u3040-\u30ff\u4e00-\u9fff]      # a unit in Japanese or Chinese, which needs no space

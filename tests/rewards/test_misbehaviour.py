@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -403,6 +404,50 @@ def test_programs_that_the_trainer_adopted_are_killed():
     assert started[1].poll() is None
     started[1].kill()
     started[1].wait()
+
+
+ADOPTED = """
+import json, os, sys, time
+from lightning_rlhf.calls import guard
+since = time.clock_gettime(time.CLOCK_BOOTTIME) - 0.1
+
+def fork(leaves_session):
+    pid = os.fork()
+    if pid == 0:
+        if leaves_session:
+            os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    return pid
+
+reader, writer = os.pipe()
+other_worker = os.fork()
+if other_worker == 0:
+    os.write(writer, str(fork(True)).encode())  # a fork of another worker
+    time.sleep(60)
+    os._exit(0)
+fork_of_other = int(os.read(reader, 20))
+adopted = fork(True)  # like a fork of a dead worker, which this process has adopted
+time.sleep(0.2)
+guard._kill_orphans(2**22 + 1, os.getpid(), since)
+time.sleep(0.2)
+states = {}
+for name, pid in (("other", other_worker), ("fork of other", fork_of_other), ("adopted", adopted)):
+    states[name] = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
+for pid in (other_worker, fork_of_other):
+    os.kill(pid, 9)
+print(json.dumps(states))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_plain_fork_that_the_trainer_adopted_is_killed_and_those_of_other_workers_are_not(tmp_path):
+    (tmp_path / "trainer.py").write_text(ADOPTED)
+    # exec keeps the process id, so that the script is the trainer of its environment.
+    command = f"LIGHTNING_RLHF_TRAINER=$$ exec {sys.executable} {tmp_path / 'trainer.py'}"
+    environment = {**os.environ, "PYTHONPATH": str(FILE.parents[2])}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == {"other": True, "fork of other": True, "adopted": False}, done.stderr
 
 
 def lives(pid):

@@ -96,7 +96,7 @@ def run(arguments: list[str]) -> int:
 
 @dataclass
 class CheckedData:
-    """What ``check-data`` reports.
+    """Report of ``check-data``.
 
     Args:
         module: class name of the data module.

@@ -55,10 +55,7 @@ class SourceModule:
     @functools.cached_property
     def names(self) -> dict[str, tuple[ast.stmt, str]]:
         """Statement that defines each name, and for an import the name at its origin."""
-        try:
-            return dict(_definitions(ast.parse(self.text).body))
-        except (SyntaxError, ValueError, RecursionError):
-            return {"__invalid__": (ast.Pass(), "")}
+        return _names_in(self.text)
 
     @property
     def definitions(self) -> list[str]:
@@ -305,6 +302,15 @@ def find_class(path: str) -> Any:
             return None
         member = member.member(name)
     return member
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(text: str) -> dict[str, tuple[ast.stmt, str]]:
+    """Return the statement that defines each name of a file's content, and for an import the name at its origin."""
+    try:
+        return dict(_definitions(ast.parse(text).body))
+    except (SyntaxError, ValueError, RecursionError):
+        return {"__invalid__": (ast.Pass(), "")}
 
 
 @functools.cache

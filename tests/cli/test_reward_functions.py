@@ -108,7 +108,9 @@ def test_invalid_reward_gives_a_one_line_error_before_any_model_is_loaded(
     fit, with_reward, monkeypatch, reward, message
 ):
     monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", None)
-    result = fit(with_reward(**reward))
+    config = with_reward(**reward)
+    config["trainer"]["callbacks"][0]["init_args"]["max_response_tokens"] = 40  # as long as the correct answers
+    result = fit(config)
     *trace, line = result.err.splitlines()
     assert (result.code, result.out, result.warned) == (2, "", [])
     assert message in line

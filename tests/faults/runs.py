@@ -234,6 +234,8 @@ def checkpoint(directory, name="last"):
     state = torch.load(version / "state.pt", weights_only=True)
     metrics = state["lightning_rlhf"]["metrics"]
     state["lightning_rlhf"]["metrics"] = {k: v for k, v in metrics.items() if not varies(k)}
+    names = state["logged_names"]
+    state["logged_names"] = {part: [name for name in names[part] if not varies(name)] for part in names}
     for folder in sorted(path for path in version.iterdir() if path.is_dir()):
         role = StoredRole(folder)
         tensors = {key: torch.zeros(role.shapes[key], dtype=role.dtypes[key]) for key in sorted(role.shapes)}

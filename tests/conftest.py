@@ -73,7 +73,8 @@ def _same_start():
     states = [(logger, logger.level, logger.disabled, logger.propagate, [*logger.handlers]) for logger in loggers]
     yield
     for logger, level, disabled, propagate, handlers in states:
-        logger.setLevel(level)
+        if logger.level != level:
+            logger.setLevel(level)  # clears the caches of all loggers
         logger.disabled = disabled
         logger.propagate = propagate
         logger.handlers[:] = handlers

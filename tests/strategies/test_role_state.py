@@ -229,6 +229,101 @@ def test_state_of_another_shape_is_restored_where_weights_are_whole(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(role.parameters(), again.parameters(), strict=True))
 
 
+class Scaled(torch.Tensor):
+    """A matrix in 8 bits, which consists of codes and a scale, like the optimizer states of torchao."""
+
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values):
+        scale = values.abs().max() / 127
+        return cls((values / scale.clamp(min=1e-12)).round().to(torch.int8), scale)
+
+    def values(self):
+        return self.codes * self.scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default), function
+        return cls(args[0].codes.clone(), args[0].scale.clone())
+
+
+class ScaledSGD(torch.optim.SGD):
+    """SGD with momentum in 8 bits."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                momentum = 0.9 * state["momentum"].values() + parameter.grad if state else parameter.grad
+                parameter -= group["lr"] * momentum
+                state["momentum"] = Scaled.of(momentum)
+
+
+def test_state_that_consists_of_tensors_resumes_bitwise(tmp_path):
+    def make(role):
+        return ScaledSGD([parameter for parameter in role.parameters() if parameter.requires_grad], lr=1e-2)
+
+    role, optimizer = stepped(make)
+    folder = save(native_state(role, optimizer), tmp_path / "last.ckpt") / "actor"
+    assert {"optim.state.up.weight.momentum:codes", "optim.state.up.weight.momentum:scale"} <= {
+        *StoredRole(folder).shapes
+    }
+    again = OddRole(seed=1)
+    restored = make(again)
+    native_load(again, restored, folder)
+    assert restored.param_groups[0]["lr"] == 1e-2
+    for batch in batches(2):
+        for one, its_optimizer in ((role, optimizer), (again, restored)):
+            loss_of(one, batch).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(role.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"ScaledSGD keeps a Scaled as 'momentum' of a parameter"):
+        check_optimizer(
+            lambda parameters: ScaledSGD(parameters, lr=1e-2), torch.device("cpu"), keeps_whole_weights=False
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_optimizers_of_torchao_resume_bitwise(name, tmp_path):
+    kind = getattr(pytest.importorskip("torchao.optim"), name)
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8))
+        return model, kind(model.parameters(), lr=1e-2)
+
+    def steps(model, optimizer, inputs):
+        for rows in inputs:
+            model(rows).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made(0)
+    steps(model, optimizer, torch.randn(3, 8, 64))
+    folder = save(native_state(model, optimizer), tmp_path / "last.ckpt") / "actor"
+    again, restored = made(1)
+    native_load(again, restored, folder)
+    later = torch.randn(2, 8, 64)
+    for each in ((model, optimizer), (again, restored)):
+        steps(*each, later)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
 class ListedSGD(torch.optim.SGD):
     """An optimizer whose state has a list."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
@@ -17,6 +18,7 @@ from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRo
 # Settings that depend on this run's devices; they are not restored.
 _NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and activation checkpointing
+_OF_PART = ":"  # between the kind of a value and one of its parts, in the keys of files
 _ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # optimizers with the same kind of state
 
 
@@ -36,10 +38,11 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
         return RoleState(tensors, None)
     names = {id(tensor): name for name, tensor in weights.items()}
     for parameter, state in optimizer.state.items():
+        name, is_whole = names[id(parameter)], not isinstance(parameter, DTensor)
         for key, value in state.items():
-            name = names[id(parameter)]
-            value = storable(optimizer, key, value, parameter.shape, is_whole=not isinstance(parameter, DTensor))
-            tensors[f"optim.state.{name}.{key}"] = value
+            checked = storable(optimizer, key, value, parameter.shape, is_whole)
+            for kind, tensor in _plain_parts(key, checked).items():
+                tensors[f"optim.state.{name}.{kind}"] = tensor
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     return RoleState(tensors, settings_of(optimizer, groups))
 
@@ -65,10 +68,18 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         settings = merged_settings(optimizer, groups, stored)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kinds = {kind for parameter in parameters for kind in stored.state_of(names[id(parameter)])}
+        if any(_OF_PART in kind for kind in kinds):
+            _create_state(optimizer)
         for number, parameter in enumerate(parameters):
             keys = stored.state_of(names[id(parameter)])
-            states[number] = {kind: _empty(stored, key, parameter) for kind, key in keys.items()}
-            wanted |= {key: states[number][kind] for kind, key in keys.items()}
+            whole = {kind: _empty(stored, key, parameter) for kind, key in keys.items() if _OF_PART not in kind}
+            in_parts = {kind.partition(_OF_PART)[0] for kind in keys if _OF_PART in kind}
+            states[number] = whole | {kind: optimizer.state[parameter][kind] for kind in in_parts}
+            parts = {
+                part: tensor for kind in in_parts for part, tensor in _plain_parts(kind, states[number][kind]).items()
+            }
+            wanted |= {key: (whole | parts)[kind] for kind, key in keys.items()}
     stored.read(wanted)
     if optimizer is not None:
         groups = optimizer.state_dict()["param_groups"]
@@ -95,6 +106,32 @@ def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
                 name = name.replace(wrapper, "")
             tensors[name] = tensor
     return tensors
+
+
+def _plain_parts(kind: str, value: Tensor) -> dict[str, Tensor]:
+    """Return a value of an optimizer's state by its kind, or the tensors of which it consists by kind and name.
+
+    Args:
+        kind: kind of the value, for example ``exp_avg``.
+        value: a tensor, or one that wraps others, such as the codes and scales of torchao's states.
+    """
+    if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value):
+        return {kind: value}
+    names, _ = value.__tensor_flatten__()
+    return {f"{kind}{_OF_PART}{name}": getattr(value, name) for name in names}
+
+
+def _create_state(optimizer: Optimizer) -> None:
+    """Create the state of an optimizer by a step without gradients, at learning rate 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _empty(stored: StoredRole, key: str, parameter: Tensor) -> Tensor:
@@ -189,13 +226,18 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size, is_w
     """
     if isinstance(value, (int, float)):
         return torch.tensor(float(value))
-    if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
+    consists_of_others = isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+    if consists_of_others and not isinstance(value, DTensor):
+        is_storable = is_whole
+    else:
+        is_storable = isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0)
+    if is_storable:
         return value.detach()
     if type(value) is Tensor and is_whole:
         return (
             value.detach().clone()
         )  # parameters may share it, as those of bitsandbytes do with their quantization map
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not consists_of_others:
         what = f"a tensor of shape {tuple(value.shape)}"
     else:
         what = f"a {type(value).__name__}"

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Exclude all that is imported by now from garbage collection, which would take a fifth of the tests' time."""
+    """Keep all that is imported by now out of garbage collection, which would take a fifth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)

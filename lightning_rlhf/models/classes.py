@@ -98,6 +98,18 @@ def text_model_of(lm: Any) -> Any:
     return getattr(backbone, "language_model", backbone)
 
 
+def layers_read_by_kernels(backbone: nn.Module) -> set[str]:
+    """Return the names of the linear layers whose weights other code reads directly, so that they cannot be replaced.
+
+    These are the projections of Mamba: its kernels compute with the weights, and an adapter beside them has no effect.
+
+    Args:
+        backbone: part of a model that computes hidden states.
+    """
+    mixers = [name for name, module in backbone.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    return {f"{name}.{layer}" for name in mixers for layer in ("dt_proj", "out_proj")}
+
+
 def freeze_towers(lm: PreTrainedModel) -> None:
     """Disable gradients of the parts of a vision-language model that texts do not reach.
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
-from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.models.classes import layers_read_by_kernels, text_model_of
 from lightning_rlhf.models.quantized import bitsandbytes
 from lightning_rlhf.models.tensors import whole_tensors
 
@@ -39,7 +39,8 @@ class LoRA:
         rank: rank of the product B A, at least 1.
         alpha: numerator of the factor alpha / rank, at least 1.
         target_modules: last parts of the names of linear layers, for example ``[q_proj, v_proj]``; None adapts all
-            linear layers of the backbone. Embedding and head are never adapted.
+            linear layers of the backbone. Embedding and head are never adapted, nor are ``dt_proj`` and ``out_proj`` of
+            Mamba, whose kernels read the weights directly.
         exclude_modules: ends of the names of layers that get no adapter, for example ``[down_proj]`` or
             ``[layers.0.self_attn.q_proj]``; None excludes none.
         rslora: whether the factor is ``alpha / sqrt(rank)``, with which the size of a step does not depend on the rank.
@@ -88,11 +89,17 @@ class LoRA:
 
         layers = self.targets(lm)
         config = self.peft_config(layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values()))
-        config.exclude_modules = set(self.exclude_modules or ()) or None
+        config.exclude_modules = layers_read_by_kernels(text_model_of(lm)) | set(self.exclude_modules or ()) or None
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
-            inject_adapter_in_model(config, text_model_of(lm), NAME)
+            try:
+                inject_adapter_in_model(config, text_model_of(lm), NAME)
+            except ValueError as error:
+                reason = str(error).splitlines()[0]
+                raise UsageError(
+                    f"lora: peft cannot adapt {type(lm).__name__}, set target_modules to other layers: {reason}"
+                ) from error
         if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
             raise UsageError(
                 f"lora: with these target_modules peft also adapts the experts of {type(lm).__name__}, which are "
@@ -118,7 +125,13 @@ class LoRA:
         Raises:
             ValueError: a target or an exclusion is not a linear layer of the backbone, or no layer is left.
         """
-        linear = {n: layer for n, layer in text_model_of(lm).named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
+        backbone = text_model_of(lm)
+        left_out = layers_read_by_kernels(backbone)
+        linear = {
+            name: layer
+            for name, layer in backbone.named_modules()
+            if isinstance(layer, (nn.Linear, Conv1D)) and name not in left_out
+        }
         known = {_last_part(name): layer for name, layer in linear.items()}
         if not known:
             raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")

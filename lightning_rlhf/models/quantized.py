@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.products import linear
-from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.models.classes import layers_read_by_kernels, text_model_of
 
 Quantization = Literal["nf4", "int8"]
 _BLOCK = 64  # weights with one scale in NF4
@@ -178,10 +178,11 @@ def names_to_quantize(lm: Any) -> list[str]:
         ValueError: most of the backbone's parameters are not in linear layers.
     """
     backbone = text_model_of(lm)
+    left_out = layers_read_by_kernels(backbone)
     sizes = {
         name: layer.weight.numel()
         for name, layer in backbone.named_modules()
-        if type(layer) is nn.Linear and layer.weight.numel() % _BLOCK == 0
+        if type(layer) is nn.Linear and layer.weight.numel() % _BLOCK == 0 and name not in left_out
     }
     embeddings = lm.get_input_embeddings().weight.numel()
     parameters = sum(parameter.numel() for parameter in backbone.parameters()) - embeddings

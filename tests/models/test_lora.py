@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.models.lora import (
@@ -23,6 +24,7 @@ from lightning_rlhf.models.lora import (
     is_adapter,
     merged,
 )
+from tests.models.architectures import tiny
 from tests.stand_ins import TINY_LLAMA
 
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 3, 4]])
@@ -76,6 +78,27 @@ def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_only_adapters_are_
     assert len(names) == 2 * len(LINEAR) * 2  # layers, matrices of an adapter
     assert all(is_adapter(name) for name in names)
     assert {name.split(".")[4] for name in names} == set(LINEAR)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(
+    "kind", ["mamba", "bamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "granitemoehybrid"]
+)
+def test_adapters_of_mamba_are_only_where_the_layer_is_called(kind):
+    model = FromConfig(tiny(kind), seed=0, lora=LoRA(4, 8)).causal().train()
+    model.lm(input_ids=torch.randint(3, 11, (2, 8)), use_cache=False).logits.logsumexp(-1).square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert all(gradient is not None and gradient.any() for gradient in gradients.values())
+    assert not [name for name in gradients if "dt_proj" in name or "mixer.out_proj" in name]
+    with pytest.raises(ValueError, match="target_modules out_proj not found among the linear layers of"):
+        FromConfig(tiny(kind), lora=replace(LoRA(4, 8), target_modules=["out_proj"])).causal()
+
+
+def test_layers_that_peft_rejects_are_one_line():
+    with pytest.raises(
+        UsageError, match=r"^lora: peft cannot adapt Zamba2ForCausalLM, set target_modules to other lay"
+    ):
+        FromConfig(tiny("zamba2"), lora=LoRA(4, 8)).causal()
 
 
 def test_only_target_modules_get_an_adapter():

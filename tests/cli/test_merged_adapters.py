@@ -79,6 +79,20 @@ def test_adapter_of_a_model_that_differs_by_its_rank_is_extracted_without_loss(e
     assert 30 < share < 95
 
 
+def test_interrupted_extraction_leaves_nothing(export, monkeypatch):
+    write_adapter("adapter")
+    export("--merge", "adapter", "--base", "base", "--to", "merged")
+
+    def interrupted(change, rank):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_rlhf.tools.commands.adapters._factors", interrupted)
+    before = sorted(Path().iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        export("--extract", "merged", "--base", "base", "--to", "extracted")
+    assert sorted(Path().iterdir()) == before
+
+
 def test_share_is_that_of_the_largest_singular_values(export):
     torch.manual_seed(1)
     tuned = Pretrained("base").causal()

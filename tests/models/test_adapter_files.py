@@ -62,6 +62,21 @@ def test_model_starts_from_an_adapter_of_peft(base, tmp_path, settings):
     assert all(p.requires_grad == is_adapter(name) for name, p in model.lm.named_parameters())
 
 
+def test_adapter_of_the_hub_is_read_from_its_cache(base, tmp_path, monkeypatch):
+    repository = tmp_path / "cache/models--someone--adapter"
+    foreign(base, repository / "snapshots/abc")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from_hub = Pretrained(base, adapter="someone/adapter")
+    from_directory = Pretrained(base, adapter=str(repository / "snapshots/abc"))
+    assert from_hub.lora == LoRA(3, 12, target_modules=["q_proj"])
+    assert torch.equal(logprobs(from_hub.causal()), logprobs(from_directory.causal()))
+    with pytest.raises(FileNotFoundError, match="no adapter at 'someone/other': not a local directory"):
+        Pretrained(base, adapter="someone/other")
+
+
 def test_settings_are_read_from_the_files(base, tmp_path):
     foreign(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"], use_rslora=True)
     assert read_lora(tmp_path / "adapter") == LoRA(3, 12, ["down_proj", "q_proj"], rslora=True)

@@ -8,11 +8,13 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lightning_rlhf import FromConfig, PPOModule, Pretrained
 from lightning_rlhf.models.lora import LoRA, is_adapter, merged_weights
 from lightning_rlhf.models.quantized import QuantizedLinear, count_parameters, quantize
+from tests.distributed.test_vision_language import write_checkpoint
 from tests.models.architectures import tiny
 from tests.models.test_lora import GPT2, IDS, INDEX, logprobs, randomize_adapters
 from tests.stand_ins import TINY_LLAMA
@@ -138,6 +140,28 @@ def test_four_roles_share_quantized_weights(base):
     plain = sum(parameter.numel() for parameter in Pretrained(base, lora=LORA).causal().parameters())
     assert counts["actor"] == plain == count_parameters(module.actor)
     assert module.parameter_counts(trained=True)["actor"] < counts["actor"]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_text_model_of_a_vision_language_model_is_quantized_and_its_towers_are_not(kind, tmp_path):
+    directory = tmp_path / kind
+    directory.mkdir()
+    write_checkpoint(kind, directory)
+    source = Pretrained(str(directory), lora=LORA, quantization="nf4")
+    model = randomize_adapters(source.causal())
+    quantized = {name for name, module in model.lm.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(quantized) == 7 * model.lm.config.get_text_config().num_hidden_layers
+    assert all("language_model" in name for name in quantized)
+    logprobs(model).sum().backward()
+    trained = {name for name, parameter in model.lm.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.lm.named_parameters() if is_adapter(name)}
+    model.save_pretrained(tmp_path / "merged")
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "merged"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) == len(quantized)
+    assert torch.allclose(logprobs(Pretrained(str(tmp_path / "merged")).causal()), logprobs(model), atol=1e-5)
 
 
 # -- what cannot be quantized -----------------------------------------------------------------------------------------

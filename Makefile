@@ -8,8 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Models as small as those of quickstart and tests are fastest on one thread; your own value wins.
 OMP_NUM_THREADS ?= 1
-# Two processes run the tests; PARALLEL= runs them in one.
-PARALLEL ?= --numprocesses 2
+# Three processes run the tests, also on two cores, because many tests wait; PARALLEL= runs them in one.
+PARALLEL ?= --numprocesses 3
 export PYTHON DEVICE OMP_NUM_THREADS
 
 .PHONY: help install quickstart test test-all test-gpu docs mutants benchmark lint release lock clean

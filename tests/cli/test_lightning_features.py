@@ -73,6 +73,7 @@ def exported():
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("rejected")], ids=lambda row: row[1])
 def test_features_of_automatic_optimization_are_rejected_with_their_replacement(with_feature, row):
     result = with_feature(row)

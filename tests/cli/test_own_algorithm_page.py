@@ -59,6 +59,7 @@ def test_loss_of_a_case_by_hand(written):
     assert metrics["ratio_distance"].item() == pytest.approx(1.0)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", ["parts", "function", "function of a preset", "module"])
 def test_run_with_estimator_and_loss(written, fit, config, form):
     settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}

@@ -80,6 +80,7 @@ def swap(tensor, data):  # .data of a tensor on the pretended device cannot be s
     torch.utils.swap_tensors(tensor, new)
 
 
+@pytest.mark.slow
 def test_only_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(idle, "set_data", swap)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -133,6 +133,7 @@ def test_runs_of_equal_neighbours_and_their_lengths():
     assert runs_of_equal_length((4, 4, 2, 4)) == ((4, 2), (2, 1), (4, 1))
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3, 600, 1100])
 @pytest.mark.parametrize(("length", "before"), [(5, 0), (5, 9), (512, 0), (513, 3), (1100, 77)])

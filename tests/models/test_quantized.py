@@ -205,6 +205,7 @@ def test_model_that_is_stored_quantized_is_rejected(base):
         Pretrained(base).causal()
 
 
+@pytest.mark.slow
 def test_kernels_of_the_hub_are_not_loaded():
     """bitsandbytes would download and run code if the package kernels is installed."""
     code = """

@@ -38,6 +38,7 @@ FORTY = project(*[
 ])  # fmt: skip
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("width", [390, 900, 1400])
 @pytest.mark.parametrize("name", [*PAGES, "forty"])
 def test_pages_fit_into_the_width_of_their_window(show, name, width):

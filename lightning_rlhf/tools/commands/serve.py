@@ -21,7 +21,7 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
-from lightning_rlhf.models.adapter_files import adapter_directory, read_lora
+from lightning_rlhf.models.adapter_files import HEAD, adapter_directory, read_lora, tensor_shapes
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
 from lightning_rlhf.models.loading import Pretrained
@@ -191,7 +191,8 @@ def _adapters(options: argparse.Namespace, name: str) -> dict[str, str]:
         name: name of the model, which no adapter may have.
 
     Raises:
-        ValueError: an option has another form, a name occurs twice, or an adapter does not fit the model.
+        ValueError: an option has another form, a name occurs twice, or an adapter does not fit the model or
+                has the head of a reward model.
     """
     adapters: dict[str, str] = {}
     for option in options.adapter:
@@ -202,7 +203,13 @@ def _adapters(options: argparse.Namespace, name: str) -> dict[str, str]:
             raise UsageError(f"--adapter {option}: another model has the name {of_adapter!r}, choose a different one")
         source = Pretrained(options.model, adapter=path)
         source.check_layers(language_model_class, source.hf_config())
-        adapters[of_adapter] = str(adapter_directory(path))
+        directory = adapter_directory(path)
+        if any(tensor.endswith(f".{HEAD}") for tensor in tensor_shapes(directory)):
+            raise UsageError(
+                f"--adapter {option}: it is the adapter of a reward model or critic, whose head gives scores instead "
+                f"of texts: serve the adapter of a policy"
+            )
+        adapters[of_adapter] = str(directory)
     return adapters
 
 

@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.tools.commands import serve as command
 from lightning_rlhf.tools.serving.access import bind, is_local, load_key
 from lightning_rlhf.tools.serving.example import curl_command, example_request
 from lightning_rlhf.tools.serving.limits import Limits
 from lightning_rlhf.tools.serving.process import ServedModel, ServerProcess
+from tests.models.test_lora import parameters_of
 from tests.tools.serving.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,6 +169,20 @@ def test_invalid_options_give_one_line_and_code_2(served_model, monkeypatch, tmp
     shown = capsys.readouterr()
     assert shown.err.startswith(f"lightning-rlhf: {message}")
     assert len(shown.err.splitlines()) == 1
+
+
+def test_adapter_of_a_reward_model_gives_one_line_and_code_2(served_model, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ServerProcess, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
+    monkeypatch.setattr(command, "vllm_installed", lambda: True)
+    lora = LoRA(2, 4)
+    model = Pretrained(str(served_model), lora=lora).scalar()
+    named = parameters_of(model.lm).items()
+    weights = {name: tensor for name, tensor in named if is_adapter(name) or name == "score.weight"}
+    save_adapter(lora, weights, tmp_path / "judge", str(served_model), model.adapter_metadata)
+    arguments = ["--model", str(served_model), "--port", "0", "--adapter", f"judge={tmp_path / 'judge'}"]
+    assert command.run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "it is the adapter of a reward model or critic" in line
 
 
 def test_occupied_port_is_reported_before_the_model_loads(served_model, monkeypatch, capsys):

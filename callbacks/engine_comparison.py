@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.rollout.generation import Generation, submit
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import Request, collect
-from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
+from lightning_rlhf.types import Completion, PromptBatch, PromptImages, Rollout, SamplingParams
 
 _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
 # Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
@@ -23,6 +23,7 @@ _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction
 # matrices of its layers is lost.
 _BOUNDS = {("float32", "cpu"): (1e-3, 5e-5), ("bfloat16", "cpu"): (1.0, 0.1), ("float32", "cuda"): (1e-2, 5e-4)}
 _BFLOAT16_BOUNDS = (1.0, 0.05)
+_IMAGE_TEXT_TOKENS = 512  # longest text with images
 _TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
 _COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
 
@@ -211,17 +212,30 @@ class PushChecks:
         sampler = self.sampler
         prompts = request.prompts[: self.rows]
         responses = request.completions()[: len(prompts) * request.sampling.samples : request.sampling.samples]
-        longest = min(_TEXT_TOKENS, sampler.max_length - 1)  # the engine samples a token after the text
-        parts = [
-            shortened(prompt, response.token_ids, longest)
-            for prompt, response in zip(prompts.token_ids, responses, strict=True)
-        ]
+        room = sampler.max_length - 1  # the engine samples a token after the text
+        parts: list[tuple[list[int], list[int]]] = []
+        images: list[PromptImages] = []
+        for number, (prompt, response) in enumerate(zip(prompts.token_ids, responses, strict=True)):
+            of_prompt = prompts.images[number] if prompts.images else None
+            if of_prompt is not None and of_prompt.images:  # whole prompts, because images cannot be cut
+                longest = min(_IMAGE_TEXT_TOKENS, room)
+                if len(prompt) >= longest:
+                    continue
+            else:
+                longest = min(_TEXT_TOKENS, room)
+            parts.append(shortened(prompt, response.token_ids, longest))
+            if of_prompt is not None:
+                unexpanded = of_prompt.unexpanded_ids if of_prompt.images else tuple(parts[-1][0])
+                images.append(replace(of_prompt, unexpanded_ids=(*unexpanded, *parts[-1][1])))
         evaluated = parts or [([0], [0])]
-        known = PromptBatch(list(range(len(evaluated))), [ids for ids, _ in evaluated], [""] * len(evaluated), {})
+        known = PromptBatch(
+            list(range(len(evaluated))), [ids for ids, _ in evaluated], [""] * len(evaluated), {}, images=images
+        )
         completions = [Completion(end, [0.0] * len(end), "length", version) for _, end in evaluated]
         logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
         texts = [[*prompt, *end] for prompt, end in parts]
-        generation = submit(sampler.engine, texts, SamplingParams(1, echo=True), [0] * len(texts))
+        sampling = SamplingParams(1, echo=True, never_sampled=sampler.never_sampled)
+        generation = submit(sampler.engine, texts, sampling, [0] * len(texts), images=images)
         unpadded = [row[: len(end)] for row, (_, end) in zip(logprobs, parts, strict=False)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
 

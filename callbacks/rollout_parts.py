@@ -76,6 +76,7 @@ def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule
         "max_length": engine.max_length,
         "stop_token_ids": (tokenizer.eos_token_id, *settings.stop_token_ids),
         "vocabulary": vocab_size(module.sources["actor"]),
+        "never_sampled": module.image_tokens,
     }
     if settings.environment is None:
         return ResponseSampler(**arguments)

@@ -92,6 +92,7 @@ class RolloutSettings:
                 f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
                 f"DistillationModule"
             )
+        self._check_images(data)
         if self.given_responses is not None:
             self._check_given(self.given_responses, trainer, module)
         check_val_metric(self.val_metric, labels)
@@ -140,6 +141,14 @@ class RolloutSettings:
             )
         longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
         responses.check(trainer.datamodule, longest)
+
+    def _check_images(self, data: PromptDataModule) -> None:
+        """Raise if prompts have images and a setting works with texts only."""
+        if data.image_store is None:
+            return
+        for name in ("environment", "teacher_prompt", "given_responses"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"{name} works with prompts without images: remove it, or the images of the data")
 
     def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.

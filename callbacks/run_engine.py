@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.store import ImageStore
 from lightning_rlhf.models.loading import ModelSource, save_architecture
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -64,6 +66,11 @@ class RunEngine:
         self._takes_turns = not max_staleness
         self.uses_gpu = False
         engine.check(sampling)
+        if getattr(trainer.datamodule, "image_store", None) is not None and not engine.traits.reads_images:
+            raise UsageError(
+                f"{type(engine).__name__} does not read images, and prompts have some: use VLLMEngine or "
+                f"TransformersEngine"
+            )
         check_overlap(engine, max_staleness)
         self._directory = make_engine_directory(trainer, self._source)
 
@@ -81,6 +88,7 @@ class RunEngine:
             devices=visible_gpu(self._device),
             lora=self._source.lora,
             threads=threads,
+            **image_settings(trainer, self._source),
         )
         self.engine.start(setup)
         if self.engine.traits.shares_cores:
@@ -102,6 +110,23 @@ class RunEngine:
             torch.set_num_threads(self._threads)
         self._threads = None
         self.engine.close()
+
+
+def image_settings(trainer: Trainer, source: ModelSource) -> dict[str, Any]:
+    """Return the fields of :class:`EngineSetup` for images; empty if the data have none.
+
+    Args:
+        trainer: trainer of the run.
+        source: source of the actor.
+    """
+    store: ImageStore | None = getattr(trainer.datamodule, "image_store", None)
+    if store is None:
+        return {}
+    return {
+        "processor": store.processor,
+        "images_per_prompt": store.longest,
+        "trains_images": source.train_vision,
+    }
 
 
 def make_engine_directory(trainer: Trainer, source: ModelSource) -> Path:

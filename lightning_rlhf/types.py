@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 
 FinishReason = Literal["stop", "length"]
@@ -103,6 +104,7 @@ class SamplingParams:
         stop_token_ids: tokens that end a response; they are part of it.
         echo: whether completions begin with the prompt's tokens after the first, and their log-probs at temperature 1.
             Those have the ``policy_version`` of the completion.
+        never_sampled: tokens that are not sampled, such as those that stand for images.
     """
 
     max_tokens: int
@@ -111,6 +113,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     echo: bool = False
+    never_sampled: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -216,6 +219,22 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """Images of a prompt, for an engine.
+
+    Args:
+        images: the images in their order; empty for a prompt without images.
+        numbers: K numbers of the images among those of the data, padded by -1.
+        unexpanded_ids: tokens of the prompt with one placeholder for each image; the tokens of the prompt itself have
+            the placeholders of all features.
+    """
+
+    images: tuple[EncodedImage, ...]
+    numbers: tuple[int, ...]
+    unexpanded_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """A batch of prompts with the columns that reward functions use.
 
@@ -230,6 +249,7 @@ class PromptBatch:
             global batch.
         messages: chat messages from which each prompt was rendered; empty for plain text.
         sources: number of each prompt's source among those of the data, -1 without one; empty if the data has none.
+        images: images of each prompt; empty if the data has no images.
     """
 
     indices: list[int]
@@ -240,6 +260,7 @@ class PromptBatch:
     positions: list[int] = dataclasses.field(default_factory=list)
     messages: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
     sources: list[int] = dataclasses.field(default_factory=list)
+    images: list[PromptImages] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -255,6 +276,7 @@ class PromptBatch:
             positions=self.positions[prompts],
             messages=self.messages[prompts],
             sources=self.sources[prompts],
+            images=self.images[prompts],
         )
 
     def take(self, numbers: Sequence[int]) -> PromptBatch:
@@ -273,6 +295,7 @@ class PromptBatch:
             positions=chosen(positions),
             messages=chosen(self.messages),
             sources=chosen(self.sources),
+            images=chosen(self.images),
         )
 
     def to(self, device: torch.device | str) -> PromptBatch:
@@ -311,6 +334,8 @@ class Rollout(TensorBatch):
             the data has none.
         is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
+        images: (B, K) int64, numbers of each row's images among those of the data, padded by -1; None if the data have
+            no images.
     """
 
     prompt_ids: Tensor
@@ -333,11 +358,14 @@ class Rollout(TensorBatch):
     teacher_prompt_lengths: Tensor | None = None
     source: Tensor | None = None
     is_given: Tensor | None = None
+    images: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape}
+        if self.images is not None:
+            shapes["images"] = torch.Size((rows, *self.images.shape[1:]))
         if self.teacher_prompt_ids is not None:
             shapes["teacher_prompt_ids"] = torch.Size((rows, *self.teacher_prompt_ids.shape[1:]))
         shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
@@ -530,11 +558,14 @@ class SequenceBatch(TensorBatch):
         input_ids: (B, L) int64, right-padded.
         lengths: (B,) int64, at least 1.
         loss_mask: (B, L) bool, True on tokens to predict; never on the first token or on padding.
+        images: (B, K) int64, numbers of each text's images among those of the data, padded by -1; None if the data have
+            no images.
     """
 
     input_ids: Tensor
     lengths: Tensor
     loss_mask: Tensor
+    images: Tensor | None = None
 
     def __post_init__(self) -> None:
         expect_shape("SequenceBatch.lengths", self.lengths, self.input_ids.shape[:1])

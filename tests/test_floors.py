@@ -8,12 +8,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"__about__", "compat", "expected_errors", "launch_environment", "loggers", "paths", "run_checks", "types"},
+    {"__about__", "compat", "encoded_image", "expected_errors", "launch_environment", "loggers", "paths", "run_checks", "types"},
     {"functional"},
     {"metrics"},
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above
     {"calls"},  # runs user code
+    {"images"},
     {"data", "models"},
     {"rewards"},
     {"environments", "teachers"},

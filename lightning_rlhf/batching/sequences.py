@@ -68,7 +68,8 @@ def concat_texts(texts: Sequence[SequenceBatch]) -> SequenceBatch:
 
     ids = torch.cat([widened(batch.input_ids) for batch in texts])
     masks = torch.cat([widened(batch.loss_mask) for batch in texts])
-    return SequenceBatch(ids, lengths, masks)
+    images = [batch.images for batch in texts if batch.images is not None]
+    return SequenceBatch(ids, lengths, masks, torch.cat(images) if images else None)
 
 
 def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceBatch:
@@ -97,7 +98,7 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
         masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
     ids, lengths = pad_right(rows)
     mask, _ = pad_right(masks)
-    return SequenceBatch(ids, lengths, mask.bool()).to(batch.position.device)
+    return SequenceBatch(ids, lengths, mask.bool(), batch.texts.images).to(batch.position.device)
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:

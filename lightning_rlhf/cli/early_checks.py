@@ -23,6 +23,7 @@ from lightning_rlhf.cli.source_classes import SourceClass
 from lightning_rlhf.cli.used_classes import UsedClass, classes_in, entries_of, of_kind
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.files import Files, is_url
+from lightning_rlhf.data.image_parts import may_have_images
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, MissingPackageError, UsageError
@@ -361,8 +362,13 @@ def _check_rewards(run: _Run) -> None:
 def _reward_columns(run: _Run, rows: Iterable[tuple[str, Row]]) -> list[str]:
     """Return the names of all columns of rows that reward functions get."""
     columns = run.columns
-    further = (columns.other_columns(columns.find(row), exclude=("prompt", "messages")) for _, row in rows)
-    return sorted({name for row in further for name in row})
+    names = set[str]()
+    for _, row in rows:
+        fields = columns.find(row)
+        names.update(columns.other_columns(fields, exclude=("prompt", "messages", "images")))
+        if may_have_images(fields):
+            names.add("images")
+    return sorted(names)
 
 
 def _loads_quickly(reference: Any) -> bool:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Message, holds_messages, messages_of
+from lightning_rlhf.data.chat import Message, holds_messages
 from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.image_parts import images_of
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.images.store import ImageStore
 from lightning_rlhf.types import SequenceBatch
 
 
@@ -20,10 +22,12 @@ class MaskedText(NamedTuple):
     Args:
         ids: token ids.
         loss_mask: True for each token of an answer; always False for the first token.
+        images: numbers of the prompt's images among those of the data.
     """
 
     ids: list[int]
     loss_mask: list[bool]
+    images: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -37,19 +41,20 @@ class AnswersDataModule(RowsDataModule):
     def mask_row(self, fields: Fields) -> MaskedText:
         """Tokenize a row's prompt and completion, or its conversation, without a length limit."""
         if "messages" in fields:
-            return self.mask_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
+            return self.mask_messages(fields, self.messages(fields, "messages", "conversation"), "conversation")
         if holds_messages(fields["completion"]):
             markers = self.text_messages is not None and self.text_messages.markers is not None
             has_prompt = markers and "prompt" not in fields  # the text contains the prompt too
-            before = [] if has_prompt else messages_of(fields["prompt"], "prompt")
-            messages = [*before, *messages_of(fields["completion"], "completion")]
+            before = [] if has_prompt else self.messages(fields, "prompt", "prompt")
+            messages = [*before, *self.messages(fields, "completion", "completion", is_answer=bool(before))]
             return self.mask_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")
         if self.split_after is not None and "prompt" not in fields:
             prompt, answer = self.split(text)
-        else:
-            prompt, answer = self.render_prompt(fields)[0], text
-        return self.mask_text(self.tokenize(prompt), answer)
+            return self.mask_text(self.tokenize(prompt), answer)
+        rendered = self.prompt_of(fields)
+        masked = self.mask_text(self.tokenize(rendered.text), text)
+        return masked._replace(images=self.number_images(rendered.images))
 
     def mask_text(self, prompt_ids: list[int], answer: str) -> MaskedText:
         """Concatenate a prompt, an answer and its end token; the loss mask covers the answer and its end token.
@@ -78,7 +83,7 @@ class AnswersDataModule(RowsDataModule):
         ids, loss_mask = chat.tokenize_with_mask(messages, label, first)
         if self.tokenizer.unk_token_id in ids:
             self.note_unknown(chat.render(messages, label))
-        return MaskedText(ids, loss_mask)
+        return MaskedText(ids, loss_mask, self.number_images(images_of(messages)))
 
     def fit_text(self, text: MaskedText, label: str) -> MaskedText:
         """Return the text, cut to ``max_tokens`` if it is longer and ``too_long`` is a cut.
@@ -86,7 +91,7 @@ class AnswersDataModule(RowsDataModule):
         Raises:
             BadRow: the text is too long and ``too_long`` is not a cut, or the cut leaves no token of the answer.
         """
-        excess = self.excess(len(text.ids), label)
+        excess = self.excess(len(text.ids), label, has_images=bool(text.images))
         if not excess:
             return text
         ids, loss_mask = cut(text.ids, excess, self.too_long), cut(text.loss_mask, excess, self.too_long)
@@ -100,8 +105,14 @@ class AnswersDataModule(RowsDataModule):
         return MaskedText(ids, loss_mask)
 
 
-def sequences(texts: Sequence[MaskedText]) -> SequenceBatch:
-    """Pad texts and their loss masks on the right to the longest text."""
+def sequences(texts: Sequence[MaskedText], store: ImageStore | None = None) -> SequenceBatch:
+    """Pad texts and their loss masks on the right to the longest text.
+
+    Args:
+        texts: texts of the batch.
+        store: images of the data; None if the data have none.
+    """
     ids, lengths = pad_right([text.ids for text in texts])
     loss_mask, _ = pad_right([text.loss_mask for text in texts])
-    return SequenceBatch(ids, lengths, loss_mask.bool())
+    images = None if store is None else store.rows([text.images for text in texts])
+    return SequenceBatch(ids, lengths, loss_mask.bool(), images)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.compat import replaces_samplers
 from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of, tool_schemas
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
+from lightning_rlhf.data.image_parts import MARKER, as_bad_row, images_of, with_images
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
 from lightning_rlhf.data.row import BadRow, Row
@@ -26,11 +28,31 @@ from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_r
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.seeding import run_seed
+from lightning_rlhf.images.processor import load_processor
+from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.images.store import ImageStore
 
 log = logging.getLogger(__name__)
+
+
+class PromptText(NamedTuple):
+    """A prompt as text.
+
+    Args:
+        text: text of the prompt, in which each image is expanded to what stands for it.
+        unexpanded: text with one placeholder for each image; equal to ``text`` without images.
+        messages: chat messages of the prompt; empty for plain text.
+        images: images of the prompt in their order.
+    """
+
+    text: str
+    unexpanded: str
+    messages: list[Message]
+    images: list[EncodedImage]
 
 
 @dataclass
@@ -40,10 +62,23 @@ class _RowNotes:
     Args:
         cut: description of the row's cut; None if it was not cut.
         unknown: parts of the row that the tokenizer does not know, with their numbers.
+        images: whether an image of the row was read.
     """
 
     cut: str | None = None
     unknown: Counter[str] = field(default_factory=Counter)
+    images: bool = False
+
+
+_LOCATION = re.compile(r"(.*?)(:\d+|\[\d+\])")
+
+
+def folder_of(location: str) -> Path | None:
+    """Return the directory of the file in a row's location; None if the row is not in a local file."""
+    match = _LOCATION.fullmatch(location)
+    if match is None or not Path(match[1]).is_file():
+        return None
+    return Path(match[1]).parent
 
 
 class RowsDataModule(LightningDataModule):
@@ -74,6 +109,9 @@ class RowsDataModule(LightningDataModule):
             role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
         tools: functions that the chat template describes as tools in rows without a column ``tools``: references
             ``file.py:name`` or ``module:name``.
+        images: where images of rows are read, and their limits; None is the directory of the data file. Rows contain
+            them in the parts of messages (``{type: image, image: ...}``), or in a column ``images``, whose places are
+            parts without an image or ``<image>`` in texts. The tokenizer must be that of a vision-language model.
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
@@ -97,6 +135,7 @@ class RowsDataModule(LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         as_messages: bool | dict[str, str] = False,
         tools: list[str] | None = None,
+        images: ImageSettings | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_tokens": max_tokens}
@@ -121,6 +160,9 @@ class RowsDataModule(LightningDataModule):
             )
         markers = as_messages if isinstance(as_messages, dict) else None
         self.text_messages = TextMessages(markers) if as_messages else None
+        self.image_settings = images or ImageSettings()
+        self.image_store: ImageStore | None = None  # of the rows with images
+        self._image_folder: Path | None = None
         self.examples: dict[str, list[Any]] = {}
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
@@ -164,6 +206,7 @@ class RowsDataModule(LightningDataModule):
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # raises early for a missing file
         self.tokenizer = load_tokenizer(self.tokenizer_source)
         bad_rows = self._create_bad_rows_file()
+        self.image_store = None
         examples: dict[str, list[Any]] = {}
         self._sampler_keys = []
         for name, source in sources.items():
@@ -239,8 +282,11 @@ class RowsDataModule(LightningDataModule):
     def _convert_row(self, report: RowReport, row: Row) -> Any:
         """Tokenize a row, and count its columns, its cut and its unknown parts in the report."""
         fields = replace(self.columns.find(row), transform=self.text_messages)
+        self._image_folder = folder_of(report.location)
         self._notes = _RowNotes()
         example = self.convert(fields)
+        if self._given_images(fields) and not self._notes.images:
+            raise BadRow("the column images has no place in this row: use messages, or a prompt and its answer")
         report.column_mappings[fields.describe()] += 1
         report.has_messages |= fields.has_messages()
         if self._notes.cut is not None:
@@ -259,21 +305,77 @@ class RowsDataModule(LightningDataModule):
 
     # -- helpers for convert ----------------------------------------------------------------------------------
 
-    def render_prompt(self, fields: Fields) -> tuple[str, list[Message]]:
-        """Return the prompt as text, and its messages if the chat template rendered it.
+    def messages(self, fields: Fields, name: str, label: str, is_answer: bool = False) -> list[Message]:
+        """Return the messages of a field, with their images.
+
+        Args:
+            fields: fields of the row.
+            name: name of the field.
+            label: name of the messages in error messages.
+            is_answer: whether the messages are an answer, whose prompt has the images.
+
+        Raises:
+            BadRow: the value is not a list of messages, or an image cannot be used.
+        """
+        return with_images(messages_of(fields[name], label), self._given_images(fields), self._read_image, is_answer)
+
+    def prompt_of(self, fields: Fields) -> PromptText:
+        """Return the prompt as text, with its images, and its messages if the chat template rendered it.
 
         Raises:
             BadRow: the prompt is missing, the tokenizer has no chat template, or the template rejects the messages.
         """
-        value = fields["prompt"]
-        if not holds_messages(value):
-            return fields.text("prompt"), []
-        messages = messages_of(value, "prompt")
-        return self.chat(fields).render(messages, "prompt", True), messages
+        if holds_messages(fields["prompt"]):
+            return self.prompt_of_messages(fields, self.messages(fields, "prompt", "prompt"))
+        text, given = fields.text("prompt"), self._given_images(fields)
+        with as_bad_row():
+            images = [self._read_image(value) for value in given]
+            if not images:
+                return PromptText(text, text, [], [])
+            text = text.replace(MARKER, self._store.processor.placeholder)
+            return PromptText(self._store.processor.expand(text, images), text, [], images)
+
+    def prompt_of_messages(self, fields: Fields, messages: list[Message]) -> PromptText:
+        """Return the prompt that the chat template renders from messages."""
+        chat, images = self.chat(fields), images_of(messages)
+        text = chat.render(messages, "prompt", generation=True)
+        unexpanded = chat.render(messages, "prompt", generation=True, expanded=False) if images else text
+        return PromptText(text, unexpanded, messages, images)
+
+    def _given_images(self, fields: Fields) -> Sequence[Any]:
+        """Return the values of the row's column of images."""
+        value = fields.get("images")
+        if value is None:
+            return ()
+        return value if isinstance(value, list | tuple) else (value,)
+
+    def _read_image(self, value: Any) -> EncodedImage:
+        _ = self._store  # a model that reads no images is a better error than an image that cannot be used
+        self._notes.images = True
+        return read_image(value, self.image_settings, self._image_folder)
+
+    @property
+    def _store(self) -> ImageStore:
+        """The images of the data; the processor is loaded with the first row that has one."""
+        if self.image_store is None:
+            if not isinstance(self.tokenizer_source, str):
+                raise UsageError(
+                    "rows have images, which need the processor of a vision-language model: set tokenizer to the "
+                    "directory or hub id of one"
+                )
+            self.image_store = ImageStore(load_processor(self.tokenizer_source))
+        return self.image_store
+
+    def number_images(self, images: Sequence[EncodedImage]) -> tuple[int, ...]:
+        """Return the numbers of a text's images among those of the data."""
+        return self._store.add(images) if images else ()
 
     def chat(self, fields: Fields) -> Chat:
         """Return the chat template with the tools and variables of a row."""
-        return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools)
+        return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools, self._expand)
+
+    def _expand(self, text: str, images: Sequence[EncodedImage]) -> str:
+        return self._store.processor.expand(text, images)
 
     @property
     def ignored_tools(self) -> str:
@@ -319,23 +421,30 @@ class RowsDataModule(LightningDataModule):
         """Record the parts of a text of the current row that the tokenizer does not know."""
         self._notes.unknown.update(unknown_parts(self.tokenizer, text))
 
-    def excess(self, tokens: int, label: str) -> int:
+    def excess(self, tokens: int, label: str, has_images: bool = False) -> int:
         """Return the number of tokens to cut, 0 if the text fits.
 
+        Args:
+            tokens: number of tokens of the text.
+            label: name of the text in error messages.
+            has_images: whether the text has images, whose tokens cannot be cut.
+
         Raises:
-            BadRow: the text is too long and ``too_long`` is not a cut.
+            BadRow: the text is too long, and ``too_long`` is not a cut or the text has images.
         """
+        if tokens > self.max_tokens and has_images:
+            raise_too_long(tokens, self.max_tokens, f"{label}, with its images,", "bad_row")
         if tokens > self.max_tokens and self.too_long in ("bad_row", "drop"):
             raise_too_long(tokens, self.max_tokens, label, self.too_long)
         return max(tokens - self.max_tokens, 0)
 
-    def within_limit(self, ids: list[int], label: str) -> list[int]:
+    def within_limit(self, ids: list[int], label: str, has_images: bool = False) -> list[int]:
         """Return the ids, cut to ``max_tokens`` if there are more and ``too_long`` is a cut.
 
         Raises:
-            BadRow: there are too many ids and ``too_long`` is not a cut.
+            BadRow: there are too many ids, and ``too_long`` is not a cut or the text has images.
         """
-        if excess := self.excess(len(ids), label):
+        if excess := self.excess(len(ids), label, has_images):
             self.count_cut(label)
             return cut(ids, excess, self.too_long)
         return ids

@@ -21,8 +21,10 @@ from transformers.utils.chat_template_utils import (
 
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.columns import Fields, is_unicode
+from lightning_rlhf.data.image_parts import as_bad_row, content_of, images_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tool_methods import without_self
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 
 Message = dict[str, Any]
@@ -48,6 +50,8 @@ _RESERVED_OPTIONS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_tem
 def messages_of(value: Any, label: str) -> list[Message]:
     """Return messages with ``role`` and ``content``; ShareGPT's ``from`` and ``value`` are converted.
 
+    Content is text, or a list of parts if one of them is an image; parts that are all text become one text.
+
     Args:
         value: a list of messages, or a single message.
         label: name of the messages in error messages, such as ``prompt``.
@@ -56,7 +60,7 @@ def messages_of(value: Any, label: str) -> list[Message]:
         BadRow: the value is not a list of messages, or a speaker is not known.
     """
     messages = [value] if isinstance(value, Mapping) else value
-    malformed = f"every message of a {label} needs 'role' and text in 'content'"
+    malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(malformed)
     converted = [_convert_sharegpt(m) if "from" in m and "role" not in m else m for m in messages]
@@ -66,8 +70,10 @@ def messages_of(value: Any, label: str) -> list[Message]:
         only_calls = isinstance(message.get("tool_calls"), list) and message["tool_calls"] and "content" not in message
         if only_calls:
             message["content"] = ""
-        if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
+        content = content_of(message.get("content"))
+        if content is None or not isinstance(message.get("role"), str):
             raise BadRow(malformed)
+        message["content"] = content
     return converted
 
 
@@ -90,19 +96,23 @@ class Chat:
         tokenizer: tokenizer with a chat template.
         tools: JSON schemas of the tools that the model can call.
         options: further variables of the template, such as ``enable_thinking``.
+        expand: function of a text and its images that replaces each placeholder by the text that stands for its image;
+            None where messages have no images.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    expand: Callable[[str, Sequence[EncodedImage]], str] | None = None
 
-    def render(self, messages: Sequence[Message], label: str, generation: bool = False) -> str:
+    def render(self, messages: Sequence[Message], label: str, generation: bool = False, expanded: bool = True) -> str:
         """Render messages as text.
 
         Args:
             messages: at least one message.
             label: name of the messages in error messages.
             generation: whether to add the generation prompt.
+            expanded: whether the text contains what stands for each image, and not one placeholder.
 
         Raises:
             BadRow: the tokenizer has no template, the template rejects the messages, or the text is not valid UTF-8.
@@ -110,6 +120,10 @@ class Chat:
         text = str(self._apply(messages, label, tokenize=False, add_generation_prompt=generation))
         if not is_unicode(text):
             raise BadRow(f"the {label} is not valid UTF-8 text")
+        images = images_of(messages)
+        if expanded and images and self.expand is not None:
+            with as_bad_row():
+                return self.expand(text, images)
         return text
 
     def end_of_turn(self) -> int | None:
@@ -152,7 +166,8 @@ class Chat:
         if not turns:
             raise BadRow(f"the {label} has no assistant message to learn")
         text = self.render(messages, label)
-        if _GENERATION_MARK.search(self._template()):
+        # The marks are positions in the text before images are expanded.
+        if _GENERATION_MARK.search(self._template()) and not images_of(messages):
             encoding = self._apply(messages, label, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = list(encoding["input_ids"]), [bool(value) for value in encoding["assistant_masks"]]
             mask = self._without_text_behind_ends(ids, mask)
@@ -260,6 +275,7 @@ def chat_of(
     fields: Fields,
     options: Mapping[str, Any],
     default_tools: Sequence[Any] = (),
+    expand: Callable[[str, Sequence[EncodedImage]], str] | None = None,
 ) -> Chat:
     """Return the chat template with a row's ``tools``; the row's ``chat_template_kwargs`` override the configuration's.
 
@@ -268,6 +284,7 @@ def chat_of(
         fields: fields of the row.
         options: template variables of the configuration.
         default_tools: JSON schemas of the tools of rows without ``tools``.
+        expand: argument of :class:`Chat`.
 
     Raises:
         BadRow: the row's tools or template variables are not valid.
@@ -285,7 +302,7 @@ def chat_of(
         raise BadRow(f"chat_template_kwargs is a {type(row_options).__name__}, expected a mapping of names to values")
     merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
-    return Chat(tokenizer, tools or list(default_tools) or None, merged)
+    return Chat(tokenizer, tools or list(default_tools) or None, merged, expand)
 
 
 def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ REWARD_FIELDS: tuple[FieldCandidates, ...] = (
 TEMPLATE_FIELDS: tuple[FieldCandidates, ...] = (
     (("tools", "tools"),),
     (("chat_template_kwargs", "chat_template_kwargs"),),
+    (("images", "images"), ("images", "image")),
 )
 _TEXT_AS_MESSAGES = "text as messages"
 _MISSING = object()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
-from lightning_rlhf.data.chat import holds_messages, messages_of
+from lightning_rlhf.data.chat import holds_messages
 from lightning_rlhf.data.columns import ANSWER, AmbiguousColumns, Fields
 from lightning_rlhf.types import SequenceBatch
 
@@ -32,7 +32,7 @@ class ConversationDataModule(AnswersDataModule):
                 f"data.init_args: 'columns: {{completion: {text}}}' or 'columns: {{text: {text}}}'"
             )
         if self.text_messages is not None and holds_messages(fields["text"]):
-            return self.mask_messages(fields, messages_of(fields["text"], "text"), "conversation")
+            return self.mask_messages(fields, self.messages(fields, "text", "text"), "conversation")
         text = fields.text("text")
         if self.split_after is not None:
             prompt, answer = self.split(text)
@@ -48,4 +48,4 @@ class ConversationDataModule(AnswersDataModule):
         self, examples: list[MaskedText], numbers: list[int], positions: list[int], epoch: int
     ) -> SequenceBatch:
         """Pad the texts and their loss masks on the right."""
-        return sequences(examples)
+        return sequences(examples, self.image_store)

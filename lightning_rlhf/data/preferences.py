@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
-from lightning_rlhf.data.chat import common_prefix, holds_messages, messages_of
+from lightning_rlhf.data.chat import common_prefix, holds_messages
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.row import BadRow
@@ -46,23 +46,28 @@ class PreferenceDataModule(AnswersDataModule):
         chosen, rejected = fields.text("chosen"), fields.text("rejected")
         if chosen == rejected:
             raise BadRow("chosen and rejected are the same text")
-        prompt = ""
+        prompt, images = "", tuple[int, ...]()
         if "prompt" in fields:
-            prompt, _ = self.render_prompt(fields)
+            rendered = self.prompt_of(fields)
+            prompt, images = rendered.text, self.number_images(rendered.images)
         elif self.split_after is not None:
             (prompt, chosen), (other, rejected) = self.split(chosen), self.split(rejected)
             if prompt != other:
                 raise BadRow("chosen and rejected answer different prompts")
         prompt_ids = self.tokenize(prompt)
-        return self.mask_text(prompt_ids, chosen), self.mask_text(prompt_ids, rejected)
+        masked = (self.mask_text(prompt_ids, answer)._replace(images=images) for answer in (chosen, rejected))
+        return next(masked), next(masked)
 
     def _pair_from_messages(self, fields: Fields) -> tuple[MaskedText, MaskedText]:
-        chosen, rejected = (messages_of(fields[name], f"{name} answer") for name in ("chosen", "rejected"))
+        has_prompt = "prompt" in fields and holds_messages(fields["prompt"])
+        chosen, rejected = (
+            self.messages(fields, name, f"{name} answer", is_answer=has_prompt) for name in ("chosen", "rejected")
+        )
         if chosen == rejected:
             raise BadRow("chosen and rejected are the same messages")
         shared = common_prefix(chosen, rejected)
-        if "prompt" in fields and holds_messages(fields["prompt"]):
-            prompt = messages_of(fields["prompt"], "prompt")
+        if has_prompt:
+            prompt = self.messages(fields, "prompt", "prompt")
             if not (common_prefix(prompt, chosen) == common_prefix(prompt, rejected) == len(prompt)):
                 chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
             shared = len(prompt)
@@ -75,7 +80,7 @@ class PreferenceDataModule(AnswersDataModule):
 
     def _fit_pair(self, chosen: MaskedText, rejected: MaskedText) -> tuple[MaskedText, MaskedText]:
         longest = max(len(chosen.ids), len(rejected.ids))
-        excess = self.excess(longest, "a text")
+        excess = self.excess(longest, "a text", has_images=bool(chosen.images))
         if not excess or self.too_long == "cut_end":
             return self.fit_text(chosen, "a text"), self.fit_text(rejected, "a text")
         prompt = min(chosen.start, rejected.start)
@@ -102,4 +107,6 @@ class PreferenceDataModule(AnswersDataModule):
     def collate(self, examples: list[_Pair], numbers: list[int], positions: list[int], epoch: int) -> PreferenceBatch:
         """Pad chosen and rejected texts on the right, each side to its own longest text."""
         chosen, rejected, margins = zip(*examples, strict=True)
-        return PreferenceBatch(sequences(chosen), sequences(rejected), torch.tensor(margins))
+        return PreferenceBatch(
+            sequences(chosen, self.image_store), sequences(rejected, self.image_store), torch.tensor(margins)
+        )

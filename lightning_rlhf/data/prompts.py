@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages, messages_of
+from lightning_rlhf.data.base import PromptText, RowsDataModule
+from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.row import BadRow
-from lightning_rlhf.types import PromptBatch
+from lightning_rlhf.types import PromptBatch, PromptImages
 
 
 class Prompt(NamedTuple):
@@ -22,12 +23,14 @@ class Prompt(NamedTuple):
         ids: token ids.
         columns: further columns of the row, for rewards.
         messages: chat messages of the prompt; empty for plain text.
+        images: images of the prompt; None without them.
     """
 
     text: str
     ids: list[int]
     columns: dict[str, Any]
     messages: list[Message]
+    images: PromptImages | None = None
 
 
 _ANSWERS = 1000  # answers whose lengths are compared with the limit of responses
@@ -54,29 +57,37 @@ class PromptDataModule(RowsDataModule):
 
     def convert(self, fields: Fields) -> Prompt:
         """Tokenize the prompt and collect the columns for rewards."""
-        text, messages = self._prompt(fields)
+        prompt = self._prompt(fields)
+        text = prompt.text
         all_ids = self.tokenize(text)
-        ids = self.within_limit(all_ids, "the prompt")
+        ids = self.within_limit(all_ids, "the prompt", has_images=bool(prompt.images))
         text = text if ids is all_ids else str(self.tokenizer.decode(ids))
-        return Prompt(text, ids, self.columns.other_columns(fields, exclude=("prompt", "messages")), messages)
+        columns = self.columns.other_columns(fields, exclude=("prompt", "messages", "images"))
+        if not prompt.images:
+            return Prompt(text, ids, columns, prompt.messages)
+        images = PromptImages(
+            tuple(prompt.images), self.number_images(prompt.images), tuple(self.tokenize(prompt.unexpanded))
+        )
+        return Prompt(prompt.unexpanded, ids, {**columns, "images": prompt.images}, prompt.messages, images)
 
-    def _prompt(self, fields: Fields) -> tuple[str, list[Message]]:
+    def _prompt(self, fields: Fields) -> PromptText:
         if "messages" in fields:
-            messages = messages_of(fields["messages"], "conversation")
+            messages = self.messages(fields, "messages", "conversation")
         elif "prompt" not in fields and "chosen" in fields and holds_messages(fields["chosen"]):
-            messages = messages_of(fields["chosen"], "chosen answer")
+            messages = self.messages(fields, "chosen", "chosen answer")
             if "rejected" in fields.row:
-                messages = messages[: common_prefix(messages, messages_of(fields["rejected"], "rejected answer"))]
+                rejected = self.messages(fields, "rejected", "rejected answer")
+                messages = messages[: common_prefix(messages, rejected)]
         elif "prompt" not in fields and self.split_after is not None:
-            return self.split(fields.text("chosen"))[0], []
+            text = self.split(fields.text("chosen"))[0]
+            return PromptText(text, text, [], [])
         else:
-            return self.render_prompt(fields)
+            return self.prompt_of(fields)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
             raise BadRow("the conversation begins with an assistant message, so it has no prompt")
-        chat = self.chat(fields)
-        return chat.render(messages, "prompt", generation=True), messages
+        return self.prompt_of_messages(fields, messages)
 
     @cached_property
     def column_names(self) -> list[str]:
@@ -152,7 +163,7 @@ class PromptDataModule(RowsDataModule):
 
     def collate(self, examples: list[Prompt], numbers: list[int], positions: list[int], epoch: int) -> PromptBatch:
         """Collect prompts in a batch; token ids stay lists, because engines pad them."""
-        texts, ids, row_columns, messages = (list(part) for part in zip(*examples, strict=True))
+        texts, ids, row_columns, messages, _ = (list(part) for part in zip(*examples, strict=True))
         columns = {name: [row.get(name) for row in row_columns] for name in self.column_names}
         of_source: dict[str | None, int] = {name: number for number, name in enumerate(self.source_names)}
         return PromptBatch(
@@ -164,4 +175,13 @@ class PromptDataModule(RowsDataModule):
             positions=list(positions),
             messages=messages if any(messages) else [],
             sources=[of_source.get(source_of(row), -1) for row in row_columns] if of_source else [],
+            images=[]
+            if self.image_store is None
+            else [self._padded(row, self.image_store.longest) for row in examples],
         )
+
+    @staticmethod
+    def _padded(prompt: Prompt, width: int) -> PromptImages:
+        """Return the images of a prompt, with their numbers padded to the largest number of images of a text."""
+        images = prompt.images or PromptImages((), (), tuple(prompt.ids))
+        return replace(images, numbers=(*images.numbers, *[-1] * (width - len(images.numbers))))

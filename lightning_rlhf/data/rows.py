@@ -45,6 +45,7 @@ class RowReport:
         first_bad: location and error of the first bad rows, and of the first bad row for each further reason.
         advice: options that make bad rows usable, without repetition.
         locations: location of each used row, such as ``file:line``.
+        location: location of the row that is converted.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RowReport:
     first_bad: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     locations: list[str] = field(default_factory=list, repr=False)
+    location: str = field(default="", repr=False)
 
     def drop(self, location: str, reason: BadRow) -> None:
         """Count a row that is not used."""
@@ -241,6 +243,7 @@ def use_rows(
         else:
             file = open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
         for location, row in as_rows(source).rows():
+            report.location = location
             try:
                 if isinstance(row, BadRow):  # a line that could not be parsed
                     raise row

@@ -34,4 +34,4 @@ class UnpairedDataModule(AnswersDataModule):
     ) -> UnpairedBatch:
         """Pad the texts and their loss masks on the right."""
         texts, desirable = zip(*examples, strict=True)
-        return UnpairedBatch(sequences(texts), torch.tensor(desirable), torch.tensor(positions))
+        return UnpairedBatch(sequences(texts, self.image_store), torch.tensor(desirable), torch.tensor(positions))

@@ -20,7 +20,8 @@ from lightning_rlhf.functional.divergence import (
 )
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.heads import Head, head_of
+from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
+from lightning_rlhf.models.images import TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import NAME
 from lightning_rlhf.types import TopTokens
@@ -47,6 +48,7 @@ class CausalLM(nn.Module):
             )
         self.lm = lm
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
+        self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images
 
     def forward(
         self,
@@ -61,6 +63,7 @@ class CausalLM(nn.Module):
         own_logits: bool = False,
         distillation: Distillation | None = None,
         teacher: TeacherOutputs | None = None,
+        images: TextImages | None = None,
     ) -> TokenScores | DistilledScores | Tensor | TopTokens:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
@@ -78,6 +81,7 @@ class CausalLM(nn.Module):
                 temperature and squares.
             distillation: teacher's distributions with which those of some tokens are compared.
             teacher: outputs of this model as a teacher, which are returned instead of scores; None for scores.
+            images: images of the texts; None for texts without images.
 
         Returns:
             Tensors of shape (B, T), 0 where the mask is False; with ``distillation``, its loss too. As a teacher, the
@@ -85,13 +89,14 @@ class CausalLM(nn.Module):
         """
         if own_logits:
             logits = self.lm(input_ids=input_ids, use_cache=False).logits
+            logits[..., list(self.never_sampled)] += EXCLUDED
             rows = torch.arange(len(index), device=index.device).unsqueeze(1)
             return token_scores(logits[rows, index], targets)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing)
+            hidden = hidden_states(self.lm, input_ids, packing, images)
         flat = flat_index(input_ids, index, packing)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
-        head = head_of(self.lm)
+        head = without_tokens(head_of(self.lm), self.never_sampled)
         states = hidden[flat.flatten()[scored]]
         if head.transform is not None:
             states = head.transform(states)
@@ -208,27 +213,28 @@ class _Tokens:
         )
 
 
-def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:
+def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None, images: TextImages | None = None) -> Tensor:
     """Return the (N, H) last hidden states of padded or packed texts.
 
     Args:
         lm: model with a backbone.
         input_ids: (B, L) int64, right-padded.
         packing: layout of the texts in one row; None computes padded rows, with N = B x L.
+        images: images of the texts; None for texts without images.
     """
-    if packing is None or packing.width is not None:
-        rows = input_ids
-        if packing is not None and packing.width is not None:
-            rows = input_ids.flatten()[packing.tokens].view(-1, packing.width)
-        states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False).last_hidden_state
-        return states.flatten(0, 1)
-    lengths = {}
-    if lm.config._attn_implementation == NAME:
-        lengths = {"packed_lengths": packing.lengths}
-    ids = input_ids.flatten()[packing.tokens].unsqueeze(0)
-    output = backbone_of(lm)(input_ids=ids, position_ids=packing.positions, use_cache=False, **lengths)
-    packed_states: Tensor = output.last_hidden_state
-    return packed_states.squeeze(0)
+    if packing is not None and packing.width is not None:
+        rows, arguments = input_ids.flatten()[packing.tokens].view(-1, packing.width), {}
+    elif packing is not None:
+        rows = input_ids.flatten()[packing.tokens].unsqueeze(0)
+        arguments = {"position_ids": packing.positions}
+        if lm.config._attn_implementation == NAME:
+            arguments["packed_lengths"] = packing.lengths  # type: ignore[assignment]
+    else:
+        rows, arguments = input_ids, {}
+    if images is not None:
+        arguments |= image_arguments(lm, input_ids, images, packing)
+    states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False, **arguments).last_hidden_state
+    return states.flatten(0, 1)
 
 
 def flat_index(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.expected_errors import UsageError
@@ -75,6 +76,24 @@ def head_of(lm: Any, weights: tuple[Tensor, Tensor | None] | None = None) -> Hea
     softcap = None if cap is None else getattr(config, cap, None)
     transform = lm.lm_head if kind == "modernbert-decoder" else None
     return Head(transform, weight, bias, scale, None if softcap is None else float(softcap))
+
+
+EXCLUDED = -100.0  # logit of tokens that are never sampled: their probability is 0 in float32
+
+
+def without_tokens(head: Head, tokens: tuple[int, ...]) -> Head:
+    """Return a head with which some tokens have no probability, as in an engine that never samples them.
+
+    Args:
+        head: head of a model.
+        tokens: ids of the tokens.
+    """
+    if not tokens:
+        return head
+    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+    excluded = torch.zeros_like(bias)
+    excluded[list(tokens)] = EXCLUDED
+    return head._replace(bias=bias + excluded)
 
 
 def _number(config: object, name: str | None, default: float) -> float:

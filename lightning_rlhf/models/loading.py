@@ -66,6 +66,7 @@ class Pretrained:
             continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
         quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
             stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
+        train_vision: whether the image encoder of a vision-language model is trained too, and not its text model only.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
             for architectures with which it was not tested.
     """
@@ -76,6 +77,7 @@ class Pretrained:
     lora: LoRA | None = None
     adapter: str | None = None
     quantization: Quantization | None = None
+    train_vision: bool = False
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class Pretrained:
                     f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter"
                 )
             object.__setattr__(self, "lora", stored)
+        _check_vision(self)
         if self.quantization is not None:
             if self.quantization not in get_args(Quantization):
                 raise UsageError(f"quantization must be nf4, int8 or null, got {self.quantization!r}")
@@ -155,7 +158,7 @@ class Pretrained:
 
     def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
         """Add adapters to a loaded model, with the weights of ``adapter``."""
-        _adapted(model, self.lora)
+        _adapted(model, self.lora, self.train_vision)
         if self.adapter is not None and model.device.type != "meta":
             stored = load_adapter(model, adapter_directory(self.adapter))
             for name in ("score_mean", "score_std"):
@@ -194,7 +197,7 @@ class Pretrained:
             model = find_class(config).from_config(config, trust_remote_code=False)
             if self.quantization is not None:
                 names_to_quantize(model)
-            _adapted(model, self.lora)
+            _adapted(model, self.lora, self.train_vision)
             if self.adapter is not None:
                 check_fits(model, adapter_directory(self.adapter), self.path)
 
@@ -252,12 +255,17 @@ class FromConfig:
         seed: seed of the initial weights; None derives it from the run's seed.
         dtype: dtype of the parameters; None as for :class:`Pretrained`.
         lora: adapters to train in place of the weights; None trains the weights.
+        train_vision: argument of :class:`Pretrained`.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     dtype: Dtype | None = None
     lora: LoRA | None = None
+    train_vision: bool = False
+
+    def __post_init__(self) -> None:
+        _check_vision(self)
 
     def hf_config(self) -> PretrainedConfig:
         """Build the model's configuration with dropout disabled.
@@ -288,7 +296,7 @@ class FromConfig:
 
     def causal(self) -> CausalLM:
         """Build the language model."""
-        return CausalLM(_adapted(self._build(language_model_class, self.hf_config()), self.lora))
+        return CausalLM(_adapted(self._build(language_model_class, self.hf_config()), self.lora, self.train_vision))
 
     def scalar(self) -> ScalarModel:
         """Build the scalar model with a zero head."""
@@ -296,7 +304,7 @@ class FromConfig:
         config.num_labels = 1
         model = self._build(scalar_model_class, config)
         torch.nn.init.zeros_(model.get_parameter("score.weight"))
-        return ScalarModel(_adapted(model, self.lora))
+        return ScalarModel(_adapted(model, self.lora, self.train_vision))
 
     def _build(self, find_class: FindClass, config: PretrainedConfig) -> PreTrainedModel:
         auto = find_class(config)
@@ -355,8 +363,15 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
     config.save_pretrained(directory)
 
 
-def _adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
-    freeze_towers(model)
+def _check_vision(source: ModelSource) -> None:
+    """Raise if the image encoder would be trained beside adapters of a frozen text model."""
+    if source.train_vision and source.lora is not None:
+        raise UsageError("train_vision trains weights, and with lora all weights are frozen: remove one of them")
+
+
+def _adapted(model: PreTrainedModel, lora: LoRA | None, train_vision: bool) -> PreTrainedModel:
+    if not train_vision:
+        freeze_towers(model)
     if lora is not None:
         lora.add_to(model)
     return model
@@ -392,7 +407,8 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
     They are dropout, layers that are left out at random, and noise in the routers of experts.
     """
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    parts = (config, config.get_text_config(), getattr(config, "vision_config", None))
+    for part in {id(part): part for part in parts if isinstance(part, PretrainedConfig)}.values():
         for name, value in part.to_dict().items():
             if name.endswith(_RANDOM) and isinstance(value, float):
                 setattr(part, name, 0.0)

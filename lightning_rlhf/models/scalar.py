@@ -11,6 +11,7 @@ from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
+from lightning_rlhf.models.images import TextImages
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -46,18 +47,21 @@ class ScalarModel(nn.Module):
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
-    def forward(self, input_ids: Tensor, index: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, index: Tensor, packing: Packing | None = None, images: TextImages | None = None
+    ) -> Tensor:
         """Compute the normalised score at each position of ``index``.
 
         Args:
             input_ids: (B, L) int64, right-padded.
             index: (B, T) int64 positions in [0, L).
             packing: layout of the texts in one row without padding; None computes padded rows.
+            images: images of the texts; None for texts without images.
 
         Returns:
             (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
-        hidden = hidden_states(self.lm, input_ids, packing)
+        hidden = hidden_states(self.lm, input_ids, packing, images)
         scores = (
             self.lm.score(hidden.to(self.lm.score.weight.dtype))
             .squeeze(-1)

@@ -109,7 +109,8 @@ class PPOModule(RLHFModule):
         """Return (B, T) the critic's value before each response token, and (B,) after the last one."""
         input_ids, index, packing = self.layout.lay_out(rollout)
         after_last = (rollout.total_lengths - 1).unsqueeze(1)
-        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, after_last], dim=1), packing)
+        positions, images = torch.cat([index, after_last], dim=1), self.layout.images_of(rollout)
+        values = self.role_strategy.role("critic")(input_ids, positions, packing, images)
         return values[:, :-1], values[:, -1]
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ class RewardModule(PairModule):
         texts = concat_texts([rows.chosen, rows.rejected])
         packing = self.layout.pack(texts, texts.input_ids.shape[1])
         ends = (texts.lengths - 1).unsqueeze(1)
-        scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, ends, packing)
+        images = self.layout.images_of(texts)
+        scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, ends, packing, images)
         return scores.squeeze(1).chunk(2)
 
     def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:

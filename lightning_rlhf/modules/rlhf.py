@@ -535,7 +535,8 @@ class RLHFModule(RoleModule):
         def at_end(rows: Rollout) -> tuple[Tensor]:
             input_ids, _, packing = self.layout.lay_out(rows)
             ends = (rows.total_lengths - 1).unsqueeze(1)
-            return (self.role_strategy.role("reward_model")(input_ids, ends, packing),)
+            images = self.layout.images_of(rows)
+            return (self.role_strategy.role("reward_model")(input_ids, ends, packing, images),)
 
         scores: Tensor = self.micro_batches.map(at_end, rollout)[0].squeeze(1)
         return scores
@@ -570,6 +571,7 @@ class RLHFModule(RoleModule):
             temperature=rollout.temperature,
             adapters=adapters,
             packing=packing,
+            images=self.layout.images_of(rollout),
             **options,
         )
 

@@ -26,6 +26,7 @@ from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.adapter_files import save_adapter
+from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
@@ -181,6 +182,7 @@ class RoleModule(LightningModule):
         self._check_quantization()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
+        self._check_images()
         roles = {f"the {name}": source for name, source in self.sources.items()}
         check_vocabularies(roles, getattr(data, "tokenizer", None))
         check_positions(roles, getattr(data, "longest_text_tokens", 0), has_pairs=self.has_pairs)
@@ -194,6 +196,28 @@ class RoleModule(LightningModule):
                     strategy.optimizer_device,
                     strategy.keeps_matrices,
                     self.role_strategy.keeps_whole_weights,
+                )
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        """Tokens that stand for images in the data, which no response contains; empty if the data have no images."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if getattr(data, "image_store", None) is None:
+            return ()
+        source = self.sources.get("actor") or next(iter(self.sources.values()))
+        return (int(source.hf_config().image_token_id),)
+
+    def _check_images(self) -> None:
+        """Raise if the data have images and a model reads none."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if getattr(data, "image_store", None) is None:
+            return
+        for name, source in self.sources.items():
+            config = source.hf_config()
+            if getattr(config, "image_token_id", None) is None:
+                raise UsageError(
+                    f"the data have images, and the {name} is a {config.model_type}, which reads texts only: use a "
+                    f"vision-language model, such as Qwen2.5-VL or SmolVLM, or data without images"
                 )
 
     def _check_quantization(self) -> None:
@@ -247,6 +271,9 @@ class RoleModule(LightningModule):
                 for name in names:
                     with sharing(bases if self.shared_base_of(name) is not None else None):
                         setattr(self, name, self.role_strategy.build_role(name, partial(build, name)))
+        for name in (*self.trained_roles, *self.frozen_roles):
+            if isinstance(role := getattr(self, name), CausalLM):
+                role.never_sampled = self.image_tokens
         self.built = True
 
     def shared_base_of(self, name: str) -> str | None:

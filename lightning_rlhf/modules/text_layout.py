@@ -17,10 +17,12 @@ from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts,
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
+from lightning_rlhf.images.store import ImageStore
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
+from lightning_rlhf.models.images import TextImages
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.strategies.roles import RoleStrategy
@@ -147,6 +149,28 @@ class TextLayout:
             return pack_texts(batch.total_lengths.tolist(), width, device, breaks)
         numbers, prompt_lengths, response_lengths = prompts.tolist()
         return pack_responses(prompt_lengths, response_lengths, numbers, width, device=device, breaks=breaks)
+
+    def images_of(self, batch: TensorBatch) -> TextImages | None:
+        """Return the images of the texts of a micro-batch; None if no text has one.
+
+        Strategies with sharded weights gather those of the image encoder on all ranks, so that a rank whose texts have
+        no image encodes one too.
+
+        Args:
+            batch: rows of the micro-batch.
+        """
+        numbers: Tensor | None = getattr(batch, "images", None)
+        if numbers is None:
+            return None
+        distinct = numbers[numbers >= 0].unique()
+        if not len(distinct):
+            if self.module.role_strategy.keeps_whole_weights:
+                return None
+            distinct = distinct.new_zeros(1)
+        store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
+        tensors = [store.processor.tensors(store.images[number]) for number in distinct.tolist()]
+        places = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
+        return TextImages(tensors, places).to(self.module.device)
 
     @torch.no_grad()
     def check(self) -> None:

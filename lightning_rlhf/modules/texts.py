@@ -30,4 +30,5 @@ def text_scores(module: RoleModule, role: str, texts: SequenceBatch) -> tuple[To
     adapters = role != "ref" or "ref" in module.sources
     model = module.role_strategy.role(role if adapters else "actor")
     packing = module.layout.pack(texts, ids.shape[1])
-    return model(ids, index, ids[:, 1:], mask, adapters=adapters, packing=packing), mask
+    images = module.layout.images_of(texts)
+    return model(ids, index, ids[:, 1:], mask, adapters=adapters, packing=packing, images=images), mask

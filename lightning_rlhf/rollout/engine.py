@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.images.processor import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class EngineTraits:
         shares_cores: whether the engine's process computes on the trainer's CPU cores, with the threads of the setup.
         gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has none.
         sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
+        reads_images: whether the engine has :meth:`RolloutEngine.request_with_images`.
     """
 
     ranks: int = 1
@@ -46,6 +48,7 @@ class EngineTraits:
     shares_cores: bool = False
     gpu_fraction: float = 0.0
     sleeps: bool = False
+    reads_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class EngineSetup:
         devices: GPUs for this engine, from :func:`visible_gpu`; empty lets the engine choose.
         lora: the actor's adapters, for engines with ``swaps_adapters``.
         threads: number of CPU threads for an engine that computes on CPUs in a separate process, at least 1.
+        processor: processor of the images of prompts; None if prompts have none.
+        images_per_prompt: largest number of images of a prompt.
+        trains_images: whether the image encoder is trained, so that a push changes the features of an image.
     """
 
     model: Path
@@ -69,6 +75,9 @@ class EngineSetup:
     devices: tuple[str, ...] = ()
     lora: LoRA | None = None
     threads: int = 1
+    processor: ImageProcessor | None = None
+    images_per_prompt: int = 0
+    trains_images: bool = False
 
 
 def divided_threads(available: int, take_turns: bool) -> tuple[int, int]:
@@ -182,6 +191,23 @@ class RolloutEngine(ABC):
         Returns:
             Futures of the completions, which raise :class:`EngineDied` if the engine has ended.
         """
+
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """Start to generate one completion per prompt as :meth:`request`; only for engines that read images.
+
+        Args:
+            prompts: token ids, in which each image has the tokens of its features.
+            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
+            seeds: one per prompt, in [0, 2**63).
+            images: images of each prompt.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads texts only, not images")
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the adapters; only for engines that swap adapters.

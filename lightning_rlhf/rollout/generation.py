@@ -13,12 +13,13 @@ from typing import Any
 
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60
 
 OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
+_Request = tuple[list[int], int, SamplingParams, PromptImages | None]
 Serve = Callable[[RolloutEngine, list[Any], OnFinished | None], list[Completion]]  # see serve()
 
 
@@ -69,9 +70,10 @@ def generate(
     sampling: SamplingParams,
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
+    images: Sequence[PromptImages] = (),
 ) -> list[Completion]:
     """Return one completion per prompt, in their order; arguments and errors are those of :func:`submit`."""
-    return submit(engine, prompts, sampling, seeds, on_finished).completions()
+    return submit(engine, prompts, sampling, seeds, on_finished, images).completions()
 
 
 def submit(
@@ -80,6 +82,7 @@ def submit(
     sampling: SamplingParams,
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
+    images: Sequence[PromptImages] = (),
 ) -> Generation:
     """Start to generate one completion per prompt with the weights of the last push.
 
@@ -94,21 +97,30 @@ def submit(
         on_finished: callback with the index of a prompt and its completion as soon as that is finished, possibly in
             another thread, but one call at a time, on the first of the ranks that share the engine only. All calls have
             returned when :meth:`Generation.completions` returns.
+        images: images of each prompt; empty if no prompt has any.
 
     Raises:
         EngineDied: the engine has ended.
     """
 
-    def request(requests: list[tuple[list[int], int, SamplingParams]], on_any: OnFinished | None) -> Generation:
-        different = list(dict.fromkeys([sampling, *(parameters for _, _, parameters in requests)]))
+    def request(requests: list[_Request], on_any: OnFinished | None) -> Generation:
+        different = list(dict.fromkeys([sampling, *(parameters for _, _, parameters, _ in requests)]))
         if len(different) > 1:
             raise UsageError(f"ranks that share an engine must have equal sampling parameters, got {different}")
-        futures = engine.request(
-            [prompt for prompt, _, _ in requests], [sampling] * len(requests), [seed for _, seed, _ in requests]
-        )
+        ids = [prompt for prompt, _, _, _ in requests]
+        seeds_of_all = [seed for _, seed, _, _ in requests]
+        images_of_all = [images for _, _, _, images in requests if images is not None]
+        parameters = [sampling] * len(requests)
+        if images_of_all:
+            futures = engine.request_with_images(ids, parameters, seeds_of_all, images_of_all)
+        else:
+            futures = engine.request(ids, parameters, seeds_of_all)
         return _gathered(engine, futures, on_any)
 
-    requests = [(list(prompt), seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+    of_prompts: Sequence[PromptImages | None] = images or [None] * len(prompts)
+    requests = [
+        (list(prompt), seed, sampling, images) for prompt, seed, images in zip(prompts, seeds, of_prompts, strict=True)
+    ]
     return _for_all_ranks(engine, request, requests, on_finished)
 
 

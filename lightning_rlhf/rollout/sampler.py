@@ -74,6 +74,7 @@ class ResponseSampler:
         max_length: longest prompt and response together.
         stop_token_ids: tokens that end a response.
         vocabulary: V, number of tokens of the actor.
+        never_sampled: tokens that are not sampled, such as those that stand for images.
     """
 
     engine: RolloutEngine
@@ -82,6 +83,7 @@ class ResponseSampler:
     max_length: int
     stop_token_ids: tuple[int, ...]
     vocabulary: int
+    never_sampled: tuple[int, ...]
 
     @property
     def environment(self) -> EnvironmentSettings | None:
@@ -117,14 +119,20 @@ class ResponseSampler:
         in_background: bool,
     ) -> Generation:
         ids = [ids for ids in prompts.token_ids for _ in range(sampling.samples)]
-        arguments = ids, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished)
+        images = [images for images in prompts.images for _ in range(sampling.samples)]
+        arguments = ids, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished), images
         if in_background:
             return submit(self.engine, *arguments)
         return Generation(partial(generate, self.engine, *arguments))
 
     def parameters(self, sampling: Sampling) -> SamplingParams:
         """Return the sampling parameters of the engine."""
-        return SamplingParams(self.max_tokens, sampling.temperature, stop_token_ids=self.stop_token_ids)
+        return SamplingParams(
+            self.max_tokens,
+            sampling.temperature,
+            stop_token_ids=self.stop_token_ids,
+            never_sampled=self.never_sampled,
+        )
 
     def close(self) -> None:
         """End the environments of the sampler, if it has any."""

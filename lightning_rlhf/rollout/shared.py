@@ -13,7 +13,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 
 class SharedEngine(RolloutEngine):
@@ -95,6 +95,16 @@ class SharedEngine(RolloutEngine):
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`; only on the first rank."""
         return self._engine.request(prompts, sampling, seeds)
+
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request_with_images`; only on the first rank."""
+        return self._engine.request_with_images(prompts, sampling, seeds, images)
 
     def close(self) -> None:
         """End the engine; not collective."""

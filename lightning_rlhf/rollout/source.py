@@ -305,7 +305,15 @@ def assemble(
         step_rewards=_step_rewards(completions, environment, response_ids.shape[1]),
         text_starts=_text_starts(completions, environment, response_ids.shape[1]),
         source=torch.tensor(prompts.sources).repeat_interleave(samples) if prompts.sources else None,
+        images=_images(prompts, samples),
     )
+
+
+def _images(prompts: PromptBatch, samples: int) -> Tensor | None:
+    """Return (B, K) int64 numbers of the images of each row; None if the data have no images."""
+    if not prompts.images:
+        return None
+    return torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(samples, 0)
 
 
 def _sampled(completion: Completion) -> Sequence[bool]:

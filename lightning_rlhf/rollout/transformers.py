@@ -19,11 +19,14 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.images.processor import ImageProcessor
 from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
+from lightning_rlhf.models.heads import EXCLUDED
+from lightning_rlhf.models.images import TextImages, generation_arguments, image_arguments
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 
 class TransformersEngine(RolloutEngine):
@@ -38,10 +41,12 @@ class TransformersEngine(RolloutEngine):
             raise UsageError(f"batch_size must be at least 1, got {batch_size}")
         self._batch_size = batch_size
         self._model: PreTrainedModel | None = None
+        self._processor: ImageProcessor | None = None
         self._version = -1
 
     def start(self, setup: EngineSetup) -> None:
         """Build the model; the first push sets its weights."""
+        self._processor = setup.processor
         config = set_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
             auto = language_model_class(config)
@@ -63,23 +68,45 @@ class TransformersEngine(RolloutEngine):
             raise RunError(f"the push contained no weights for {sorted(not_updated)[:3]} ...")
         self._version = version
 
-    @torch.no_grad()
+    @property
+    def traits(self) -> EngineTraits:
+        """See :attr:`RolloutEngine.traits`."""
+        return EngineTraits(reads_images=True)
+
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`."""
+        return self.request_with_images(prompts, sampling, seeds, ())
+
+    @torch.no_grad()
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request_with_images`."""
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             batch = slice(first, first + self._batch_size)
             limits = [parameters.max_tokens for parameters in sampling[batch]]
             longest = replace(sampling[first], max_tokens=max(limits))
-            sampled = self._generate_batch(prompts[batch], longest, seeds[batch])
+            sampled = self._generate_batch(prompts[batch], longest, seeds[batch], images[batch])
             cut = [completion.cut(limit) for completion, limit in zip(sampled, limits, strict=True)]
-            completions += map(self._with_prompt, prompts[batch], cut) if longest.echo else cut
+            if longest.echo:
+                of_prompts: Sequence[PromptImages | None] = images[batch] or [None] * len(cut)
+                cut = list(map(self._with_prompt, prompts[batch], cut, of_prompts))
+            completions += cut
         return finished(completions)
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
     ) -> list[Completion]:
         model: Any = self._running
         width = max(len(prompt) for prompt in prompts)
@@ -88,6 +115,7 @@ class TransformersEngine(RolloutEngine):
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         sampler = SeededSampler(sampling, seeds)
+        found = self._images(images)
         output = model.generate(
             ids,
             attention_mask=attention_mask,
@@ -98,20 +126,34 @@ class TransformersEngine(RolloutEngine):
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([sampler]),
+            **({} if found is None else generation_arguments(model, ids, found)),
         )[:, width:].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
+
+    def _images(self, prompts: Sequence[PromptImages]) -> TextImages | None:
+        """Return the images of prompts, each distinct one once; None if there are none."""
+        distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.images))
+        if not distinct or self._processor is None:
+            return None
+        numbers = torch.full((len(prompts), max(len(prompt.images) for prompt in prompts)), -1)
+        for row, prompt in enumerate(prompts):
+            numbers[row, : len(prompt.images)] = torch.tensor([distinct.index(image) for image in prompt.images]).long()
+        tensors = [self._processor.tensors(image) for image in distinct]
+        return TextImages(tensors, numbers).to(self._running.device)
 
     def _completion(self, row: list[int], logprobs: list[float], sampling: SamplingParams) -> Completion:
         stops = [position for position, token in enumerate(row) if token in sampling.stop_token_ids]
         length = stops[0] + 1 if stops else len(row)
         return Completion(row[:length], logprobs[:length], "stop" if stops else "length", self._version)
 
-    def _with_prompt(self, prompt: Sequence[int], completion: Completion) -> Completion:
+    def _with_prompt(self, prompt: Sequence[int], completion: Completion, images: PromptImages | None) -> Completion:
         """Return a completion that begins with the prompt, as :attr:`SamplingParams.echo` requests."""
         model: Any = self._running
         ids = torch.tensor([list(prompt)], device=model.device)
-        logprobs = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        found = None if images is None else self._images([images])
+        arguments = {} if found is None else image_arguments(model, ids, found, None)
+        logprobs = model(ids, use_cache=False, **arguments).logits[0, :-1].float().log_softmax(dim=-1)
         echoed = logprobs.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1).tolist()
         return replace(
             completion,
@@ -151,6 +193,7 @@ class SeededSampler(LogitsProcessor):
 
     def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
         self._temperature = sampling.temperature
+        self._never_sampled = list(sampling.never_sampled)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._warpers: list[LogitsProcessor] = []
         if sampling.top_k > 0:
@@ -170,6 +213,8 @@ class SeededSampler(LogitsProcessor):
             (B, V) scores.
         """
         scores = scores.float()
+        if self._never_sampled:
+            scores[:, self._never_sampled] += EXCLUDED
         if self._temperature == 0:
             logprobs = noisy = scores.log_softmax(dim=-1)
         else:

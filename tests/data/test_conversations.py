@@ -134,9 +134,9 @@ def test_unusable_rows_are_reported_with_a_reason(row, reason):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([], "every message of a prompt needs 'role' and text in 'content'"),
-        ([{"role": "user"}], "every message of a prompt needs 'role' and text in 'content'"),
-        (["hello"], "every message of a prompt needs 'role' and text in 'content'"),
+        ([], "every message of a prompt needs 'role' and text or parts in 'content'"),
+        ([{"role": "user"}], "every message of a prompt needs 'role' and text or parts in 'content'"),
+        (["hello"], "every message of a prompt needs 'role' and text or parts in 'content'"),
         ([{"role": "system", "content": "be good"}], "the chat template rejects the prompt: no system message, please"),
         ([{"role": "user", "content": "\udcff"}], "the prompt is not valid UTF-8 text"),
     ],

@@ -23,7 +23,7 @@ LIMIT = 40
 
 PROMPT = {"prompt": "who?", "completion": " me"}
 NO_TEXT = "expected text"
-NO_MESSAGE = "needs 'role' and text in 'content'"
+NO_MESSAGE = "needs 'role' and text or parts in 'content'"
 BROKEN = {
     "number for a row": (7, "a JSON int, expected an object"),
     "text for a row": ("who?", "a JSON str, expected an object"),

@@ -112,7 +112,7 @@ def test_common_start_of_both_conversations_is_the_prompt_including_answers(row)
         ({"chosen": [USER, YES], "rejected": [USER, YES]}, "chosen and rejected are the same messages"),
         (
             {"chosen": [USER, YES], "rejected": "no"},
-            "every message of a rejected answer needs 'role' and text in 'content'",
+            "every message of a rejected answer needs 'role' and text or parts in 'content'",
         ),
         ({"chosen": [USER, YES], "rejected": [USER]}, "the rejected conversation has no assistant message"),
         (

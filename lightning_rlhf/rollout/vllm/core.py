@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -10,8 +11,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.rollout.vllm.requests import received_image
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION, Slot
+
+_DECODED = 64  # images that are kept decoded
 
 
 class VLLMCore:
@@ -27,6 +32,9 @@ class VLLMCore:
         self._engine = self._llm.llm_engine
         self._asleep = False
         self._adapter: LoRARequest | None = None
+        self._trains_images = False
+        self._images: dict[str, EncodedImage] = {}
+        self._decoded = lru_cache(maxsize=_DECODED)(lambda sha256: self._images[sha256].open())
         self._begin_version(DIRECTORY_VERSION)
 
     @property
@@ -124,6 +132,8 @@ class VLLMCore:
         """
         if not self.busy and not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept the prefix cache of the old weights")
+        if self._trains_images:
+            self._engine.reset_encoder_cache()
         self._version = version
         self._engine.set_weight_version(str(version))
 
@@ -152,9 +162,28 @@ class VLLMCore:
                 self._engine.abort_request([queued["id"] for queued in requests[:index]])
                 raise
 
+    def use_images(self, trains_images: bool) -> None:
+        """Prepare for prompts with images.
+
+        Args:
+            trains_images: whether new weights change the features of an image.
+        """
+        self._trains_images = trains_images
+
+    def keep_images(self, images: dict[str, dict[str, Any]]) -> None:
+        """Keep images for later requests.
+
+        Args:
+            images: images of :class:`~lightning_rlhf.rollout.vllm.requests.SentImages` by their SHA-256.
+        """
+        self._images |= {sha256: received_image(sha256, fields) for sha256, fields in images.items()}
+
     def _add(self, request: dict[str, Any]) -> None:
+        fields = dict(request["sampling"])
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
         sampling = SamplingParams(
-            **request["sampling"],
+            **fields,
             seed=request["seed"],
             logprobs=0,
             detokenize=False,
@@ -163,7 +192,37 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = TokensPrompt(prompt_token_ids=request["prompt"], cache_salt=str(self._version))
+        images = request.get("images")
+        if images:
+            prompt = TokensPrompt(
+                prompt_token_ids=request["unexpanded"],
+                cache_salt=str(self._version),
+                multi_modal_data={"image": [self._decoded(sha256) for sha256 in images]},
+                multi_modal_uuids={"image": images},
+            )
         self._engine.add_request(request["id"], prompt, sampling, lora_request=self._adapter)
+        if images:
+            self._check_expanded(request)
+
+    def _check_expanded(self, request: dict[str, Any]) -> None:
+        """Raise if vLLM put other tokens in the place of images than the trainer.
+
+        Raises:
+            RuntimeError: the prompts differ; the request is aborted.
+        """
+        states = self._engine.output_processor.request_states.values()
+        state = next(state for state in states if request["id"] in (state.request_id, state.external_req_id))
+        ours, theirs = request["prompt"], list(state.prompt_token_ids or ())
+        if ours == theirs:
+            return
+        self._engine.abort_request([state.request_id], internal=True)
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        raise RunError(
+            f"vLLM expands a prompt with {len(request['images'])} images to {len(theirs)} tokens and the trainer to "
+            f"{len(ours)}; token {place} differs: their versions of the model's processor do not agree. Use "
+            f"TransformersEngine for this model"
+        )
 
     @property
     def busy(self) -> bool:

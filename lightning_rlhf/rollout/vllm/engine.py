@@ -24,10 +24,10 @@ from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
 from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
-from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
+from lightning_rlhf.rollout.vllm.requests import SentImages, as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 log = logging.getLogger(__name__)
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
@@ -97,6 +97,8 @@ class VLLMEngine(RolloutEngine):
         self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
         self._generating = set[Future[Completion]]()
         self._sender = WeightSender()
+        self._sent_images = SentImages()
+        self._trains_images = False
         self._process: EngineProcess | None = None
 
     @property
@@ -113,6 +115,7 @@ class VLLMEngine(RolloutEngine):
             shares_cores=self._cpu_threads is None and not has_gpu,
             gpu_fraction=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
             sleeps=self._sleeps,
+            reads_images=True,
         )
 
     def sleep(self) -> None:
@@ -147,6 +150,9 @@ class VLLMEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.traits.matrix_dtype or setup.dtype
         arguments = self.llm_arguments(setup)
+        self._sent_images, self._trains_images = SentImages(), setup.trains_images
+        if setup.processor is not None:
+            setup.processor.save(setup.model)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
@@ -191,6 +197,9 @@ class VLLMEngine(RolloutEngine):
             "trust_remote_code": False,
             "tensor_parallel_size": self._tensor_parallel_size,
         }
+        if setup.processor is not None:
+            arguments["skip_tokenizer_init"] = False
+            arguments["limit_mm_per_prompt"] = {"image": setup.images_per_prompt}
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
         if self.traits.mixes_versions:
@@ -267,9 +276,21 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`."""
+        return self.request_with_images(prompts, sampling, seeds, ())
+
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request_with_images`; each image is sent to the process once."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(completions)
-        replies = self._running.generate(as_requests(prompts, sampling, seeds))
+        if new := self._sent_images.new(images):
+            self._running.command("images", images=new, trains_images=self._trains_images)
+        replies = self._running.generate(as_requests(prompts, sampling, seeds, images))
         for completion, reply in zip(completions, replies, strict=True):
             reply.add_done_callback(partial(self._on_reply, completion))
         return completions

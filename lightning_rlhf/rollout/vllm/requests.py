@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.models.heads import EXCLUDED
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 T = TypeVar("T")
 # vLLM 0.32 rejects higher temperatures, and silently uses 0.01 for lower ones.
@@ -30,13 +33,49 @@ def check_temperature(sampling: SamplingParams) -> None:
 
 
 def as_requests(
-    prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    images: Sequence[PromptImages] = (),
 ) -> list[dict[str, Any]]:
     """Return one request per prompt, with the names of vLLM's sampling parameters."""
-    return [
+    requests = [
         {"prompt": list(prompt), "sampling": _fields(parameters), "seed": seed}
         for prompt, parameters, seed in zip(prompts, sampling, seeds, strict=True)
     ]
+    for request, of_prompt in zip(requests, images, strict=False):
+        if of_prompt.images:
+            request["images"] = [image.sha256 for image in of_prompt.images]
+            request["unexpanded"] = list(of_prompt.unexpanded_ids)
+    return requests
+
+
+class SentImages:
+    """Images as messages for an engine process, to which each is sent once."""
+
+    def __init__(self) -> None:
+        self._sent = set[str]()
+
+    def new(self, images: Sequence[PromptImages]) -> dict[str, dict[str, Any]]:
+        """Return the images that were not sent before, by their SHA-256: the path of a file, or the base64 of bytes."""
+        found = {image.sha256: image for prompt in images for image in prompt.images}
+        new = {sha256: image for sha256, image in found.items() if sha256 not in self._sent}
+        self._sent.update(new)
+        return {
+            sha256: {
+                "width": image.width,
+                "height": image.height,
+                "path": image.path,
+                "data": None if image.data is None else base64.b64encode(image.data).decode(),
+            }
+            for sha256, image in new.items()
+        }
+
+
+def received_image(sha256: str, fields: dict[str, Any]) -> EncodedImage:
+    """Return an image of a message of :class:`SentImages`."""
+    data = None if fields["data"] is None else base64.b64decode(fields["data"])
+    return EncodedImage(sha256, fields["width"], fields["height"], fields["path"], data)
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -47,6 +86,9 @@ def _fields(sampling: SamplingParams) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         **({"prompt_logprobs": 0} if sampling.echo else {}),  # without a read of the prefix cache
+        **(
+            {"logit_bias": {str(token): EXCLUDED for token in sampling.never_sampled}} if sampling.never_sampled else {}
+        ),
     }
 
 

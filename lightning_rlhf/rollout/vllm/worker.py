@@ -5,8 +5,8 @@ wait for them, so the completions of a request do not depend on when later weigh
 are loaded at once: unfinished responses continue with them, or end if ``cut`` is set.
 
 Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffer``, ``load_part``,
-``finish_parts``, ``swap``, ``sleep``, ``trace``, ``add``, ``close``. To the trainer: ``ready``, ``finished``,
-``reply``, ``error`` (a command failed), ``fatal`` (the engine failed and the process ends).
+``finish_parts``, ``swap``, ``sleep``, ``trace``, ``images``, ``add``, ``close``. To the trainer: ``ready``,
+``finished``, ``reply``, ``error`` (a command failed), ``fatal`` (the engine failed and the process ends).
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
     try:
         if message["kind"] == "add":
             core.add(message["requests"])
+        elif message["kind"] == "images":
+            core.use_images(message["trains_images"])
+            core.keep_images(message["images"])
+            send("reply", id=message["id"])
         elif message["kind"] == "load":
             if message.get("cut"):
                 for completion in core.cut():

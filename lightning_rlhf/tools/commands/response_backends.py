@@ -232,7 +232,7 @@ class EngineBackend:
 class _PromptRows(PromptDataModule):
     """Prompts together with their rows."""
 
-    def within_limit(self, ids: list[int], what: str) -> list[int]:
+    def within_limit(self, ids: list[int], what: str, has_images: bool = False) -> list[int]:
         if len(ids) > self.max_tokens:
             raise BadRow(
                 f"{what} has {len(ids)} tokens; --max-tokens leaves {self.max_tokens}",

@@ -1,0 +1,159 @@
+"""Images in the messages of a row: the parts of a message's content, and the column ``images``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.encoded_image import EncodedImage
+from lightning_rlhf.images.bad import BadImage
+
+MARKER = "<image>"  # stands for an image in texts of data with a column of images
+_SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")  # keys of a part with its image
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+_TEXT_TYPES = ("text", "input_text", "output_text")
+
+
+@contextmanager
+def as_bad_row() -> Iterator[None]:
+    """Raise :class:`BadRow` in place of :class:`BadImage`."""
+    try:
+        yield
+    except BadImage as error:
+        raise BadRow(str(error), error.kind) from error
+
+
+def content_of(content: Any) -> str | list[dict[str, Any]] | None:
+    """Return the content of a message: text, or parts of which at least one is an image.
+
+    Args:
+        content: text, or a list of parts such as ``{type: text, text: ...}`` and ``{type: image, image: ...}``.
+
+    Returns:
+        The content, with text in place of parts that are all text; None if it is neither.
+
+    Raises:
+        BadRow: a part is a video or another kind that models cannot read here.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content or not all(isinstance(part, Mapping | str) for part in content):
+        return None
+    parts = [_part({"type": "text", "text": part} if isinstance(part, str) else part) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in _TEXT_TYPES and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind in _IMAGE_TYPES:
+        value = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+        return {"type": "image", "image": value}
+    raise BadRow(
+        f"a message has a part of type {kind!r}, expected text (with 'text') or image",
+        "a message has a part that is neither text nor image",
+    )
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[EncodedImage]:
+    """Return the images of messages in their order."""
+    return [
+        part["image"]
+        for message in messages
+        if not isinstance(message.get("content"), str)
+        for part in message.get("content") or ()
+        if is_image(part)
+    ]
+
+
+def may_have_images(fields: Fields) -> bool:
+    """Return whether a row has a column of images, or messages with a part that is an image; nothing is read.
+
+    Args:
+        fields: fields of the row.
+    """
+    values = [fields.row.get(fields.names[name]) for name in ("prompt", "messages", "chosen") if name in fields]
+    messages = [message for value in values if isinstance(value, list) for message in value]
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return bool(fields.get("images")) or any(
+        isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES for part in parts
+    )
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content, with a marker for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(MARKER if is_image(part) else part["text"] for part in content)
+
+
+def with_images(
+    messages: Sequence[dict[str, Any]], given: Sequence[Any], read: Callable[[Any], EncodedImage], is_answer: bool
+) -> list[dict[str, Any]]:
+    """Return messages whose image parts have their images.
+
+    Parts without an image take those of the column ``images`` in their order. Where no part and no marker stands for
+    them, they are put before the first message of the user.
+
+    Args:
+        messages: messages of a conversation, or of an answer alone.
+        given: values of the column ``images``.
+        read: function that reads an image of a row.
+        is_answer: whether the messages are an answer, whose prompt has the images.
+
+    Raises:
+        BadRow: an image cannot be used, an answer has one, or the numbers of images and their places differ.
+    """
+    filled = [dict(message) for message in messages]
+    if given:
+        filled = [{**message, "content": _split(message["content"])} for message in filled]
+    places = [part for message in filled if isinstance(message["content"], list) for part in message["content"]]
+    empty = [part for part in places if is_image(part) and part["image"] is None]
+    if is_answer and not any(map(is_image, places)):
+        return filled
+    if given and not any(map(is_image, places)):
+        first = next((message for message in filled if message["role"] == "user"), filled[0])
+        empty = [{"type": "image", "image": None} for _ in given]
+        first["content"] = [*empty, {"type": "text", "text": first["content"]}]
+    if len(empty) != len(given):
+        raise BadRow(
+            f"the messages have places for {len(empty)} images, and the column images has {len(given)}",
+            "the numbers of images and of their places in the messages differ",
+        )
+    values = iter(given)
+    for message in filled:
+        if isinstance(message["content"], list):
+            if message["role"] == "assistant" and any(map(is_image, message["content"])):
+                raise BadRow("a message of the assistant has an image, which a language model cannot generate")
+            message["content"] = [_filled(part, values, read) for part in message["content"]]
+    return filled
+
+
+def _filled(part: dict[str, Any], values: Iterator[Any], read: Callable[[Any], EncodedImage]) -> dict[str, Any]:
+    if not is_image(part) or isinstance(part["image"], EncodedImage):
+        return part
+    with as_bad_row():
+        return {**part, "image": read(next(values) if part["image"] is None else part["image"])}
+
+
+def _split(content: Any) -> Any:
+    """Return content whose markers are parts without an image."""
+    if not isinstance(content, str) or MARKER not in content:
+        return content
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(MARKER)):
+        parts += [{"type": "image", "image": None}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts

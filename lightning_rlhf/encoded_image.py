@@ -1,0 +1,75 @@
+"""Images as encoded files, such as PNG or JPEG."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from lightning_rlhf.expected_errors import RunError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def sha256_of(data: bytes) -> str:
+    """Return the hexadecimal SHA-256 of some bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image as the bytes of a file; equal if these are.
+
+    Args:
+        sha256: hexadecimal SHA-256 of the bytes.
+        width: number of pixels of a row.
+        height: number of rows.
+        path: file with the bytes, which is read when they are needed; None if ``data`` has them.
+        data: the bytes; None if they are in a file.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    path: str | None = field(default=None, compare=False)
+    data: bytes | None = field(default=None, compare=False, repr=False)
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            RuntimeError: the file is missing, or has changed since it was read first.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            data = Path(self.path).read_bytes()
+        except OSError as error:
+            raise RunError(f"the image {self.path!r} can no longer be read: {error.strerror}") from error
+        if sha256_of(data) != self.sha256:
+            raise RunError(f"the image {self.path!r} has changed since the data were read: start the run again")
+        return data
+
+    def open(self) -> Image.Image:
+        """Return the image in RGB, turned as its EXIF data demand; transparent parts are white."""
+        return decode(self.read())
+
+
+def decode(data: bytes) -> Image.Image:
+    """Return an image in RGB, turned as its EXIF data demand; transparent parts are white.
+
+    Args:
+        data: bytes of a file in one of :data:`FORMATS`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the number of pixels was checked
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        layers = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")

@@ -1,0 +1,212 @@
+"""Images in the forward pass of a vision-language model: each distinct image is encoded once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.batching.packing import Packing
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.classes import backbone_of
+
+
+@dataclass(frozen=True)
+class TextImages:
+    """Images of the texts of a forward pass.
+
+    Args:
+        tensors: tensors of each of N distinct images, as the model's processor makes them.
+        numbers: (B, K) int64, number of the distinct image of each image of a text in their order; -1 is padding.
+    """
+
+    tensors: Sequence[dict[str, Tensor]]
+    numbers: Tensor
+
+    def to(self, device: torch.device | str) -> TextImages:
+        """Move the tensors to a device."""
+        moved = [{name: tensor.to(device) for name, tensor in image.items()} for image in self.tensors]
+        return TextImages(moved, self.numbers.to(device))
+
+
+class _Encoded:
+    """Output of an image encoder, as transformers passes it to the text model.
+
+    Args:
+        features: (F, H) features of all image tokens of a forward pass, in their order.
+        part: number of features of a part of an image, for architectures with a tensor of parts; None for those that
+            concatenate a list.
+        layers: (F, H) features that are added to the hidden states after each of the first layers.
+    """
+
+    def __init__(self, features: Tensor, part: int | None, layers: list[Tensor]) -> None:
+        self.pooler_output = [features] if part is None else features.unflatten(0, (-1, part))
+        self.deepstack_features = [[layer] for layer in layers]
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of N distinct images.
+
+    Args:
+        flat: (F, H) features of all images in their order.
+        counts: number of features of each image, which are as many tokens of a text.
+        part: number of features of a part of an image, for architectures with a tensor of parts; None for those that
+            concatenate a list.
+        layers: (F, H) features for each of the first layers; empty for most architectures.
+    """
+
+    flat: Tensor
+    counts: list[int]
+    part: int | None
+    layers: list[Tensor]
+
+
+def encode_images(lm: Any, tensors: Sequence[dict[str, Tensor]]) -> ImageFeatures:
+    """Encode images; those whose tensors have the same shapes are encoded together.
+
+    Args:
+        lm: vision-language model.
+        tensors: tensors of each image.
+    """
+    backbone = backbone_of(lm)
+    alike: dict[Any, list[int]] = {}
+    for number, image in enumerate(tensors):
+        alike.setdefault(_shapes(image), []).append(number)
+    parts: dict[int, list[Tensor]] = {}
+    part = None
+    for numbers in alike.values():
+        inputs = {name: _joined([tensors[number][name] for number in numbers]) for name in tensors[numbers[0]]}
+        output = backbone.get_image_features(**inputs, return_dict=True)
+        if isinstance(output.pooler_output, Tensor):
+            part = output.pooler_output.shape[-2]
+        all_features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        split = [_of_each(features, [tensors[number] for number in numbers]) for features in all_features]
+        parts |= dict(zip(numbers, map(list, zip(*split, strict=True)), strict=True))
+    in_order = [parts[number] for number in range(len(tensors))]
+    flat, *layers = (torch.cat(features) for features in zip(*in_order, strict=True))
+    return ImageFeatures(flat, [len(features[0]) for features in in_order], part, layers)
+
+
+def _shapes(image: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Return what must be equal for images that are encoded together: all but the first axis with more than one."""
+    return tuple(
+        (name, tensor.shape[2:] if _has_batch_axis(tensor) else tensor.shape[1:]) for name, tensor in image.items()
+    )
+
+
+def _has_batch_axis(tensor: Tensor) -> bool:
+    """Return whether a tensor has an axis of texts before that of the parts of an image, as in Idefics."""
+    return tensor.ndim == 5 or (tensor.ndim == 4 and tensor.shape[1] != 3)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors, dim=1 if _has_batch_axis(tensors[0]) else 0)
+
+
+def _of_each(features: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Split the features of several images into (F, H) features of each."""
+    if isinstance(features, list | tuple):
+        return [part.flatten(0, -2) for part in features]
+    rows = [_parts(image["pixel_values"]) for image in images]
+    return [part.flatten(0, -2) for part in features.split(rows)]
+
+
+def _parts(pixels: Tensor) -> int:
+    return pixels.shape[1] if _has_batch_axis(pixels) else pixels.shape[0]
+
+
+def image_arguments(lm: Any, input_ids: Tensor, images: TextImages, packing: Packing | None) -> dict[str, Any]:
+    """Return the arguments of a backbone's forward pass, besides the token ids, for texts with images.
+
+    Args:
+        lm: vision-language model.
+        input_ids: (B, L) int64, right-padded.
+        images: images of the texts.
+        packing: layout of the texts in one row; None for padded rows.
+
+    Raises:
+        ValueError: the number of image tokens of a text is not that of its images' features, or rows have several
+            texts.
+    """
+    if packing is not None and packing.width is not None:
+        raise UsageError("conversations with several branches cannot have images: use prompts without images")
+    features = encode_images(lm, images.tensors)
+    index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
+    placed = index if packing is None else index.flatten()[packing.tokens].unsqueeze(0)
+    arguments, backbone = _placed_features(lm, features, placed), backbone_of(lm)
+    if hasattr(backbone, "get_rope_index"):
+        positions, _ = backbone.get_rope_index(
+            input_ids, mm_token_type_ids=(index >= 0).long(), image_grid_thw=_grids(images)
+        )
+        if packing is not None:  # with the positions in the texts, which separate them
+            in_row = positions.flatten(1)[:, packing.tokens].unsqueeze(1)
+            positions = torch.cat([packing.positions.unsqueeze(0), in_row])
+        arguments["position_ids"] = positions
+    return arguments
+
+
+def generation_arguments(lm: Any, input_ids: Tensor, images: TextImages) -> dict[str, Any]:
+    """Return the arguments of ``generate`` of transformers, besides the token ids, for prompts with images.
+
+    Args:
+        lm: vision-language model.
+        input_ids: (B, L) int64, left-padded.
+        images: images of the prompts.
+    """
+    features = encode_images(lm, images.tensors)
+    index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
+    arguments = _placed_features(lm, features, index)
+    if hasattr(backbone_of(lm), "get_rope_index"):
+        arguments |= {"mm_token_type_ids": (index >= 0).long(), "image_grid_thw": _grids(images)}
+    return arguments
+
+
+def _placed_features(lm: Any, features: ImageFeatures, index: Tensor) -> dict[str, Any]:
+    """Return the arguments that put features at the tokens of images.
+
+    Args:
+        lm: vision-language model.
+        features: features of the distinct images.
+        index: (B, L) int64 number of the feature at each token, -1 without one.
+    """
+    is_image = index >= 0
+    chosen = index[is_image]
+    layers = [layer[chosen] for layer in features.layers]
+    arguments: dict[str, Any] = {
+        "mm_encoder_outputs": {"image": _Encoded(features.flat[chosen], features.part, layers)}
+    }
+    if "token_type_ids" in inspect.signature(backbone_of(lm).forward).parameters:
+        arguments["token_type_ids"] = is_image.long()
+    return arguments
+
+
+def _grids(images: TextImages) -> Tensor | None:
+    """Return (N, 3) patches in time, height and width of all images of the texts in their order; None without any."""
+    order = images.numbers.flatten()
+    grids = [images.tensors[number]["image_grid_thw"] for number in order[order >= 0].tolist()]
+    return torch.cat(grids) if grids else None
+
+
+def _feature_index(input_ids: Tensor, counts: Sequence[int], numbers: Tensor, image_token: int) -> Tensor:
+    """Return the (B, L) number of the feature at each image token, -1 at other tokens."""
+    is_image = input_ids == image_token
+    sizes = torch.tensor([*counts, 0], device=input_ids.device)
+    starts = sizes.cumsum(0) - sizes
+    of_rows = sizes[numbers]  # -1 takes the 0 at the end
+    ends = of_rows.cumsum(1)
+    expected, found = ends[:, -1], is_image.sum(dim=1)
+    if not torch.equal(expected, found):
+        row = int((expected != found).nonzero()[0])
+        raise UsageError(
+            f"a text has {int(found[row])} image tokens, but its images have {int(expected[row])} features: the "
+            f"processor is not that of the model, or a text contains image tokens without an image"
+        )
+    ordinal = (is_image.cumsum(1) - 1).clamp(min=0)
+    which = torch.searchsorted(ends, ordinal, right=True).clamp(max=numbers.shape[1] - 1)
+    first = (starts[numbers] - (ends - of_rows)).gather(1, which)
+    return torch.where(is_image, first + ordinal, -1)

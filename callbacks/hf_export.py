@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.processor import copy_processor
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.paths import names_a_path
@@ -148,6 +149,11 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
         tokenizer: tokenizer of the run, with its chat template.
     """
     tokenizer.save_pretrained(directory)
+    source = origin.module.sources[origin.role]
+    if getattr(source.hf_config(), "vision_config", None) is not None:
+        path = source.path if isinstance(source, Pretrained) else origin.data.tokenizer_source
+        if isinstance(path, str):
+            copy_processor(path, directory)
     if (directory / "generation_config.json").is_file():
         _add_end_token(directory, tokenizer)
     # JSON has no NaN, which a metric without values is; the step is not that of a user's metric with this name.

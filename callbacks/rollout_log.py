@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.report.run_directory import ROLLOUT_FILE
@@ -21,7 +22,17 @@ from lightning_rlhf.report.values import finite
 
 from .checks import check_at_least, check_module, last_step_of
 from .rollout_loop import RolloutLoop
-from .rollout_rows import correct_answers, end_of, group_size_of, own_parts, segments_of, token_values, value_counts
+from .rollout_images import Thumbnails, text_of_images, with_images
+from .rollout_rows import (
+    correct_answers,
+    end_of,
+    group_size_of,
+    own_parts,
+    prompt_images,
+    segments_of,
+    token_values,
+    value_counts,
+)
 
 
 class RolloutLog(Callback):
@@ -29,7 +40,8 @@ class RolloutLog(Callback):
 
     The first 64 prompts of each validation with their greedy responses and rewards are written to
     ``rollouts/validation-000010.jsonl``, and logged as a table. A run that is resumed, or begun again, removes the
-    files of later steps.
+    files of later steps. Images of prompts are written once, as thumbnails of at most 256 pixels and 20 kB, to
+    ``rollouts/images``; at most 2,000 in a run.
 
     Args:
         max_rows: number of responses to write per step and rank, at least 1.
@@ -55,6 +67,8 @@ class RolloutLog(Callback):
         """Validate the module."""
         check_module(self, pl_module, RLHFModule)
         self._has_removed = False
+        directory = Path(trainer.default_root_dir) / "rollouts"
+        self._thumbnails = Thumbnails(directory, trainer.global_rank, trainer.world_size)
 
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Remove the files of other steps, before the validation that precedes the first step writes one."""
@@ -79,6 +93,8 @@ class RolloutLog(Callback):
             match = re.fullmatch(ROLLOUT_FILE, path.name)
             if match is not None and int(match["step"]) > last:
                 path.unlink()
+        if trainer.ckpt_path is None:
+            self._thumbnails.remove()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
@@ -88,6 +104,7 @@ class RolloutLog(Callback):
             return
         rollout = last_step_of(self, pl_module).experience.rollout
         rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
+        rows = self._with_images(rows, prompt_images(rollout, batch, _group_size(trainer)))
         self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
@@ -97,16 +114,33 @@ class RolloutLog(Callback):
         validations = [loop.validation for loop in _loops(trainer) if loop.validation is not None]
         if trainer.sanity_checking:
             return
+        samples = [sample for validation in validations for sample in validation.samples]
+        images = [_images_of(sample) for sample in samples]
         if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:
             rows = [row for validation in validations for row in validation.rows]
-            self._write(trainer, "validation", rows)
-        samples = [sample for validation in validations for sample in validation.samples]
+            self._write(trainer, "validation", self._with_images(rows, images))
         if not trainer.is_global_zero or not samples:
             return
+        if any(images):
+            texts = [text_of_images([(image.width, image.height) for image in of_sample]) for of_sample in images]
+            samples = [{**sample, "images": text} for sample, text in zip(samples, texts, strict=True)]
         columns = list(dict.fromkeys(["prompt", "response", *samples[0]]))
         cells = [[sample.get(name, "") for name in columns] for sample in samples]
         for logger in trainer.loggers:
             log_table(logger, "validation", columns, cells, trainer.global_step)
+
+    def _with_images(
+        self, rows: list[dict[str, Any]], images: Sequence[Sequence[EncodedImage]]
+    ) -> list[dict[str, Any]]:
+        """Return rows with the images of their prompts, whose thumbnails are written.
+
+        Args:
+            rows: responses of a step or validation.
+            images: images of each one's prompt, also of responses that are not written; empty without images.
+        """
+        if not any(images):
+            return rows
+        return [with_images(row, self._thumbnails.add(of_row)) for row, of_row in zip(rows, images, strict=False)]
 
     def _write(self, trainer: Trainer, kind: str, rows: list[dict[str, Any]]) -> None:
         """Write this rank's responses of a step or validation."""
@@ -180,13 +214,14 @@ class RolloutLog(Callback):
         if any("segments" in row for row in shown):
             marks = "; turns of the policy are in ⟦ ⟧"
         table = Table(title=f"Responses of step {step}, best to worst{marks}", title_justify="left", expand=False)
-        texts = ("prompt", "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
+        images = ["images"] if any("images" in row for row in shown) else []
+        texts = ("prompt", *images, "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
         columns = (*texts, "reward", *shown[0]["rewards"])
         for heading in columns:
             table.add_column(heading, overflow="fold")
         cells = [
             [
-                *(_marked(row) if name == "response" else str(row[name]) for name in texts),
+                *(_text_of(row, name) for name in texts),
                 row["reward"],
                 *row["rewards"].values(),
             ]
@@ -206,6 +241,19 @@ def _loops(trainer: Trainer) -> list[RolloutLoop]:
 def _group_size(trainer: Trainer) -> int | None:
     """Return the number of responses per prompt; None without a RolloutLoop."""
     return next((loop.group_size for loop in _loops(trainer)), None)
+
+
+def _images_of(sample: dict[str, Any]) -> list[EncodedImage]:
+    """Return the images of the prompt of a validation, which are in the column ``images`` of the data."""
+    value = sample.get("images")
+    return [image for image in value if isinstance(image, EncodedImage)] if isinstance(value, list) else []
+
+
+def _text_of(row: dict[str, Any], name: str) -> str:
+    """Return a value of a row as text of a table."""
+    if name == "images":
+        return text_of_images([(image["width"], image["height"]) for image in row.get("images", ())])
+    return _marked(row) if name == "response" else str(row[name])
 
 
 def _marked(row: dict[str, Any]) -> str:

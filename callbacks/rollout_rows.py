@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import common_prefix
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.types import ConversationRecord, Experience, PromptBatch, Rollout
 
 _FEWEST_TOKENS = 16  # first tokens of a response with values
@@ -170,6 +171,27 @@ def correct_answers(rollout: Rollout, batch: PromptBatch, group_size: int | None
     answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
     if answers is None:
         return []
+    return [answers[number] for number in _prompts_of(rollout, batch, group_size)]
+
+
+def prompt_images(
+    rollout: Rollout, batch: PromptBatch, group_size: int | None = None
+) -> list[tuple[EncodedImage, ...]]:
+    """Return the images of the prompt of each response; an empty list if the data has no images.
+
+    Args:
+        rollout: rollout of this rank.
+        batch: prompts of this rank.
+        group_size: responses per prompt; None counts them.
+    """
+    images = getattr(batch, "images", [])
+    if not images:
+        return []
+    return [images[number].images for number in _prompts_of(rollout, batch, group_size)]
+
+
+def _prompts_of(rollout: Rollout, batch: PromptBatch, group_size: int | None) -> list[int]:
+    """Return the number of each response's prompt in the batch."""
     size = group_size or group_size_of(rollout)
     prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
-    return [answers[prompts[position // size]] for position in rollout.position.tolist()]
+    return [prompts[position // size] for position in rollout.position.tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import processing_auto
+from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from lightning_rlhf.encoded_image import EncodedImage
@@ -18,6 +20,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.images.bad import BadImage
 from lightning_rlhf.paths import READ_ERRORS, read_error_message
 
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 _CACHED_BYTES = 1 << 29  # of the tensors of images that are kept
 
 
@@ -26,12 +29,13 @@ class ImageProcessor:
 
     Args:
         processor: processor of transformers.
+        source: directory or hub id from which it was loaded.
 
     Raises:
         ValueError: the processor has no placeholder for images in texts.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, source: str) -> None:
         placeholder = getattr(processor, "image_token", None)
         if placeholder is None or not hasattr(processor, "replace_image_token"):
             raise UsageError(
@@ -40,6 +44,7 @@ class ImageProcessor:
             )
         self.placeholder = str(placeholder)
         self._processor = processor
+        self._source = source
         self._expansions: dict[tuple[int, int], str] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._bytes = 0
@@ -115,16 +120,36 @@ class ImageProcessor:
         return tensors
 
     def save(self, directory: Path) -> None:
-        """Write the processor and its tokenizer, for an engine.
+        """Write the tokenizer, and the files of the processor as they came.
 
         Args:
             directory: directory of the model, whose ``config.json`` stays as it is.
         """
-        self._processor.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+        copy_processor(self._source, directory)
 
 
 def _size(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def copy_processor(source: str, directory: Path) -> None:
+    """Copy the files of a processor; nothing without a processor.
+
+    Args:
+        source: directory or hub id of a model.
+        directory: directory to copy to.
+    """
+    for name in _FILES:
+        found = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, directory / name)
 
 
 def load_processor(source: str) -> ImageProcessor:
@@ -142,7 +167,7 @@ def load_processor(source: str) -> ImageProcessor:
     path = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source
     try:
         kind = _processor_class(path)
-        return ImageProcessor(kind.from_pretrained(path, trust_remote_code=False))
+        return ImageProcessor(kind.from_pretrained(path, trust_remote_code=False), path)
     except ImportError as error:
         raise MissingPackageError(f"the processor of {source!r} needs a package: {str(error).strip()}") from error
     except UsageError:

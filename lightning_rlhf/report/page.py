@@ -7,16 +7,17 @@ import hashlib
 import json
 import math
 import os
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_rlhf.report.definitions import definitions
-from lightning_rlhf.report.run_directory import RunDirectory, read_responses
+from lightning_rlhf.report.run_directory import THUMBNAIL, RunDirectory, read_responses
 from lightning_rlhf.report.run_history import VALIDATION_MARK, Row, is_validation
 from lightning_rlhf.report.values import as_json, number, rounded
 
@@ -26,6 +27,8 @@ _LIVE_SCRIPTS = ("diff.js", "tokens.js", "viewer.js")  # after those
 _SAMPLES = 12  # responses of a step on the page, and prompts whose answers are on it
 _LONGEST_TEXT = 20_000  # characters of a text on the page
 _LONGEST_PROMPT = 1000  # characters of the prompt of a group
+_MOST_IMAGES = 16  # of a prompt on the page
+_MOST_IMAGE_BYTES = 2_000_000  # of all thumbnails on the page; of other images it has the sizes
 _NUMBERS = ("advantage", "kl", "response_tokens", "turns", "tool_calls", "index", "group")  # of a response
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -66,8 +69,9 @@ def html_page(data: dict[str, Any], scripts: Sequence[str], live: bool) -> str:
     data_text = as_json(data).replace("<", "\\u003c")
     codes = [(_ASSETS / name).read_text(encoding="utf-8") for name in scripts]
     styles = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
+    images = "data: 'self'" if live else "data:"  # the inspector serves thumbnails
     policy = (
-        f"default-src 'none'; script-src {_hashes(codes)}; style-src {_hashes(styles)}; img-src data:; "
+        f"default-src 'none'; script-src {_hashes(codes)}; style-src {_hashes(styles)}; img-src {images}; "
         "base-uri 'none'; form-action 'none'"
     )
     policy += "; connect-src 'self'" if live else ""
@@ -107,20 +111,30 @@ def run_data(runs: Sequence[RunDirectory], live: bool = False) -> list[dict[str,
             "name": name,
             "path": str(run.path),
             **run.state(),
-            **_data_of(run, live, run.signature()),
+            **_data_of(run, 0 if live else _MOST_IMAGE_BYTES // len(runs), live, run.signature()),
         }
         for run, name in zip(runs, names, strict=True)
     ]
 
 
 @lru_cache(maxsize=32)
-def _data_of(run: RunDirectory, live: bool, signature: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the data of a run whose files have this signature, without its state."""
+def _data_of(run: RunDirectory, image_bytes: int, live: bool, signature: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the data of a run whose files have this signature, without its state.
+
+    Args:
+        run: the run.
+        image_bytes: largest number of bytes of its thumbnails in the data.
+        live: whether the page gets the responses of validations from a server.
+        signature: its signature.
+    """
     rows = run.rows()
     findings = run.findings(rows)
     files, validations = run.rollout_files(), run.rollout_files("validation")
     steps = list(files)
     ends = {step: read_responses(files[step], tokens=False) for step in sorted({*steps[:1], *steps[-1:]})}
+    samples = [{"step": step, "rows": samples_of(responses)} for step, responses in ends.items()]
+    answers = [] if live else answers_of(validations)
+    shown = [row for part in (*samples[::-1], *answers) for row in part["rows"]]  # the newest responses first
     training, validation = split_rows(rows)
     return {
         "training": _columns(training),
@@ -131,9 +145,9 @@ def _data_of(run: RunDirectory, live: bool, signature: tuple[Any, ...]) -> dict[
         "environment": run.environment(),
         "rewards": [reward_quantiles(step, paths) for step, paths in files.items()],
         "groups": groups_of(ends[steps[-1]]) if steps else [],
-        "samples": [{"step": step, "rows": samples_of(responses)} for step, responses in ends.items()],
+        "samples": samples,
         "validations": list(validations),
-        **({} if live else {"answers": answers_of(validations)}),
+        **({} if live else {"answers": answers, "thumbnails": _thumbnails_of(run, shown, image_bytes)}),
     }
 
 
@@ -249,6 +263,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     ]
     return {
         **texts,
+        **_images_of(row),
         "segments": segments,
         "reward": number(row.get("reward")),
         "rewards": {name: number(value) for name, value in _as(dict, row.get("rewards")).items()},
@@ -256,6 +271,47 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
         **{name: number(row[name]) for name in _NUMBERS if name in row},
         **({"stop": str(row["stop"])} if "stop" in row else {}),
     }
+
+
+def _images_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the first images of a response's prompt, and the number of the others; nothing without images.
+
+    An image has the ``file`` of its thumbnail, None for a value that RolloutLog does not write, and its sizes.
+    """
+    images = [image for image in _as(list, row.get("images")) if isinstance(image, dict)]
+    shown = [
+        {"file": _file_of(image), "width": number(image.get("width")), "height": number(image.get("height"))}
+        for image in images[:_MOST_IMAGES]
+    ]
+    left_out = len(images) - len(shown)
+    return {**({"images": shown} if shown else {}), **({"images_left_out": left_out} if left_out else {})}
+
+
+def _file_of(image: dict[str, Any]) -> str | None:
+    """Return the file of an image's thumbnail; None for a value that is not a name of such a file."""
+    file = image.get("file")
+    if isinstance(file, str) and re.fullmatch(f"images/{THUMBNAIL}", file):
+        return file
+    return None
+
+
+def _thumbnails_of(run: RunDirectory, rows: Iterable[dict[str, Any]], most: int) -> dict[str, str]:
+    """Return the thumbnails of the images of responses as ``data:`` URLs, by their files.
+
+    Args:
+        run: the run.
+        rows: responses of the page; those of the first ones have precedence.
+        most: largest number of bytes of all of them.
+    """
+    files = dict.fromkeys(image["file"] for row in rows for image in row.get("images", ()) if image["file"])
+    found = {}
+    for file in files:
+        data = run.thumbnail(file.removeprefix("images/"))
+        url = f"data:image/jpeg;base64,{base64.b64encode(data or b'').decode()}"
+        if data is not None and len(url) <= most:
+            found[file] = url
+            most -= len(url)
+    return found
 
 
 def shortened(name: str, value: Any, longest: int = _LONGEST_TEXT) -> dict[str, Any]:

@@ -27,9 +27,12 @@ log = logging.getLogger(__name__)
 HEALTH_SETTINGS = "health_settings.json"  # written by HealthChecks
 RUN_END = "end.json"  # written by ReportPage when a run ends
 ROLLOUT_FILE = r"(?P<kind>step|validation)-(?P<step>[0-9]{6,9})(-rank[0-9]{1,6})?\.jsonl"  # written by RolloutLog
+THUMBNAIL = r"[0-9a-f]{16}\.jpg"  # written by RolloutLog, in the directory images next to those files
 _FILES = ("metrics.csv", "config.yaml", "env.json", HEALTH_SETTINGS, RUN_END)
 _TOKENS = b', "tokens": {"ids": ['  # outside of a text, whose quotation marks have a backslash
 _MAX_SETTINGS = 100_000  # of a configuration; aliases of YAML can make a small file endless
+_MAX_THUMBNAIL_BYTES = 1 << 16  # RolloutLog writes smaller ones
+_JPEG = b"\xff\xd8\xff"  # begins each file of that format
 _MAX_ROLLOUT_BYTES = 128 << 20  # of the responses of a step; a page with more is too slow to use
 
 
@@ -206,6 +209,26 @@ class RunDirectory:
     def rollouts(self, step: int, kind: Literal["step", "validation"] = "step") -> list[dict[str, Any]]:
         """Return the responses of a step or validation; see :func:`read_responses`."""
         return read_responses(self.rollout_files(kind).get(step, []))
+
+    def thumbnail(self, name: str) -> bytes | None:
+        """Return the thumbnail of an image, a JPEG file of at most 64 KiB; None if RolloutLog has not written it.
+
+        Args:
+            name: name of its file, such as ``0123456789abcdef.jpg``; there is no file with another name.
+        """
+        path = self.path / "rollouts" / "images" / name
+        if not re.fullmatch(THUMBNAIL, name):
+            return None
+        try:
+            if not self._has(path):
+                return None
+            with path.open("rb") as file:
+                data = file.read(_MAX_THUMBNAIL_BYTES + 1)
+        except OSError:  # a page without the image is better than none
+            return None
+        if data.startswith(_JPEG) and len(data) <= _MAX_THUMBNAIL_BYTES:
+            return data
+        return None
 
 
 def read_responses(files: Sequence[Path], tokens: bool = True) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 "use strict";
 /** "The same prompt": its responses at each validation, for all runs side by side. */
 (() => {
-  const { runs, labelled, live, element, section, choices, button, short, key, ownParts, card, expandButton } = window.report;
+  const { runs, labelled, live, element, section, choices, button, short, key, ownParts, card, imagesOf, expandButton } = window.report;
   const MOST_VALIDATIONS = 12;  // files that the inspector reads for this section
 
-  /** Prompts by position and text: {title, answers: [{run, step, row}]}. */
+  /** Prompts by position, text and images: {title, answers: [{run, step, row}]}. */
   function promptsOf(answers) {
     const prompts = new Map();
     for (const { run, step, row } of answers) {
-      const name = JSON.stringify([row.index, row.prompt]);
+      const name = JSON.stringify([row.index, row.prompt, imagesOf(row).map((image) => image.file)]);
       if (!prompts.has(name)) prompts.set(name, { row, answers: [] });
       prompts.get(name).answers.push({ run, step, row });
     }
@@ -34,12 +34,12 @@
 
   /** A row for each step with the responses of the runs in columns. */
   function answersOf({ row, answers }) {
-    const { prompt, ground_truth: answer, prompt_left_out: leftOut } = row;
-    const made = [element("div", { class: "samples" }, card({ prompt, ground_truth: answer, prompt_left_out: leftOut }, []))];
+    const { response: _, segments: __, ...asked } = row;
+    const made = [element("div", { class: "samples" }, card(asked, answers[0].run, []))];
     made[0].querySelector(".numbers").remove();
     for (const step of [...new Set(answers.map((own) => own.step))].sort((a, b) => a - b)) {
       const cards = answers.filter((own) => own.step === step).sort((a, b) => a.run - b.run).map((own) => {
-        const { prompt: _, ground_truth: __, ...rest } = own.row, shown = card(rest);
+        const { prompt: _, ground_truth: __, ...rest } = own.row, shown = card(rest, own.run);
         if (labelled) shown.prepend(element("h4", {}, key(own.run), runs[own.run].name));
         return shown;
       });

@@ -190,9 +190,9 @@
     const text = element("input", { type: "search", placeholder: "text", "aria-label": "search in the responses", id: "text" });
     const note = element("span", { class: "muted", role: "status" });
     samples.append(element("div", { class: "controls" }, text, expandButton(samples), note));
-    for (const run of runs) {
+    for (const [number, run] of runs.entries()) {
       for (const { step, rows } of run.samples) {
-        const grid = element("div", { class: "samples" }, ...rows.map((row) => card(row)));
+        const grid = element("div", { class: "samples" }, ...rows.map((row) => card(row, number)));
         samples.append(element("details", {}, element("summary", { text: `${labelled ? `${run.name}: ` : ""}step ${step}, best to worst` }), grid));
       }
     }

@@ -1,12 +1,14 @@
 "use strict";
 /** Texts of prompts and responses: marks for invisible characters, folded parts, and the card of a response. */
 (() => {
-  const { element, button, short, counted, isMissing } = window.report;
+  const { runs, live, element, button, own, short, counted, isMissing } = window.report;
   // Control characters, and those that reverse the direction of writing or have no width. \r\n is the end of a line.
   const HIDDEN = /\r(?!\n)|[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200b\u2028-\u202e\u2060-\u2069\ufeff]/g;
   const LEFT_OUT = /\n… [\d,]+ characters left out[^\n]*…\n/;
   const FOLDED = /<(think|tool_call|tool_response)>[^]*?(?:<\/\1>|$)/g;
   const TITLES = { think: "thinking", tool_call: "tool call", tool_response: "result of a tool" };
+  const THUMBNAIL = /^images\/([0-9a-f]{16}\.jpg)$/, JPEG = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
+  const MOST_IMAGES = 16;  // of a prompt
   const LONG = 900;  // characters of a text that may be higher than its box
   const NO_RESPONSES = "No responses were written: the callback RolloutLog writes those of each step, by default in every "
     + "run with RolloutLoop.";
@@ -87,6 +89,29 @@
     return [block("policy", "policy", ...foldedText(String(row.response ?? ""), row.response_left_out))];
   }
 
+  const imagesOf = (row) => Array.isArray(row.images) ? row.images.filter((image) => image && typeof image === "object") : [];
+
+  /** The address of a thumbnail, which the inspector serves and a page in a file has itself; "" for any other file. */
+  function addressOf(file, run) {
+    const name = typeof file === "string" ? file.match(THUMBNAIL)?.[1] : undefined;
+    if (!name) return "";
+    if (live) return `images/${run}/${name}`;
+    const address = own(runs[run]?.thumbnails, file);
+    return typeof address === "string" && JPEG.test(address) ? address : "";
+  }
+
+  /** The thumbnails of the images of a prompt; of those without one the sizes, as text. */
+  function pictures(row, run) {
+    const images = imagesOf(row), left = images.length - MOST_IMAGES + (Number(row.images_left_out) || 0);
+    const made = images.slice(0, MOST_IMAGES).map(({ file, width, height }) => {
+      const isSize = [width, height].every((pixels) => Number.isInteger(pixels) && pixels > 0);
+      const text = isSize ? `image, ${width} x ${height} pixels` : "image", address = addressOf(file, run);
+      return address ? element("img", { src: address, alt: text, title: text }) : element("span", { class: "muted", text });
+    });
+    if (left > 0) made.push(element("span", { class: "muted", text: `and ${counted(left, "more image")}` }));
+    return made.length ? [element("div", { class: "pictures" }, ...made)] : [];
+  }
+
   const stopOf = (row) => row.stop || (row.truncated ? "length" : "");
 
   /** The numbers of a response, each with its name. */
@@ -103,14 +128,17 @@
       ...shown.map((text) => element("span", { text })));
   }
 
-  /** The card of a response: numbers, prompt, blocks of the response, and the correct answer. */
-  function card(row, blocks = responseBlocks(row)) {
+  /** The card of a response of a run: numbers, prompt with its images, blocks of the response, and the correct answer. */
+  function card(row, run, blocks = responseBlocks(row)) {
     const made = element("article", { class: "sample" });
     const texts = [row.prompt, row.response, ...(row.segments || []).map((part) => part.text)].map((text) => String(text ?? ""));
     const height = button("full height", () => setHeight(made, !made.classList.contains("whole")), { class: "height", "aria-pressed": "false" });
     height.hidden = !texts.some((text) => text.length > LONG || text.split("\n").length > 12);
     made.append(element("div", { class: "heading" }, figures(row), height));
-    if (row.prompt !== undefined) made.append(block("environment", "prompt", element("div", { class: "ends" }, box(String(row.prompt ?? ""), row.prompt_left_out))));
+    if (row.prompt !== undefined) {
+      const text = element("div", { class: "ends" }, box(String(row.prompt ?? ""), row.prompt_left_out));
+      made.append(block("environment", "prompt", ...pictures(row, run), text));
+    }
     made.append(...blocks);
     const answer = row.ground_truth;
     if (!isMissing(answer) && answer !== "") {
@@ -161,5 +189,5 @@
     return places.length;
   }
 
-  Object.assign(window.report, { NO_RESPONSES, marked, box, block, card, expand, expandButton, find, segmentBlocks, stopOf, responseBlocks });
+  Object.assign(window.report, { NO_RESPONSES, marked, box, block, card, imagesOf, expand, expandButton, find, segmentBlocks, stopOf, responseBlocks });
 })();

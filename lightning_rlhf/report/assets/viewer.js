@@ -25,7 +25,7 @@
   const colour = control("colour", choices("colour", KINDS));
   const all = button("expand all", () => { showWhole(all.ariaPressed !== "true"); }, { "aria-pressed": "false", id: "expand" });
   controls.append(all);
-  let rows = [], chosen = [], questions = new Map();  // prompts of the rows without the words that all of them share
+  let rows = [], shownRun = 0, chosen = [], questions = new Map();  // prompts of the rows without the words that all of them share
   let columns = [], order = { name: "prompt", descending: false };
 
   // -- list -----------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@
     legend.replaceChildren(...(scale ? legendOf(scale) : []));
     if (!scale && colour.value === "entropy" && chosen.some((row) => row.tokens)) legend.append("The files of this run have no entropies.");
     const tell = (numbers) => { told.textContent = numbers; };
-    detail.replaceChildren(...chosen.map((row, i) => card(row, colouredBlocks(row, chosen[1 - i], scale, colour.value, tell))));
+    detail.replaceChildren(...chosen.map((row, i) => card(row, shownRun, colouredBlocks(row, chosen[1 - i], scale, colour.value, tell))));
     if (!chosen.length && rows.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
     if (all.ariaPressed === "true") expand(detail, true);
     find(detail, text.value);
@@ -205,11 +205,12 @@
   }
 
   async function load() {
-    const wanted = `${run.value}/${step.value}`;
+    const wanted = `${run.value}/${step.value}`, wantedRun = Number(run.value);
     if (step.value === "") { rows = []; chosen = []; drawList(); drawDetail(); return; }
     const answer = await fetch(`responses/${wanted}`);
     if (!answer.ok || wanted !== `${run.value}/${step.value}`) return;
     rows = await answer.json();
+    shownRun = wantedRun;
     const prompts = rows.map((row) => String(row.prompt ?? "")), parts = ownParts(prompts);
     questions = new Map(rows.map((row, i) => [row, prompts[i].length - parts[i].length > 20 ? `… ${parts[i].trim()}` : prompts[i]]));
     chosen = [];

@@ -12,6 +12,8 @@ from transformers import PretrainedConfig
 from lightning_rlhf.models.positions import rotary_length
 
 OLDEST = "0.32"  # setup.cfg has the same bound, with its reason
+# Vision-language models whose class and processor need no torchvision.
+_WITHOUT_TORCHVISION = {"idefics3"}
 # Model types of texts whose class in vLLM 0.32 is in the same file as one with images, and imports torchvision too.
 _WITH_TORCHVISION = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
@@ -63,7 +65,7 @@ def unsupported_model(config: PretrainedConfig, max_tokens: int = 0) -> str | No
     """
     if fault := lost_weights(config.model_type) or other_rotary_factors(config, max_tokens):
         return fault
-    has_tower = getattr(config, "vision_config", None) is not None
+    has_tower = getattr(config, "vision_config", None) is not None and config.model_type not in _WITHOUT_TORCHVISION
     if (has_tower or config.model_type in _WITH_TORCHVISION) and importlib.util.find_spec("torchvision") is None:
         return f"vLLM's class for {config.model_type} imports torchvision, which is not installed"
     return None

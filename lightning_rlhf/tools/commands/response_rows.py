@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.columns import MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
+from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.tools.commands.responses_file import (
@@ -65,9 +65,12 @@ def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> li
             messages = messages_of(prompt, "prompt")
         tokens = _list_of(row, TOKENS, len(responses))
         reasons = _list_of(row, FINISH_REASONS, len(responses))
+        texts = [text_of_content(message["content"]) for message in messages]
         columns = finder.other_columns(fields, exclude=_NOT_FOR_REWARDS)
         return ResponseRow(
-            prompt=prompt if isinstance(prompt, str) else "\n".join(text_of_content(message["content"]) for message in messages),
+            prompt=prompt
+            if isinstance(prompt, str)
+            else "\n".join(texts),
             messages=messages,
             responses=responses,
             tokens=[value for value in tokens if isinstance(value, int)],

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.report.page import page_data, report_page
-from lightning_rlhf.report.run_directory import RunDirectory
+from lightning_rlhf.report.run_directory import THUMBNAIL, RunDirectory
 from lightning_rlhf.report.values import as_json
 from lightning_rlhf.tools.inspector.project import find_runs, project_data, project_page
 
@@ -31,9 +31,10 @@ _HEADERS = {
 _HOST = re.compile(r"(localhost|127\.0\.0\.1)(:[0-9]{1,5})?", re.IGNORECASE)
 _PATH = re.compile(r"(?:run/([0-9]{1,4})/|compare/([0-9]{1,4}(?:,[0-9]{1,4}){0,7})/)?(.*)", re.DOTALL)
 _RESPONSES = re.compile(r"(responses|validations)/([0-9]{1,4})/([0-9]{1,9})")
+_THUMBNAIL = re.compile(rf"images/([0-9]{{1,4}})/({THUMBNAIL})")
 _TIMEOUT_S = 20  # of a client that sends or receives nothing
 _PART = 1 << 16  # bytes that a client receives within the timeout
-_Answer = tuple[int, str, str, str]  # status, type, content, tag
+_Answer = tuple[int, str, str | bytes, str]  # status, type, content, tag
 
 
 class InspectServer(ThreadingHTTPServer):
@@ -96,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Answer with the page, the data, or the responses of a step or validation."""
+        """Answer with the page, the data, the responses of a step or validation, or a thumbnail."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
             text = (
@@ -142,6 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, "text/html", report_page(runs, live=True), ""
         if name == "data":
             return self._data(runs, True, lambda: page_data(runs, live=True))
+        image = _THUMBNAIL.fullmatch(name)
+        if image is not None and int(image[1]) < len(runs):
+            content = runs[int(image[1])].thumbnail(image[2])
+            if content is not None:
+                return 200, "image/jpeg", content, ""
         match = _RESPONSES.fullmatch(name)
         if match is None or int(match[2]) >= len(runs):
             return 404, "text/plain", "unknown page", ""
@@ -162,17 +168,18 @@ class _Handler(BaseHTTPRequestHandler):
             return 304, "", "", tag
         return 200, "application/json", self.server.made_once(tag, make), tag
 
-    def _send(self, status: int, kind: str, content: str, tag: str = "") -> None:
-        payload = content.encode("utf-8", "replace")
+    def _send(self, status: int, kind: str, content: str | bytes, tag: str = "") -> None:
+        if isinstance(content, str):
+            kind, content = f"{kind}; charset=utf-8", content.encode("utf-8", "replace")
         self.send_response(status)
         if tag:
             self.send_header("ETag", tag)
         if status != 304:
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(payload)))
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        for start in range(0, len(payload), _PART):
-            self.wfile.write(payload[start : start + _PART])
+        for start in range(0, len(content), _PART):
+            self.wfile.write(content[start : start + _PART])
 
     def end_headers(self) -> None:
         """Add the headers of all answers, also of errors."""

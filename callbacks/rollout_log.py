@@ -21,8 +21,8 @@ from lightning_rlhf.report.run_directory import ROLLOUT_FILE
 from lightning_rlhf.report.values import finite
 
 from .checks import check_at_least, check_module, last_step_of
-from .rollout_loop import RolloutLoop
 from .rollout_images import Thumbnails, text_of_images, with_images
+from .rollout_loop import RolloutLoop
 from .rollout_rows import (
     correct_answers,
     end_of,

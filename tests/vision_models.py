@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,47 @@ def drawing(number: int, width: int = 24, height: int = 16) -> EncodedImage:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return EncodedImage(sha256_of(buffer.getvalue()), width, height, data=buffer.getvalue())
+
+
+def tensors_of(name: str, images: Sequence[EncodedImage]) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of images that a model reads; without its processor, which may need missing packages."""
+    _, kind, _ = _PROCESSORS[name]
+    options = _IMAGE_PROCESSORS[kind.replace("SmolVLM", "Idefics3")]
+    image_processor = getattr(transformers, kind)(**options)
+    nested = name in ("idefics3", "smolvlm")
+    unused = ("rows", "cols", "num_crops", "num_patches")
+    result = []
+    for image in images:
+        pixels = [[image.open()]] if nested else [image.open()]
+        found = image_processor(pixels, return_tensors="pt")
+        result.append({key: torch.as_tensor(value) for key, value in found.items() if key not in unused})
+    return result
+
+
+def token_ids(name: str, parts: Sequence[str | int], images: Sequence[EncodedImage]) -> list[int]:
+    """Return the tokens of a text whose parts are texts and numbers of images.
+
+    Each image has a token before and after its features, as in every template that separates images.
+    """
+    ids = {token: number for number, token in enumerate([*_SPECIAL, *_CHARACTERS])}
+    result = []
+    for part in parts:
+        if isinstance(part, str):
+            result += [ids[letter] for letter in part]
+        else:
+            count = feature_count(name, tensors_of(name, [images[part]])[0])
+            result += [ids["<boi>"], *[ids["<image>"]] * count, ids["<eoi>"]]
+    return result
+
+
+def feature_count(name: str, tensors: dict[str, torch.Tensor]) -> int:
+    """Return the number of features of an image, from the settings of the small models."""
+    if "image_grid_thw" in tensors:
+        return int(tensors["image_grid_thw"].prod()) // 4
+    if name == "mistral3":
+        height, width = tensors["image_sizes"][0].tolist()
+        return (height // 8) * (width // 8)
+    if name == "llava":
+        return 16
+    parts = tensors["pixel_values"].shape[1 if tensors["pixel_values"].ndim == 5 else 0]
+    return 4 * parts

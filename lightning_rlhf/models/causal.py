@@ -21,7 +21,7 @@ from lightning_rlhf.functional.divergence import (
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
-from lightning_rlhf.models.images import TextImages, image_arguments
+from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import NAME
 from lightning_rlhf.types import TopTokens
@@ -49,6 +49,7 @@ class CausalLM(nn.Module):
         self.lm = lm
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
         self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images
+        self.image_features: FeatureCache | None = None  # of a frozen image encoder
 
     def forward(
         self,
@@ -93,7 +94,7 @@ class CausalLM(nn.Module):
             rows = torch.arange(len(index), device=index.device).unsqueeze(1)
             return token_scores(logits[rows, index], targets)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing, images)
+            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features)
         flat = flat_index(input_ids, index, packing)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         head = without_tokens(head_of(self.lm), self.never_sampled)
@@ -213,7 +214,13 @@ class _Tokens:
         )
 
 
-def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None, images: TextImages | None = None) -> Tensor:
+def hidden_states(
+    lm: Any,
+    input_ids: Tensor,
+    packing: Packing | None,
+    images: TextImages | None = None,
+    cache: FeatureCache | None = None,
+) -> Tensor:
     """Return the (N, H) last hidden states of padded or packed texts.
 
     Args:
@@ -221,6 +228,7 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None, images: T
         input_ids: (B, L) int64, right-padded.
         packing: layout of the texts in one row; None computes padded rows, with N = B x L.
         images: images of the texts; None for texts without images.
+        cache: features of images in earlier passes; None encodes all images.
     """
     if packing is not None and packing.width is not None:
         rows, arguments = input_ids.flatten()[packing.tokens].view(-1, packing.width), {}
@@ -232,7 +240,7 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None, images: T
     else:
         rows, arguments = input_ids, {}
     if images is not None:
-        arguments |= image_arguments(lm, input_ids, images, packing)
+        arguments |= image_arguments(lm, input_ids, images, packing, cache)
     states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False, **arguments).last_hidden_state
     return states.flatten(0, 1)
 

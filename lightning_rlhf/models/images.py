@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,17 @@ class TextImages:
     Args:
         tensors: tensors of each of N distinct images, as the model's processor makes them.
         numbers: (B, K) int64, number of the distinct image of each image of a text in their order; -1 is padding.
+        keys: key of each distinct image, the same in every forward pass; empty if features are not kept.
     """
 
     tensors: Sequence[dict[str, Tensor]]
     numbers: Tensor
+    keys: Sequence[int] = ()
 
     def to(self, device: torch.device | str) -> TextImages:
         """Move the tensors to a device."""
         moved = [{name: tensor.to(device) for name, tensor in image.items()} for image in self.tensors]
-        return TextImages(moved, self.numbers.to(device))
+        return TextImages(moved, self.numbers.to(device), self.keys)
 
 
 class _Encoded:
@@ -64,6 +67,50 @@ class ImageFeatures:
     counts: list[int]
     part: int | None
     layers: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the features."""
+        return sum(features.nbytes for features in (self.flat, *self.layers))
+
+
+class FeatureCache:
+    """Features of the last images that a frozen encoder has encoded.
+
+    Args:
+        max_bytes: largest number of bytes of all features.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self._max_bytes = max_bytes
+        self._features: OrderedDict[int, ImageFeatures] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, lm: Any, images: TextImages) -> ImageFeatures:
+        """Return the features of images; only those that are not kept are encoded.
+
+        Args:
+            lm: vision-language model with a frozen image encoder.
+            images: images with keys.
+        """
+        for key, tensors in zip(images.keys, images.tensors, strict=True):
+            if key not in self._features:
+                # One by one, so that the rounding does not depend on the images beside it: a resumed run has the same
+                # bits. A validation may encode an image, and training use its features.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._features[key] = encode_images(lm, [tensors])
+                self._bytes += self._features[key].nbytes
+        found = [self._features[key] for key in images.keys]
+        for key in images.keys:
+            self._features.move_to_end(key)
+        while self._bytes > self._max_bytes and len(self._features) > 1:
+            self._bytes -= self._features.popitem(last=False)[1].nbytes
+        return ImageFeatures(
+            torch.cat([features.flat for features in found]),
+            [count for features in found for count in features.counts],
+            found[0].part,
+            [torch.cat(layers) for layers in zip(*(features.layers for features in found), strict=True)],
+        )
 
 
 def encode_images(lm: Any, tensors: Sequence[dict[str, Tensor]]) -> ImageFeatures:
@@ -120,7 +167,9 @@ def _parts(pixels: Tensor) -> int:
     return pixels.shape[1] if _has_batch_axis(pixels) else pixels.shape[0]
 
 
-def image_arguments(lm: Any, input_ids: Tensor, images: TextImages, packing: Packing | None) -> dict[str, Any]:
+def image_arguments(
+    lm: Any, input_ids: Tensor, images: TextImages, packing: Packing | None, cache: FeatureCache | None = None
+) -> dict[str, Any]:
     """Return the arguments of a backbone's forward pass, besides the token ids, for texts with images.
 
     Args:
@@ -128,6 +177,7 @@ def image_arguments(lm: Any, input_ids: Tensor, images: TextImages, packing: Pac
         input_ids: (B, L) int64, right-padded.
         images: images of the texts.
         packing: layout of the texts in one row; None for padded rows.
+        cache: features of earlier passes, for a frozen image encoder; None encodes all images.
 
     Raises:
         ValueError: the number of image tokens of a text is not that of its images' features, or rows have several
@@ -135,7 +185,7 @@ def image_arguments(lm: Any, input_ids: Tensor, images: TextImages, packing: Pac
     """
     if packing is not None and packing.width is not None:
         raise UsageError("conversations with several branches cannot have images: use prompts without images")
-    features = encode_images(lm, images.tensors)
+    features = encode_images(lm, images.tensors) if cache is None else cache.of(lm, images)
     index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
     placed = index if packing is None else index.flatten()[packing.tokens].unsqueeze(0)
     arguments, backbone = _placed_features(lm, features, placed), backbone_of(lm)

@@ -11,7 +11,7 @@ from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.images import TextImages
+from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -44,6 +44,7 @@ class ScalarModel(nn.Module):
         if backbone_of(lm) is None:
             raise UsageError(f"{type(lm).__name__} has no backbone under its head: use another model for this role")
         self.lm: Any = lm
+        self.image_features: FeatureCache | None = None  # of a frozen image encoder
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
@@ -61,7 +62,7 @@ class ScalarModel(nn.Module):
         Returns:
             (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
-        hidden = hidden_states(self.lm, input_ids, packing, images)
+        hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features)
         scores = (
             self.lm.score(hidden.to(self.lm.score.weight.dtype))
             .squeeze(-1)

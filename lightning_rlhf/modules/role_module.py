@@ -28,6 +28,7 @@ from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.models.images import FeatureCache
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
@@ -207,6 +208,17 @@ class RoleModule(LightningModule):
         source = self.sources.get("actor") or next(iter(self.sources.values()))
         return (int(source.hf_config().image_token_id),)
 
+    def _prepare_for_images(self) -> None:
+        """Exclude the tokens of images from responses, and keep the features of frozen image encoders."""
+        for name in (*self.trained_roles, *self.frozen_roles):
+            role: Any = getattr(self, name)
+            if isinstance(role, CausalLM):
+                role.never_sampled = self.image_tokens
+            # With sharded weights, all ranks must encode images together.
+            trains_images = name in self.trained_roles and self.sources[name].train_vision
+            if self.role_strategy.keeps_whole_weights and not trains_images:
+                role.image_features = FeatureCache()
+
     def _check_images(self) -> None:
         """Raise if the data have images and a model reads none."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -271,9 +283,8 @@ class RoleModule(LightningModule):
                 for name in names:
                     with sharing(bases if self.shared_base_of(name) is not None else None):
                         setattr(self, name, self.role_strategy.build_role(name, partial(build, name)))
-        for name in (*self.trained_roles, *self.frozen_roles):
-            if isinstance(role := getattr(self, name), CausalLM):
-                role.never_sampled = self.image_tokens
+        if self.image_tokens:
+            self._prepare_for_images()
         self.built = True
 
     def shared_base_of(self, name: str) -> str | None:

@@ -170,7 +170,7 @@ class TextLayout:
         store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
         tensors = [store.processor.tensors(store.images[number]) for number in distinct.tolist()]
         places = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
-        return TextImages(tensors, places).to(self.module.device)
+        return TextImages(tensors, places, keys=distinct.tolist()).to(self.module.device)
 
     @torch.no_grad()
     def check(self) -> None:

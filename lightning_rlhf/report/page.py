@@ -69,9 +69,8 @@ def html_page(data: dict[str, Any], scripts: Sequence[str], live: bool) -> str:
     data_text = as_json(data).replace("<", "\\u003c")
     codes = [(_ASSETS / name).read_text(encoding="utf-8") for name in scripts]
     styles = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
-    images = "data: 'self'" if live else "data:"  # the inspector serves thumbnails
     policy = (
-        f"default-src 'none'; script-src {_hashes(codes)}; style-src {_hashes(styles)}; img-src {images}; "
+        f"default-src 'none'; script-src {_hashes(codes)}; style-src {_hashes(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     policy += "; connect-src 'self'" if live else ""

@@ -7,8 +7,8 @@
   const LEFT_OUT = /\n… [\d,]+ characters left out[^\n]*…\n/;
   const FOLDED = /<(think|tool_call|tool_response)>[^]*?(?:<\/\1>|$)/g;
   const TITLES = { think: "thinking", tool_call: "tool call", tool_response: "result of a tool" };
-  const THUMBNAIL = /^images\/([0-9a-f]{16}\.jpg)$/, JPEG = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
-  const MOST_IMAGES = 16;  // of a prompt
+  const THUMBNAIL = /(.*)/, JPEG = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
+  const MOST_IMAGES = 16, MOST_READ = 500;  // of a prompt; thumbnails that are kept
   const LONG = 900;  // characters of a text that may be higher than its box
   const NO_RESPONSES = "No responses were written: the callback RolloutLog writes those of each step, by default in every "
     + "run with RolloutLoop.";
@@ -91,23 +91,41 @@
 
   const imagesOf = (row) => Array.isArray(row.images) ? row.images.filter((image) => image && typeof image === "object") : [];
 
-  /** The address of a thumbnail, which the inspector serves and a page in a file has itself; "" for any other file. */
-  function addressOf(file, run) {
-    const name = typeof file === "string" ? file.match(THUMBNAIL)?.[1] : undefined;
-    if (!name) return "";
-    if (live) return `images/${run}/${name}`;
-    const address = own(runs[run]?.thumbnails, file);
-    return typeof address === "string" && JPEG.test(address) ? address : "";
+  /** Reads a thumbnail of the inspector as an address that the policy of the page allows; "" if there is none. */
+  async function read(path) {
+    const answer = await fetch(path).catch(() => null);
+    if (!answer?.ok) return "";
+    const reader = new FileReader(), content = await answer.blob();
+    return new Promise((done) => {
+      reader.addEventListener("loadend", () => done(reader.result ?? ""));
+      reader.readAsDataURL(content);
+    });
   }
 
-  /** The thumbnails of the images of a prompt; of those without one the sizes, as text. */
+  const thumbnails = new Map();  // promises of those that were read, by their paths
+
+  function thumbnailAt(path) {
+    if (thumbnails.size >= MOST_READ) thumbnails.clear();
+    if (!thumbnails.has(path)) thumbnails.set(path, read(path));
+    return thumbnails.get(path);
+  }
+
+  /** An image of a prompt: its size as text, or its thumbnail where there is one. */
+  function picture({ file, width, height }, run) {
+    const isSize = [width, height].every((pixels) => Number.isInteger(pixels) && pixels > 0);
+    const text = isSize ? `image, ${width} x ${height} pixels` : "image", made = element("span", { class: "muted", text });
+    const name = typeof file === "string" ? file.match(THUMBNAIL)?.[1] : undefined;
+    const shown = (address) => JPEG.test(address) ? element("img", { src: address, alt: text, title: text }) : made;
+    if (!name) return made;
+    if (!live) return shown(String(own(runs[run]?.thumbnails, file) ?? ""));
+    thumbnailAt(`images/${run}/${name}`).then((address) => made.replaceWith(shown(address)));
+    return made;
+  }
+
+  /** The first images of a prompt, and the number of the others. */
   function pictures(row, run) {
     const images = imagesOf(row), left = images.length - MOST_IMAGES + (Number(row.images_left_out) || 0);
-    const made = images.slice(0, MOST_IMAGES).map(({ file, width, height }) => {
-      const isSize = [width, height].every((pixels) => Number.isInteger(pixels) && pixels > 0);
-      const text = isSize ? `image, ${width} x ${height} pixels` : "image", address = addressOf(file, run);
-      return address ? element("img", { src: address, alt: text, title: text }) : element("span", { class: "muted", text });
-    });
+    const made = images.slice(0, MOST_IMAGES).map((image) => picture(image, run));
     if (left > 0) made.push(element("span", { class: "muted", text: `and ${counted(left, "more image")}` }));
     return made.length ? [element("div", { class: "pictures" }, ...made)] : [];
   }

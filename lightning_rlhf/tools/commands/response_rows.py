@@ -68,9 +68,7 @@ def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> li
         texts = [text_of_content(message["content"]) for message in messages]
         columns = finder.other_columns(fields, exclude=_NOT_FOR_REWARDS)
         return ResponseRow(
-            prompt=prompt
-            if isinstance(prompt, str)
-            else "\n".join(texts),
+            prompt=prompt if isinstance(prompt, str) else "\n".join(texts),
             messages=messages,
             responses=responses,
             tokens=[value for value in tokens if isinstance(value, int)],

@@ -1,0 +1,227 @@
+"""Vision-language models on texts with images: features once per image, padded and packed rows as one row alone."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText
+
+from lightning_rlhf import Pretrained
+from lightning_rlhf.batching.packing import pack_responses, pack_texts, pad_parts
+from lightning_rlhf.models.classes import backbone_of
+from lightning_rlhf.models.images import FeatureCache, TextImages, encode_images
+from tests.helpers import assert_close
+from tests.vision_models import config, drawing, tensors_of, token_ids
+
+ARCHITECTURES = (
+    "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "mistral3",
+)  # fmt: skip
+IMAGES = [drawing(1), drawing(2, 20, 40), drawing(3)]
+ROWS = (("ab", 0, "c", 1, "def"), ("only text",), (2, "what?"), (0, "another text"))
+
+
+def load(name, directory):
+    """Return a name, a small model in float64, rows of tokens, and the tensors of the images."""
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config(name)).save_pretrained(directory)
+    role = Pretrained(str(directory), train_vision=True).causal().double()
+    for weights in role.parameters():
+        if not weights.any():  # the projector of Gemma 3 begins at zero, and hides the images
+            torch.nn.init.normal_(weights, std=0.2)
+    tensors = [
+        {key: values.double() if values.is_floating_point() else values for key, values in image.items()}
+        for image in tensors_of(name, IMAGES)
+    ]
+    return name, role, [token_ids(name, row, IMAGES) for row in ROWS], tensors
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request, tmp_path_factory):
+    """A model of each architecture."""
+    return load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A model of one architecture, for what does not depend on it."""
+    return load("llava", tmp_path_factory.mktemp("llava"))
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def of_rows():
+    return torch.tensor([[0, 1], [-1, -1], [2, -1], [0, -1]])
+
+
+def padded_pixels(tensors):
+    """Pad the rows and columns of pixels, whose sizes differ in Pixtral."""
+    height, width = (max(values.shape[axis] for values in tensors) for axis in (-2, -1))
+    if tensors[0].ndim < 4:
+        return tensors
+    return [
+        torch.nn.functional.pad(values, (0, width - values.shape[-1], 0, height - values.shape[-2]))
+        for values in tensors
+    ]
+
+
+def own_logprobs(name, role, ids, tensors):
+    """Return the log-probs of a text's tokens by the model's own forward pass with pixels."""
+    arguments = {}
+    if tensors:
+        axis = 1 if tensors[0]["pixel_values"].ndim == 5 else 0
+        arguments = {key: torch.cat(padded_pixels([image[key] for image in tensors]), axis) for key in tensors[0]}
+        is_image = (torch.tensor([ids]) == role.lm.config.image_token_id).long()
+        if name.startswith("qwen"):
+            arguments["mm_token_type_ids"] = is_image
+        if name == "gemma3":
+            arguments["token_type_ids"] = is_image
+    logits = role.lm(input_ids=torch.tensor([ids]), use_cache=False, **arguments).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+
+
+def our_logprobs(role, rows, tensors, packing):
+    ids = padded(rows)
+    index = torch.arange(ids.shape[1] - 1).expand(len(rows), -1)
+    mask = index < torch.tensor([[len(row) - 1] for row in rows])
+    images = TextImages(tensors, of_rows())
+    return role(ids, index, ids[:, 1:], mask, packing=packing, images=images).logprobs.double()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_logprobs_and_gradients_are_those_of_one_text_at_a_time(model, layout):
+    name, role, rows, tensors = model
+    weights = torch.randn(len(rows), max(map(len, rows)), generator=torch.Generator().manual_seed(1)).double()
+    packing = pack_texts([len(row) for row in rows], max(map(len, rows))) if layout == "packed" else None
+    ours = our_logprobs(role, rows, tensors, packing)
+    role.zero_grad()
+    (ours * weights[:, :-1]).sum().backward()
+    gradients = {key: value.grad.clone() for key, value in role.named_parameters() if value.grad is not None}
+    role.zero_grad()
+    for number, row in enumerate(rows):
+        own = own_logprobs(name, role, row, [tensors[k] for k in of_rows()[number].tolist() if k >= 0])
+        assert_close(ours[number, : len(row) - 1], own, atol=1e-6)
+        (own * weights[number, : len(row) - 1]).sum().backward()
+    assert any("vision" in key or "visual" in key for key in gradients)
+    for key, value in role.named_parameters():
+        if value.grad is not None and value.grad.abs().max() > 1e-9:
+            assert_close(gradients[key], value.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_every_image_is_encoded_once(model):
+    _, role, rows, tensors = model
+    calls = []
+    backbone = backbone_of(role.lm)
+    original = backbone.get_image_features
+
+    def counted(**arguments):
+        calls.append(arguments["pixel_values"])
+        return original(**arguments)
+
+    backbone.get_image_features = counted
+    try:
+        our_logprobs(role, rows, tensors, None)
+    finally:
+        del backbone.get_image_features
+    parts = sum(pixels.shape[1] if pixels.ndim == 5 else pixels.shape[0] for pixels in calls)
+    assert parts == sum(
+        image["pixel_values"].shape[1] if image["pixel_values"].ndim == 5 else image["pixel_values"].shape[0]
+        for image in tensors
+    )
+
+
+def test_responses_that_share_a_prompt_with_an_image_equal_separate_ones(llava):
+    _, role, rows, tensors = llava
+    prompt, answers = rows[2], ([40, 41, 42], [43, 44])
+    texts = [[*prompt, *answer] for answer in answers]
+    ids = padded(texts)
+    index = torch.arange(ids.shape[1] - 1).expand(2, -1)
+    mask = index < torch.tensor([[len(text) - 1] for text in texts])
+    images = TextImages(tensors, torch.tensor([[2], [2]]))
+    packing = pack_responses([len(prompt)] * 2, [3, 2], [0, 0], ids.shape[1])
+    apart = role(ids, index, ids[:, 1:], mask, images=images).logprobs
+    mixed = encode_images(role.lm, tensors)
+    placed = packing.tokens[(ids.flatten()[packing.tokens] == role.lm.config.image_token_id)]
+    assert len(placed) == mixed.counts[2]  # the prompt is laid out once
+    assert_close(apart[0, : len(prompt) - 1], apart[1, : len(prompt) - 1], atol=1e-9)
+
+
+def test_texts_with_other_images_have_other_logprobs(model):
+    _, role, rows, tensors = model
+    one = our_logprobs(role, rows, tensors, None)
+    two = our_logprobs(role, rows, [tensors[2], tensors[1], tensors[0]], None)
+    assert (one[2] - two[2]).abs().max() > 1e-3
+    assert_close(one[1], two[1], atol=1e-9)  # only text
+
+
+def test_a_text_whose_image_tokens_do_not_fit_its_images_is_an_error(llava):
+    _, role, rows, tensors = llava
+    ids = padded([rows[2]])
+    index = torch.zeros(1, 1, dtype=torch.long)
+    for numbers in ([[2, 0]], [[-1, -1]]):
+        with pytest.raises(ValueError, match=r"a text has \d+ image tokens, but its images have \d+ features"):
+            role(ids, index, ids[:, :1], index == 0, images=TextImages(tensors, torch.tensor(numbers)))
+
+
+def test_conversations_with_branches_reject_images(llava):
+    _, role, rows, tensors = llava
+    ids = padded([rows[2]])
+    packing = pad_parts([ids.shape[1]], [[2]], ids.shape[1])
+    index = torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="several branches cannot have images"):
+        role(ids, index, ids[:, :1], index == 0, packing=packing, images=TextImages(tensors, torch.tensor([[2]])))
+
+
+def test_towers_are_frozen_by_default_and_trained_on_request(tmp_path):
+    transformers.set_seed(0)
+    AutoModelForImageTextToText.from_config(config("llava")).save_pretrained(tmp_path)
+    frozen = Pretrained(str(tmp_path)).causal().lm
+    trained = Pretrained(str(tmp_path), train_vision=True).causal().lm
+    towers = ("vision_tower", "multi_modal_projector")
+    assert not any(p.requires_grad for key, p in frozen.named_parameters() if any(part in key for part in towers))
+    assert all(p.requires_grad for p in trained.parameters())
+
+
+def test_tokens_of_images_have_no_probability(llava):
+    _, role, rows, tensors = llava
+    ids = padded(rows)
+    vocabulary = role.lm.config.get_text_config().vocab_size
+    index = torch.zeros(len(rows), vocabulary, dtype=torch.long)
+    targets = torch.arange(vocabulary).expand(len(rows), -1)
+    images, every = TextImages(tensors, of_rows()), torch.ones_like(targets, dtype=torch.bool)
+    role.never_sampled = (role.lm.config.image_token_id,)
+    try:
+        logprobs = role(ids, index, targets, every, images=images).logprobs
+    finally:
+        role.never_sampled = ()
+    before = role(ids, index, targets, every, images=images).logprobs
+    assert (logprobs[:, role.lm.config.image_token_id] < -80).all()
+    assert_close(logprobs.exp().sum(1), torch.ones(len(rows)), atol=1e-6)
+    others = torch.arange(vocabulary) != role.lm.config.image_token_id
+    assert_close(logprobs[:, others], before[:, others].log_softmax(1), atol=1e-6)
+
+
+def test_features_of_a_frozen_encoder_are_kept_within_their_bound(llava):
+    _, role, rows, tensors = llava
+    calls = []
+    backbone = backbone_of(role.lm)
+    original = backbone.get_image_features
+    backbone.get_image_features = lambda **inputs: calls.append(len(inputs["pixel_values"])) or original(**inputs)
+    one = encode_images(role.lm, tensors[:1])
+    calls.clear()
+    try:
+        cache = FeatureCache(max_bytes=2 * one.nbytes)
+        with torch.inference_mode():
+            first = cache.of(role.lm, TextImages(tensors[:2], of_rows(), keys=[7, 8]))
+        again = cache.of(role.lm, TextImages(tensors[:2], of_rows(), keys=[7, 8]))
+        third = cache.of(role.lm, TextImages(tensors[1:], of_rows(), keys=[8, 9]))
+        assert calls == [1, 1, 1]
+        cache.of(role.lm, TextImages(tensors[:1], of_rows(), keys=[7]))  # the oldest was removed
+        assert calls == [1, 1, 1, 1]
+    finally:
+        del backbone.get_image_features
+    assert torch.equal(first.flat, again.flat)
+    assert_close(third.flat, encode_images(role.lm, tensors[1:]).flat, atol=1e-9)
+    assert not again.flat.requires_grad
+    assert not again.flat.is_inference()

@@ -7,7 +7,7 @@
   const LEFT_OUT = /\n… [\d,]+ characters left out[^\n]*…\n/;
   const FOLDED = /<(think|tool_call|tool_response)>[^]*?(?:<\/\1>|$)/g;
   const TITLES = { think: "thinking", tool_call: "tool call", tool_response: "result of a tool" };
-  const THUMBNAIL = /(.*)/, JPEG = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
+  const THUMBNAIL = /^images\/([0-9a-f]{16}\.jpg)$/, JPEG = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
   const MOST_IMAGES = 16, MOST_READ = 500;  // of a prompt; thumbnails that are kept
   const LONG = 900;  // characters of a text that may be higher than its box
   const NO_RESPONSES = "No responses were written: the callback RolloutLog writes those of each step, by default in every "

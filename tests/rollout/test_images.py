@@ -1,0 +1,183 @@
+"""Rollouts with images: engines see the trainer's tokens and pictures, and give its log-probs."""
+
+import pytest
+import torch
+
+from lightning_rlhf import Pretrained
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.images.processor import load_processor
+from lightning_rlhf.models.images import TextImages
+from lightning_rlhf.models.loading import save_architecture
+from lightning_rlhf.models.tensors import whole_tensors
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.generation import generate
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.types import PromptImages, SamplingParams
+from tests.helpers import assert_close
+from tests.vision_models import drawing, write_checkpoint
+
+pytestmark = pytest.mark.timeout(600)
+IMAGES = [drawing(number, 24 if number % 3 else 40, 16) for number in range(5)]
+LOADED = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")  # without more packages
+real_vllm = pytest.mark.vllm
+SAMPLING = SamplingParams(6, temperature=0.8, stop_token_ids=(2,), never_sampled=(4,))
+
+
+def prompts_of(processor, count):
+    """Return prompts with no image, one and two, and their images; pictures are in several prompts."""
+    place = processor.placeholder
+    texts = (f"look: {place} what?", "only text", f"a {place} and b {place}!")
+    numbers = ([0], [], [1, 2])
+    prompts, images = [], []
+    for index in range(count):
+        text = f"{texts[index % 3]} {index}"
+        shown = tuple(IMAGES[(number + index) % len(IMAGES)] for number in numbers[index % 3])
+
+        def tokens(written):
+            return processor.tokenizer(written, add_special_tokens=False)["input_ids"]
+
+        prompts.append(tokens(processor.expand(text, shown)))
+        images.append(PromptImages(shown, tuple(range(len(shown))), tuple(tokens(text))))
+    return prompts, images
+
+
+def logprobs_of(role, processor, prompts, images, completions):
+    """Return the trainer's log-probs of completions, one text at a time."""
+    role.never_sampled = SAMPLING.never_sampled
+    result = []
+    for prompt, shown, completion in zip(prompts, images, completions, strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        index = torch.arange(len(prompt) - 1, ids.shape[1] - 1).unsqueeze(0)
+        targets = torch.tensor([completion.token_ids])
+        found = None
+        if shown.images:
+            tensors = [processor.tensors(image) for image in shown.images]
+            found = TextImages(tensors, torch.arange(len(tensors)).unsqueeze(0))
+        marked = torch.ones_like(targets, dtype=torch.bool)
+        with torch.no_grad():
+            scores = role(ids, index, targets, marked, temperature=SAMPLING.temperature, images=found)
+        result.append(scores.logprobs[0])
+    return result
+
+
+def started(engine, directory, processor, source, **fields):
+    save_architecture(source, directory / "engine")
+    engine.start(
+        EngineSetup(
+            directory / "engine",
+            "float32",
+            160,
+            directory / "engine.log",
+            processor=processor,
+            images_per_prompt=2,
+            **fields,
+        )
+    )
+    engine.wait()
+    return engine
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_transformers_generates_with_the_logprobs_of_the_trainer(name, tmp_path):
+    source = Pretrained(str(write_checkpoint(name, tmp_path / "model")))
+    processor, role = load_processor(source.path), source.causal()
+    for weights in role.parameters():
+        if not weights.any():  # the projector of Gemma 3
+            torch.nn.init.normal_(weights, std=0.2)
+    engine = started(TransformersEngine(batch_size=4), tmp_path, processor, source)
+    engine.update_weights(whole_tensors(role.lm), 0)
+    prompts, images = prompts_of(processor, 7)
+    completions = generate(engine, prompts, SAMPLING, range(7), images=images)
+    expected = logprobs_of(role, processor, prompts, images, completions)
+    for completion, logprobs in zip(completions, expected, strict=True):
+        assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5)
+        assert 4 not in completion.token_ids
+    echo = SamplingParams(1, echo=True)
+    (echoed,) = generate(engine, prompts[:1], echo, [0], images=images[:1])
+    assert echoed.token_ids[:-1] == prompts[0][1:]
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A vLLM engine with its processor and the trainer's model, for all tests."""
+    directory = tmp_path_factory.mktemp("vllm")
+    source = Pretrained(str(write_checkpoint("idefics3", directory / "model")), train_vision=True)
+    processor, role = load_processor(source.path), source.causal()
+    engine = started(VLLMEngine(), directory, processor, source, trains_images=True)
+    engine.update_weights(whole_tensors(role.lm), 0)
+    yield engine, processor, role
+    engine.close()
+
+
+@real_vllm
+def test_logprobs_of_200_responses_are_those_of_the_trainer(running):
+    engine, processor, role = running
+    prompts, images = prompts_of(processor, 200)
+    completions = generate(engine, prompts, SAMPLING, range(200), images=images)
+    expected = logprobs_of(role, processor, prompts, images, completions)
+    gaps = [
+        (torch.tensor(completion.logprobs) - logprobs).abs().max()
+        for completion, logprobs in zip(completions, expected, strict=True)
+    ]
+    assert max(gaps) < 1e-4
+    assert all(4 not in completion.token_ids for completion in completions)
+
+
+@real_vllm
+def test_each_image_is_sent_once(running):
+    engine, processor, _ = running
+    prompts, images = prompts_of(processor, 6)
+    sent = []
+    command = engine._running.command
+    engine._running.command = lambda kind, **fields: sent.append(fields.get("images")) or command(kind, **fields)
+    try:
+        engine._sent_images._sent.clear()
+        generate(engine, prompts, SAMPLING, range(6), images=images)
+        generate(engine, prompts, SAMPLING, range(6, 12), images=images)
+    finally:
+        engine._running.command = command
+    assert [sorted(images) for images in sent] == [sorted({i.sha256 for p in images for i in p.images})]
+
+
+@real_vllm
+def test_the_same_seeds_give_the_same_responses_and_other_images_give_others(running):
+    engine, processor, _ = running
+    prompts, images = prompts_of(processor, 3)
+    one = generate(engine, prompts, SAMPLING, range(3), images=images)
+    two = generate(engine, prompts[::-1], SAMPLING, [2, 1, 0], images=images[::-1])[::-1]
+    assert [c.token_ids for c in one] == [c.token_ids for c in two]
+    other = PromptImages((IMAGES[3],), (0,), images[0].unexpanded_ids)
+    (changed,) = generate(engine, prompts[:1], SAMPLING, [0], images=[other])
+    assert changed.logprobs != one[0].logprobs
+
+
+@real_vllm
+def test_weights_of_the_image_encoder_are_pushed(running):
+    engine, processor, role = running
+    prompts, images = prompts_of(processor, 3)
+    before = generate(engine, prompts, SAMPLING, range(3), images=images)
+    weights = next(p for name, p in role.named_parameters() if "vision" in name and p.ndim == 2)
+    kept = weights.detach().clone()
+    with torch.no_grad():
+        weights.mul_(1.5)
+    engine.update_weights(whole_tensors(role.lm), 1)
+    after = generate(engine, prompts, SAMPLING, range(3), images=images)
+    expected = logprobs_of(role, processor, prompts, images, after)
+    assert after[0].logprobs != before[0].logprobs
+    assert after[1].logprobs == before[1].logprobs  # without an image
+    for completion, logprobs in zip(after, expected, strict=True):
+        assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-4)
+    with torch.no_grad():
+        weights.copy_(kept)
+    engine.update_weights(whole_tensors(role.lm), 2)
+
+
+@real_vllm
+def test_a_prompt_that_vllm_expands_otherwise_is_an_error_and_the_engine_continues(running):
+    engine, processor, _ = running
+    prompts, images = prompts_of(processor, 3)
+    with pytest.raises(RunError, match=r"vLLM expands a prompt with 1 images to \d+ tokens and the trainer to"):
+        generate(engine, [prompts[0][:-1]], SAMPLING, [0], images=images[:1])
+    assert generate(engine, prompts, SAMPLING, range(3), images=images)

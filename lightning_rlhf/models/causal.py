@@ -23,7 +23,7 @@ from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
 from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
-from lightning_rlhf.models.packed_attention import NAME
+from lightning_rlhf.models.packed_attention import has_packed_attention
 from lightning_rlhf.types import TopTokens
 
 
@@ -235,7 +235,7 @@ def hidden_states(
     elif packing is not None:
         rows = input_ids.flatten()[packing.tokens].unsqueeze(0)
         arguments = {"position_ids": packing.positions}
-        if lm.config._attn_implementation == NAME:
+        if has_packed_attention(lm):
             arguments["packed_lengths"] = packing.lengths  # type: ignore[assignment]
     else:
         rows, arguments = input_ids, {}

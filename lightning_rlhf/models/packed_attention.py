@@ -29,6 +29,10 @@ ARCHITECTURES = {
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
     "deepseek_v3", "smollm3",
 }  # fmt: skip
+# Vision-language architectures, whose text model alone has this attention; tests compare texts with images too.
+VISION_ARCHITECTURES = {
+    "idefics3", "smolvlm", "llava", "internvl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+}  # fmt: skip
 _VARLEN_ARGUMENTS = {"scale", "window_size"}  # of torch 2.11 or newer
 _VARLEN_CAPABILITY = (8, 0)  # Ampere
 _VARLEN_WIDTH = 256  # largest number of channels of a head
@@ -51,7 +55,18 @@ def set_role_attention(config: PretrainedConfig, implementation: Attention | Non
     set_attention(config, implementation)
     if is_default and config.model_type in ARCHITECTURES:
         config._attn_implementation = NAME
+    elif is_default and config.model_type in VISION_ARCHITECTURES:
+        config.get_text_config()._attn_implementation = NAME
     return config
+
+
+def has_packed_attention(lm: Any) -> bool:
+    """Return whether the text model of a model has this attention.
+
+    Args:
+        lm: model of transformers.
+    """
+    return bool(lm.config.get_text_config()._attn_implementation == NAME)
 
 
 def packed_attention(

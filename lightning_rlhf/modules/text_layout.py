@@ -82,7 +82,7 @@ class TextLayout:
         """Whether responses in one forward pass share their prompt: in packed rows with this package's attention."""
         names = (*self.module.trained_roles, *self.module.frozen_roles)
         models: list[Any] = [getattr(self.module, name).lm for name in names]
-        return self.packed and all(model.config._attn_implementation == packed_attention.NAME for model in models)
+        return self.packed and all(map(packed_attention.has_packed_attention, models))
 
     @cached_property
     def rotary_lengths(self) -> list[int]:
@@ -247,7 +247,7 @@ def packing_fault(
         is_exact: whether the model computes in float32.
         device: device that the model computes on; idle weights may be elsewhere.
     """
-    if lm.config.model_type in packed_attention.ARCHITECTURES:
+    if packed_attention.has_packed_attention(lm) or lm.config.model_type in packed_attention.ARCHITECTURES:
         return None
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(backbone_of(lm).forward).parameters:

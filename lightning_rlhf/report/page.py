@@ -303,14 +303,14 @@ def _thumbnails_of(run: RunDirectory, rows: Iterable[dict[str, Any]], most: int)
         most: largest number of bytes of all of them.
     """
     files = dict.fromkeys(image["file"] for row in rows for image in row.get("images", ()) if image["file"])
-    found = {}
+    urls = {}
     for file in files:
         data = run.thumbnail(file.removeprefix("images/"))
         url = f"data:image/jpeg;base64,{base64.b64encode(data or b'').decode()}"
         if data is not None and len(url) <= most:
-            found[file] = url
+            urls[file] = url
             most -= len(url)
-    return found
+    return urls
 
 
 def shortened(name: str, value: Any, longest: int = _LONGEST_TEXT) -> dict[str, Any]:

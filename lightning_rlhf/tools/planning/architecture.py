@@ -206,7 +206,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         wide_router=experts > 0 and config.model_type.startswith("deepseek"),
         gated_shared=any("shared_expert_gate" in name for name in parameters),
         eager=config._attn_implementation == "eager" or is_capped,
-        packed=config._attn_implementation == packed_attention.NAME,
+        packed=config.get_text_config()._attn_implementation == packed_attention.NAME,
         **(_latent_attention(config) if getattr(config, "kv_lora_rank", None) else _attention(config)),
     )
 

@@ -202,8 +202,8 @@ class RoleModule(LightningModule):
     @property
     def image_tokens(self) -> tuple[int, ...]:
         """Tokens that stand for images in the data, which no response contains; empty if the data have no images."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if getattr(data, "image_store", None) is None:
+        trainer: Any = trainer_of(self)
+        if getattr(getattr(trainer, "datamodule", None), "image_store", None) is None:
             return ()
         source = self.sources.get("actor") or next(iter(self.sources.values()))
         return (int(source.hf_config().image_token_id),)

@@ -95,7 +95,8 @@ def text_model_of(lm: Any) -> Any:
         lm: model of transformers.
     """
     backbone = backbone_of(lm)
-    return getattr(backbone, "language_model", backbone)
+    found = (getattr(backbone, name, None) for name in ("language_model", "text_model"))  # the latter in Idefics
+    return next((part for part in found if part is not None), backbone)
 
 
 def layers_read_by_kernels(backbone: nn.Module) -> set[str]:

@@ -153,8 +153,8 @@ class TextLayout:
     def images_of(self, batch: TensorBatch) -> TextImages | None:
         """Return the images of the texts of a micro-batch; None if no text has one.
 
-        Strategies with sharded weights gather those of the image encoder on all ranks, so that a rank whose texts have
-        no image encodes one too.
+        Strategies with sharded weights gather those of the image encoder on all ranks, and all ranks add the gradients
+        of one that is trained: a rank whose texts have no image encodes one too, which no text refers to.
 
         Args:
             batch: rows of the micro-batch.
@@ -164,7 +164,8 @@ class TextLayout:
             return None
         distinct = numbers[numbers >= 0].unique()
         if not len(distinct):
-            if self.module.role_strategy.keeps_whole_weights:
+            is_trained = any(self.module.sources[name].train_vision for name in self.module.trained_roles)
+            if self.module.role_strategy.keeps_whole_weights and not is_trained:
                 return None
             distinct = distinct.new_zeros(1)
         store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]

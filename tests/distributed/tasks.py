@@ -53,9 +53,10 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.rollout.given_responses import GivenResponses
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 from tests.environments.worlds import CountsLetters
 from tests.stand_ins import TinyModel, quiet_trainer
+from tests.vision_models import drawing
 
 STEPS = 3
 TOKENIZER = CharacterTokenizer("abcdefg")
@@ -63,9 +64,16 @@ WORDS = ["a", "bc", "cabd", "ga", "ecafbad", "f", "gfedcba", "bb", "dg", "cccc",
 
 
 class SeededEngine(RolloutEngine):
-    """Samples each response from the request's seed alone, so that it is the same on every rank."""
+    """Samples each response from the request's seed alone, so that it is the same on every rank.
 
-    traits = EngineTraits(ranks=2)  # or one: what several ask, all of them get
+    Args:
+        tokens: first token that is sampled, and the one after the last.
+    """
+
+    traits = EngineTraits(ranks=2, reads_images=True)  # or one: what several ask, all of them get
+
+    def __init__(self, tokens: tuple[int, int] = (3, 11)) -> None:
+        self.tokens = tokens
 
     def start(self, setup: EngineSetup) -> None:
         self.version = -1
@@ -83,10 +91,19 @@ class SeededEngine(RolloutEngine):
     ) -> list[Future[Completion]]:
         return finished(self._drawn(item, seed) for item, seed in zip(sampling, seeds, strict=True))
 
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        return self.request(prompts, sampling, seeds)
+
     def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
         draw = torch.Generator().manual_seed(seed)
         length = int(torch.randint(1, sampling.max_tokens + 1, (), generator=draw))
-        tokens = torch.randint(3, 11, (length,), generator=draw).tolist()
+        tokens = torch.randint(*self.tokens, (length,), generator=draw).tolist()
         logprobs = (-2 * torch.rand(length, generator=draw)).tolist()
         return Completion(tokens, logprobs, "stop" if length % 2 else "length", self.version)
 
@@ -137,7 +154,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
             environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models or one for
-            each seed, ``quantization`` of its weights, further arguments of the module.
+            each seed, ``quantization`` of its weights, ``images`` in the rows (then the checkpoint has a processor) and
+            ``train_vision``, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
@@ -153,11 +171,13 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     fields, checkpoint = options.pop("architecture", {}), options.pop("checkpoint", None)
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
     quantization = options.pop("quantization", None)
+    images, train_vision = options.pop("images", False), options.pop("train_vision", False)
 
     def model(seed: int, lora: LoRA | None = adapters) -> ModelSource:
         if checkpoint is not None:
             path = checkpoint if isinstance(checkpoint, str) else checkpoint[str(seed)]
-            return Pretrained(path, dtype=options.get("dtype", "float32"), lora=lora, quantization=quantization)
+            dtype = options.get("dtype", "float32")
+            return Pretrained(path, dtype=dtype, lora=lora, quantization=quantization, train_vision=train_vision)
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
         architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
@@ -174,6 +194,9 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     inputs: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     inputs |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
+    if images:
+        inputs["micro_batch_tokens"] = options.get("micro_batch_tokens", 120)
+        texts |= {"tokenizer": checkpoint, "max_tokens": 110}
     if kind in ("ppo", "grpo", "online_dpo", "distillation", "mixture"):
         items = [{"prompt": word} for word in WORDS]
         if kind == "distillation":
@@ -185,12 +208,14 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
                 for number, word in enumerate(WORDS)
             ]
             responses = GivenResponses(on_policy={"shown": 0.0, "chat": 0.5})
+        if images:
+            items = with_pictures(items)
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
         loop = RolloutLoop(
             [RewardFunction(reward)],
-            SeededEngine(),
+            SeededEngine((71, 79) if images else (3, 11)),
             group_size=2,
             max_response_tokens=6 * (turns or 1),
             environment=turns
@@ -231,20 +256,34 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         return PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **inputs), data, [loop]
     if kind == "sft":
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
+        items = with_pictures(items) if images else items
         data = ConversationDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     if kind == "kto":
         items = [{"prompt": word, "completion": word[::-1], "label": len(word) % 2 == 0} for word in WORDS]
+        items = with_pictures(items) if images else items
         # Held-out batches of 5 and 2: a last one of 1 would be joined to the one before, and its KL be of more texts.
         data = UnpairedDataModule(InMemory(items), val=InMemory(items[:7]), **texts)
         inputs["ref"] = None if adapters else model(2)
         return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]
+    items = with_pictures(items) if images else items
     data = PreferenceDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
     if kind == "dpo":
         inputs = {"ref": None if adapters else model(2), **inputs}
         return DPOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
+
+
+def with_pictures(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows whose prompts are messages, two of three with one or two pictures."""
+    result = []
+    for number, item in enumerate(items):
+        pictures = [drawing(number % 5), drawing(number % 3, 20, 40)][: number % 3]
+        parts = [{"type": "image", "image": picture.data} for picture in pictures]
+        content = [*parts, {"type": "text", "text": item["prompt"]}]
+        result.append({**item, "prompt": [{"role": "user", "content": content}]})
+    return result
 
 
 def strategy_of(description: Any) -> Any:

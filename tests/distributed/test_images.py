@@ -1,0 +1,56 @@
+"""Runs on texts with images under every strategy: the same numbers as in one process, also with trained encoders."""
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.tasks import largest_differences
+from tests.distributed.test_parity import STRATEGIES, WEIGHTS, assert_equal_metrics
+from tests.vision_models import write_checkpoint
+
+KINDS = ("sft", "dpo", "kto", "rm", "grpo", "ppo")
+NAMES = ("rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_2", "rlhf_deepspeed_stage_3")
+
+
+def described(kind, name, folder, train_vision, **options):
+    """Return a run that writes its weights, and a checkpoint after two of three steps."""
+    run = {
+        "kind": kind,
+        "strategy": STRATEGIES.get(name, name),
+        "module": {"checkpoint": f"{folder.parent}/model", "images": True, "train_vision": train_vision},
+        "weights": f"{folder}/{name}-{kind}.safetensors",
+        "save": f"{folder}/{name}-{kind}.ckpt",
+        "save_at": 2,
+    }
+    return {key: value for key, value in (run | options).items() if value is not None}
+
+
+@pytest.fixture(scope="module", params=[("idefics3", True), ("qwen2_5_vl", False), ("qwen3_vl", True)], ids=str)
+def alone(request, tmp_path_factory):
+    """Results of one process in plain Lightning, which those of all ranks must equal."""
+    name, train_vision = request.param
+    folder = tmp_path_factory.mktemp(name)
+    write_checkpoint(name, folder / "model")
+    (folder / "one").mkdir()
+    (folder / "two").mkdir()
+    runs = [described(kind, "auto", folder / "one", train_vision) for kind in KINDS]
+    answers = run_ranks("tests.distributed.tasks:train", 1, runs)[0]
+    return dict(zip(KINDS, answers, strict=True)), folder, train_vision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_train_on_images_like_one_process_and_resume(name, alone):
+    expected, folder, train_vision = alone
+    runs = [described(kind, name, folder / "two", train_vision) for kind in KINDS]
+    resumed = [
+        run | {"ckpt": run["save"], "save": None, "weights": run["weights"].replace(".safe", "-resumed.safe")}
+        for run in runs
+    ]
+    answers = run_ranks("tests.distributed.tasks:train", 2, [*runs, *resumed])
+    for run, again, kind in zip(runs, resumed, KINDS, strict=True):
+        for rank in answers:
+            assert_equal_metrics(rank[runs.index(run)], expected[kind])
+            assert len(rank[len(runs) + runs.index(run)]["steps"]) == 1
+        reference = folder / f"one/auto-{kind}.safetensors"
+        assert max(largest_differences(run["weights"], reference).values()) <= WEIGHTS
+        assert max(largest_differences(again["weights"], run["weights"]).values()) <= WEIGHTS

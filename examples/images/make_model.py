@@ -1,6 +1,6 @@
 """Write a small vision-language model with random weights, its tokenizer and its processor.
 
-    python examples/images/make_model.py idefics3 runs/images/idefics3/model
+    python examples/images/make_model.py idefics3 runs/images/model
 
 The architectures are idefics3 (that of SmolVLM), which vLLM also runs on a CPU, and qwen2_5_vl. Both read pictures of
 32 x 32 pixels as 16 tokens.

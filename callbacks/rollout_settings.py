@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_rlhf.run_checks import check_group_size, check_loops, check_minib
 from .checks import tensor_ranks
 
 log = logging.getLogger(__name__)
+_TEXTS_ONLY = ("environment", "teacher_prompt", "given_responses")  # settings that work without images
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class RolloutSettings:
                 f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
                 f"DistillationModule"
             )
-        self._check_images(data)
+        check_texts_only(vars(self), data)
         if self.given_responses is not None:
             self._check_given(self.given_responses, trainer, module)
         check_val_metric(self.val_metric, labels)
@@ -142,14 +144,6 @@ class RolloutSettings:
         longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
         responses.check(trainer.datamodule, longest)
 
-    def _check_images(self, data: PromptDataModule) -> None:
-        """Raise if prompts have images and a setting works with texts only."""
-        if data.image_store is None:
-            return
-        for name in ("environment", "teacher_prompt", "given_responses"):
-            if getattr(self, name) is not None:
-                raise UsageError(f"{name} works with prompts without images: remove it, or the images of the data")
-
     def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.
 
@@ -169,6 +163,23 @@ class RolloutSettings:
                 "set correction of the module to RolloutCorrection with level token or sequence",
                 self.max_staleness,
             )
+
+
+def check_texts_only(settings: Mapping[str, Any], data: PromptDataModule) -> None:
+    """Validate that no setting works with texts only if prompts have images.
+
+    Args:
+        settings: settings of RolloutLoop by their names.
+        data: data module that was set up.
+
+    Raises:
+        ValueError: prompts have images, and one of these settings is set.
+    """
+    if data.image_store is None:
+        return
+    for name in _TEXTS_ONLY:
+        if settings.get(name) is not None:
+            raise UsageError(f"{name} works with prompts without images: remove it, or the images of the data")
 
 
 def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import warnings
@@ -13,6 +14,8 @@ from PIL import Image, ImageOps
 from lightning_rlhf.expected_errors import RunError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}  # that APIs accept
+_ORIENTATION = 0x0112  # of EXIF data; 1 does not turn the image
 
 
 def sha256_of(data: bytes) -> str:
@@ -59,6 +62,24 @@ class EncodedImage:
         """Return the image in RGB, turned as its EXIF data demand; transparent parts are white."""
         return decode(self.read())
 
+    def data_url(self) -> str:
+        """Return the image as a ``data:`` URL, for requests to servers.
+
+        It contains the file, or the result of :meth:`open` as PNG for a file that servers may reject or show in another
+        way: BMP, transparent parts, or EXIF data that turn the image.
+        """
+        data = self.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                media_type = _MEDIA_TYPES.get(str(image.format))
+                is_turned = image.getexif().get(_ORIENTATION, 1) != 1
+                if media_type is None or is_turned or image.has_transparency_data:
+                    media_type, buffer = "image/png", io.BytesIO()
+                    decode(data).save(buffer, "PNG")
+                    data = buffer.getvalue()
+        return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
 
 def decode(data: bytes) -> Image.Image:
     """Return an image in RGB, turned as its EXIF data demand; transparent parts are white.
@@ -67,8 +88,11 @@ def decode(data: bytes) -> Image.Image:
         data: bytes of a file in one of :data:`FORMATS`.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the number of pixels was checked
+        warnings.simplefilter("ignore")  # the number of pixels was checked, and damaged EXIF data do not matter
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+        if image.mode.startswith("I;16"):  # Pillow would clip each level above 255 to white
+            image.info.pop("transparency", None)
+            image = image.point(lambda level: level * (1 / 257)).convert("L")
         if not image.has_transparency_data:
             return image.convert("RGB")
         layers = image.convert("RGBA")

@@ -60,9 +60,9 @@ class AnswersDataModule(RowsDataModule):
         """Concatenate a prompt, an answer and its end token; the loss mask covers the answer and its end token.
 
         Raises:
-            BadRow: the answer has no token to learn.
+            BadRow: the answer has no token to learn, or the placeholder of an image.
         """
-        answer_ids, end = self.tokenize(answer), self.tokenizer.eos_token_id
+        answer_ids, end = self.tokenize(self.without_images(answer)), self.tokenizer.eos_token_id
         if answer_ids[-1:] != [end]:  # some data include the end token
             answer_ids = [*answer_ids, end]
         ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.compat import replaces_samplers
 from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of, tool_schemas
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
-from lightning_rlhf.data.image_parts import MARKER, as_bad_row, images_of, with_images
+from lightning_rlhf.data.image_parts import MARKER, as_bad_row, given_images, images_of, with_images
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
-from lightning_rlhf.data.row import BadRow, Row
-from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_rows
+from lightning_rlhf.data.row import BadRow, Row, RowSource
+from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
@@ -70,15 +69,13 @@ class _RowNotes:
     images: bool = False
 
 
-_LOCATION = re.compile(r"(.*?)(:\d+|\[\d+\])")
+_IMAGES_ADVICE = (
+    "to use longer rows with images, which are never cut, raise max_tokens, or let the processor make images smaller"
+)
 
 
-def folder_of(location: str) -> Path | None:
-    """Return the directory of the file in a row's location; None if the row is not in a local file."""
-    match = _LOCATION.fullmatch(location)
-    if match is None or not Path(match[1]).is_file():
-        return None
-    return Path(match[1]).parent
+class _FirstImage(Exception):
+    """The first image of the data is in a row after others, which were not searched for the processor's placeholder."""
 
 
 class RowsDataModule(LightningDataModule):
@@ -109,13 +106,15 @@ class RowsDataModule(LightningDataModule):
             role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
         tools: functions that the chat template describes as tools in rows without a column ``tools``: references
             ``file.py:name`` or ``module:name``.
-        images: where images of rows are read, and their limits; None is the directory of the data file. Rows contain
+        images: folder and limits of the rows' images; None is the directory of the data file. Rows contain
             them in the parts of messages (``{type: image, image: ...}``), or in a column ``images``, whose places are
             parts without an image or ``<image>`` in texts. The tokenizer must be that of a vision-language model.
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
     batch_type: ClassVar[type]  # type of the batches that collate returns
+    _image_folder: Path | None = None  # directory of the row's file
+    _unchecked = False  # whether texts were read before the processor, whose placeholder they may contain
 
     def __init__(
         self,
@@ -162,7 +161,6 @@ class RowsDataModule(LightningDataModule):
         self.text_messages = TextMessages(markers) if as_messages else None
         self.image_settings = images or ImageSettings()
         self.image_store: ImageStore | None = None  # of the rows with images
-        self._image_folder: Path | None = None
         self.examples: dict[str, list[Any]] = {}
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
@@ -205,8 +203,18 @@ class RowsDataModule(LightningDataModule):
             return
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # raises early for a missing file
         self.tokenizer = load_tokenizer(self.tokenizer_source)
+        self.image_store, self._unchecked = None, False
+        try:
+            examples = self._read(sources)
+        except _FirstImage:
+            self._unchecked = False
+            examples = self._read(sources)
+        self._unchecked = False
+        self.examples = examples  # of all parts: after an error, another call reads all again
+
+    def _read(self, sources: Mapping[str, RowSource]) -> dict[str, list[Any]]:
+        """Read and tokenize all rows of some sources."""
         bad_rows = self._create_bad_rows_file()
-        self.image_store = None
         examples: dict[str, list[Any]] = {}
         self._sampler_keys = []
         for name, source in sources.items():
@@ -217,7 +225,7 @@ class RowsDataModule(LightningDataModule):
             )
             if report.unknown and self.trainer is not None and self.trainer.is_global_zero:
                 log.warning("%s: %s", report.name, report.describe_unknown())
-        self.examples = examples  # of all parts: after an error, another call reads all again
+        return examples
 
     @property
     def longest_text_tokens(self) -> int:
@@ -285,8 +293,9 @@ class RowsDataModule(LightningDataModule):
         self._image_folder = folder_of(report.location)
         self._notes = _RowNotes()
         example = self.convert(fields)
-        if self._given_images(fields) and not self._notes.images:
+        if given_images(fields) and not self._notes.images:
             raise BadRow("the column images has no place in this row: use messages, or a prompt and its answer")
+        self._unchecked |= self.image_store is None
         report.column_mappings[fields.describe()] += 1
         report.has_messages |= fields.has_messages()
         if self._notes.cut is not None:
@@ -317,7 +326,7 @@ class RowsDataModule(LightningDataModule):
         Raises:
             BadRow: the value is not a list of messages, or an image cannot be used.
         """
-        return with_images(messages_of(fields[name], label), self._given_images(fields), self._read_image, is_answer)
+        return with_images(messages_of(fields[name], label), given_images(fields), self._read_image, is_answer)
 
     def prompt_of(self, fields: Fields) -> PromptText:
         """Return the prompt as text, with its images, and its messages if the chat template rendered it.
@@ -327,13 +336,22 @@ class RowsDataModule(LightningDataModule):
         """
         if holds_messages(fields["prompt"]):
             return self.prompt_of_messages(fields, self.messages(fields, "prompt", "prompt"))
-        text, given = fields.text("prompt"), self._given_images(fields)
+        text = fields.text("prompt")
         with as_bad_row():
-            images = [self._read_image(value) for value in given]
+            images = [self._read_image(value) for value in given_images(fields)]
             if not images:
-                return PromptText(text, text, [], [])
+                return PromptText(self.without_images(text), text, [], [])
             text = text.replace(MARKER, self._store.processor.placeholder)
             return PromptText(self._store.processor.expand(text, images), text, [], images)
+
+    def without_images(self, text: str) -> str:
+        """Return a text that has no images.
+
+        Raises:
+            BadRow: the text contains the placeholder of an image.
+        """
+        with as_bad_row():
+            return self._expand(text, ())
 
     def prompt_of_messages(self, fields: Fields, messages: list[Message]) -> PromptText:
         """Return the prompt that the chat template renders from messages."""
@@ -341,13 +359,6 @@ class RowsDataModule(LightningDataModule):
         text = chat.render(messages, "prompt", generation=True)
         unexpanded = chat.render(messages, "prompt", generation=True, expanded=False) if images else text
         return PromptText(text, unexpanded, messages, images)
-
-    def _given_images(self, fields: Fields) -> Sequence[Any]:
-        """Return the values of the row's column of images."""
-        value = fields.get("images")
-        if value is None:
-            return ()
-        return value if isinstance(value, list | tuple) else (value,)
 
     def _read_image(self, value: Any) -> EncodedImage:
         _ = self._store  # a model that reads no images is a better error than an image that cannot be used
@@ -364,6 +375,8 @@ class RowsDataModule(LightningDataModule):
                     "directory or hub id of one"
                 )
             self.image_store = ImageStore(load_processor(self.tokenizer_source))
+            if self._unchecked:
+                raise _FirstImage
         return self.image_store
 
     def number_images(self, images: Sequence[EncodedImage]) -> tuple[int, ...]:
@@ -375,6 +388,8 @@ class RowsDataModule(LightningDataModule):
         return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools, self._expand)
 
     def _expand(self, text: str, images: Sequence[EncodedImage]) -> str:
+        if self.image_store is None and not images:
+            return text
         return self._store.processor.expand(text, images)
 
     @property
@@ -408,7 +423,7 @@ class RowsDataModule(LightningDataModule):
             raise BadRow(f"the marker {self.split_after!r} does not occur in the text")
         if not tail.strip():
             raise BadRow(f"nothing follows the last {self.split_after!r}")
-        return head + marker, tail
+        return self.without_images(head + marker), tail
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text without special tokens; record the parts of it that the tokenizer does not know."""
@@ -433,7 +448,7 @@ class RowsDataModule(LightningDataModule):
             BadRow: the text is too long, and ``too_long`` is not a cut or the text has images.
         """
         if tokens > self.max_tokens and has_images:
-            raise_too_long(tokens, self.max_tokens, f"{label}, with its images,", "bad_row")
+            raise_too_long(tokens, self.max_tokens, f"{label}, with its images,", "bad_row", _IMAGES_ADVICE)
         if tokens > self.max_tokens and self.too_long in ("bad_row", "drop"):
             raise_too_long(tokens, self.max_tokens, label, self.too_long)
         return max(tokens - self.max_tokens, 0)

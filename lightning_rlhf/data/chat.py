@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -121,7 +122,7 @@ class Chat:
         if not is_unicode(text):
             raise BadRow(f"the {label} is not valid UTF-8 text")
         images = images_of(messages)
-        if expanded and images and self.expand is not None:
+        if expanded and self.expand is not None:
             with as_bad_row():
                 return self.expand(text, images)
         return text
@@ -251,6 +252,8 @@ class Chat:
                 "add chat_template.jinja to its directory, or write the text itself"
             )
         try:
+            if _reads_parts_only(self.tokenizer, self._template()):
+                messages = list(map(_in_parts, messages))
             return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **arguments, **self.options)
         except _TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template rejects the {label}: {error}") from error
@@ -260,6 +263,34 @@ class Chat:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(maxsize=4)
+def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a template leaves out the text of a message whose content is not a list of parts.
+
+    Those of LLaVA and SmolVLM do.
+
+    Args:
+        tokenizer: tokenizer with the template.
+        template: chat template.
+    """
+
+    def renders(content: Any) -> bool:
+        try:
+            messages = [{"role": "user", "content": content}]
+            return "question" in str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        except _TEMPLATE_ERRORS:  # it needs other messages
+            return False
+
+    return not renders("question") and renders([{"type": "text", "text": "question"}])
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message whose text is a part of its content."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _renders_differently(message: int, label: str, remedy: str = "") -> BadRow:

@@ -24,10 +24,11 @@ REWARD_FIELDS: tuple[FieldCandidates, ...] = (
     (("data_source", "data_source"),),
     (("extra_info", "extra_info"),),
 )
+IMAGES: FieldCandidates = (("images", "images"), ("images", "image"))
 TEMPLATE_FIELDS: tuple[FieldCandidates, ...] = (
     (("tools", "tools"),),
     (("chat_template_kwargs", "chat_template_kwargs"),),
-    (("images", "images"), ("images", "image")),
+    IMAGES,
 )
 _TEXT_AS_MESSAGES = "text as messages"
 _MISSING = object()

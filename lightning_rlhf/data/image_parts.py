@@ -66,6 +66,11 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
+def has_images(content: Any) -> bool:
+    """Return whether the content of a message has an image."""
+    return isinstance(content, list) and any(map(is_image, content))
+
+
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[EncodedImage]:
     """Return the images of messages in their order."""
     return [
@@ -75,6 +80,14 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[EncodedImage]:
         for part in message.get("content") or ()
         if is_image(part)
     ]
+
+
+def given_images(fields: Fields) -> Sequence[Any]:
+    """Return the values of the row's column of images; empty without one."""
+    value = fields.get("images")
+    if value is None:
+        return ()
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def may_have_images(fields: Fields) -> bool:
@@ -99,8 +112,44 @@ def text_of_content(content: Any) -> str:
     return "".join(MARKER if is_image(part) else part["text"] for part in content)
 
 
+def openai_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as servers with OpenAI's API read them: images are parts ``image_url`` with ``data:`` URLs."""
+    return [
+        {**message, "content": [image_url(part["image"]) if is_image(part) else part for part in message["content"]]}
+        if has_images(message.get("content"))
+        else dict(message)
+        for message in messages
+    ]
+
+
+def text_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with a marker in place of each image, for models that read texts."""
+    return [
+        {**message, "content": text_of_content(message["content"])}
+        if has_images(message.get("content"))
+        else dict(message)
+        for message in messages
+    ]
+
+
+def image_url(image: EncodedImage) -> dict[str, Any]:
+    """Return an image as a part of a message in OpenAI's API."""
+    return {"type": "image_url", "image_url": {"url": image.data_url()}}
+
+
+def user_message(text: str, images: Sequence[EncodedImage]) -> dict[str, Any]:
+    """Return a user message with a text, whose markers are parts with the images.
+
+    Args:
+        text: text with one marker for each image, or without markers: images are then before the text.
+        images: images in their order; empty leaves the text as it is.
+    """
+    message = {"role": "user", "content": text}
+    return with_images([message], images, lambda image: image, is_answer=False)[0]
+
+
 def with_images(
-    messages: Sequence[dict[str, Any]], given: Sequence[Any], read: Callable[[Any], EncodedImage], is_answer: bool
+    messages: Sequence[dict[str, Any]], column: Sequence[Any], read: Callable[[Any], EncodedImage], is_answer: bool
 ) -> list[dict[str, Any]]:
     """Return messages whose image parts have their images.
 
@@ -109,7 +158,7 @@ def with_images(
 
     Args:
         messages: messages of a conversation, or of an answer alone.
-        given: values of the column ``images``.
+        column: values of the column ``images``.
         read: function that reads an image of a row.
         is_answer: whether the messages are an answer, whose prompt has the images.
 
@@ -117,22 +166,22 @@ def with_images(
         BadRow: an image cannot be used, an answer has one, or the numbers of images and their places differ.
     """
     filled = [dict(message) for message in messages]
-    if given:
+    if column:
         filled = [{**message, "content": _split(message["content"])} for message in filled]
-    places = [part for message in filled if isinstance(message["content"], list) for part in message["content"]]
-    empty = [part for part in places if is_image(part) and part["image"] is None]
-    if is_answer and not any(map(is_image, places)):
+    parts = [part for message in filled if isinstance(message["content"], list) for part in message["content"]]
+    empty = [part for part in parts if is_image(part) and part["image"] is None]
+    if is_answer and not any(map(is_image, parts)):
         return filled
-    if given and not any(map(is_image, places)):
+    if column and not any(map(is_image, parts)):
         first = next((message for message in filled if message["role"] == "user"), filled[0])
-        empty = [{"type": "image", "image": None} for _ in given]
+        empty = [{"type": "image", "image": None} for _ in column]
         first["content"] = [*empty, {"type": "text", "text": first["content"]}]
-    if len(empty) != len(given):
+    if len(empty) != len(column):
         raise BadRow(
-            f"the messages have places for {len(empty)} images, and the column images has {len(given)}",
+            f"the messages have places for {len(empty)} images, and the column images has {len(column)}",
             "the numbers of images and of their places in the messages differ",
         )
-    values = iter(given)
+    values = iter(column)
     for message in filled:
         if isinstance(message["content"], list):
             if message["role"] == "assistant" and any(map(is_image, message["content"])):

@@ -15,15 +15,22 @@ _ADVICE = (
 )
 
 
-def raise_too_long(tokens: int, limit: int, label: str, too_long: TooLong) -> None:
+def raise_too_long(tokens: int, limit: int, label: str, too_long: TooLong, advice: str = _ADVICE) -> None:
     """Raise an error for a row that is too long.
+
+    Args:
+        tokens: number of tokens of the text.
+        limit: largest number.
+        label: name of the text in error messages.
+        too_long: treatment of such rows.
+        advice: options that make the row usable.
 
     Raises:
         SkippedRow: ``too_long`` is ``drop``.
         BadRow: otherwise.
     """
     kind = SkippedRow if too_long == "drop" else BadRow
-    raise kind(f"{label} has {tokens} tokens, the limit is {limit}", f"{label} longer than {limit} tokens", _ADVICE)
+    raise kind(f"{label} has {tokens} tokens, the limit is {limit}", f"{label} longer than {limit} tokens", advice)
 
 
 def cut(items: Sequence[_Item], excess: int, too_long: TooLong) -> list[_Item]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
-from lightning_rlhf.data.chat import common_prefix, holds_messages
+from lightning_rlhf.data.chat import common_prefix, holds_messages, messages_of
 from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.image_parts import MARKER, text_of_content
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PreferenceBatch
@@ -68,11 +69,16 @@ class PreferenceDataModule(AnswersDataModule):
         shared = common_prefix(chosen, rejected)
         if has_prompt:
             prompt = self.messages(fields, "prompt", "prompt")
-            if not (common_prefix(prompt, chosen) == common_prefix(prompt, rejected) == len(prompt)):
-                chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+            for start in (prompt, messages_of(fields["prompt"], "prompt")):  # the latter without a column's images
+                if common_prefix(start, chosen) == common_prefix(start, rejected) == len(start):
+                    chosen, rejected = chosen[len(start) :], rejected[len(start) :]
+                    break
+            chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
             shared = len(prompt)
-        elif "prompt" in fields and fields.text("prompt") not in [m["content"] for m in chosen[:shared]]:
-            raise BadRow("the prompt is text, but the messages of chosen and rejected do not begin with it")
+        elif "prompt" in fields:
+            text, texts = fields.text("prompt"), [text_of_content(message["content"]) for message in chosen[:shared]]
+            if not any(text in (content, content.replace(MARKER, "")) for content in texts):
+                raise BadRow("the prompt is text, but the messages of chosen and rejected do not begin with it")
         return (
             self.mask_messages(fields, chosen, "chosen conversation", shared),
             self.mask_messages(fields, rejected, "rejected conversation", shared),

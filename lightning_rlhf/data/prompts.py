@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from lightning_rlhf.data.base import PromptText, RowsDataModule
 from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
+from lightning_rlhf.data.image_parts import MARKER
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PromptBatch, PromptImages
 
@@ -19,7 +20,7 @@ class Prompt(NamedTuple):
     """A tokenized prompt.
 
     Args:
-        text: text of the prompt, rendered by the chat template for messages.
+        text: text of the prompt, rendered by the chat template for messages; ``<image>`` stands for an image.
         ids: token ids.
         columns: further columns of the row, for rewards.
         messages: chat messages of the prompt; empty for plain text.
@@ -46,9 +47,10 @@ class PromptDataModule(RowsDataModule):
     """Rows with a ``prompt`` (text or messages), or a conversation whose last answer is removed.
 
     All further columns are passed to the reward functions. Columns known to contain the correct answer, the source or
-    other information are also passed as ``ground_truth``, ``data_source`` and ``extra_info``. Preference data without a
-    prompt column also work: the prompt is the part of the ``chosen`` text up to ``split_after``, or the messages that
-    ``chosen`` and ``rejected`` share. ``max_tokens`` limits the prompt.
+    other information are also passed as ``ground_truth``, ``data_source`` and ``extra_info``, and the images of a
+    prompt as ``images``. Preference data without a prompt column also work: the prompt is the part of the ``chosen``
+    text up to ``split_after``, or the messages that ``chosen`` and ``rejected`` share. ``max_tokens`` limits the
+    prompt.
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
@@ -68,7 +70,8 @@ class PromptDataModule(RowsDataModule):
         images = PromptImages(
             tuple(prompt.images), self.number_images(prompt.images), tuple(self.tokenize(prompt.unexpanded))
         )
-        return Prompt(prompt.unexpanded, ids, {**columns, "images": prompt.images}, prompt.messages, images)
+        text = prompt.unexpanded.replace(self._store.processor.placeholder, MARKER)
+        return Prompt(text, ids, {**columns, "images": prompt.images}, prompt.messages, images)
 
     def _prompt(self, fields: Fields) -> PromptText:
         if "messages" in fields:

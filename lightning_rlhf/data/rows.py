@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ OnBadRow = Literal["error", "skip"]
 Source = str | RowSource | list[str | RowSource | Path] | Path
 _Item = TypeVar("_Item")
 _MAX_SHOWN = 5
+_LOCATION = re.compile(r"(.*?)(:\d+|\[\d+\])")
 
 
 @dataclass
@@ -170,6 +172,14 @@ class HubDataset:
             ) from error
         for number, row in enumerate(dataset):
             yield f"{self.path}[{number}]", row
+
+
+def folder_of(location: str) -> Path | None:
+    """Return the directory of the file in a row's location; None if the row is not in a local file."""
+    match = _LOCATION.fullmatch(location)
+    if match is None or not Path(match[1]).is_file():
+        return None
+    return Path(match[1]).parent
 
 
 def as_rows(source: Source) -> RowSource:

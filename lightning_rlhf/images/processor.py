@@ -10,13 +10,13 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import processing_auto
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from lightning_rlhf.encoded_image import EncodedImage
-from lightning_rlhf.expected_errors import MissingPackageError, UsageError
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError, counted
 from lightning_rlhf.images.bad import BadImage
 from lightning_rlhf.paths import READ_ERRORS, read_error_message
 
@@ -44,6 +44,7 @@ class ImageProcessor:
             )
         self.placeholder = str(placeholder)
         self._processor = processor
+        self._feature_token = str(getattr(processor.tokenizer, "image_token", None) or placeholder)
         self._source = source
         self._expansions: dict[tuple[int, int], str] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
@@ -60,17 +61,24 @@ class ImageProcessor:
 
         Args:
             text: text with one placeholder for each image.
-            images: images in their order.
+            images: images in their order; empty for a text without placeholders.
 
         Raises:
-            BadImage: the numbers of placeholders and images differ, or the processor rejects an image.
+            BadImage: the numbers of placeholders and images differ, the text contains the token of a feature, or the
+                processor rejects an image.
         """
         parts = text.split(self.placeholder)
         if len(parts) != len(images) + 1:
             raise BadImage(
-                f"the text has {len(parts) - 1} placeholders {self.placeholder!r} for {len(images)} images: a message "
-                f"needs one part of type image for each, and texts must not contain the placeholder itself",
+                f"the text has {counted(len(parts) - 1, 'placeholder')} {self.placeholder!r} for "
+                f"{counted(len(images), 'image')}: a message needs one part of type image for each, a plain text one "
+                f"<image>, and texts must not contain the placeholder itself",
                 "the numbers of placeholders and images differ",
+            )
+        if any(self._feature_token in part for part in parts):
+            raise BadImage(
+                f"the text contains {self._feature_token!r}, which stands for a part of an image: remove it",
+                "the text contains a token of images",
             )
         replacements = [*map(self._expansion, images), ""]
         return "".join(part + replacement for part, replacement in zip(parts, replacements, strict=True))
@@ -120,11 +128,13 @@ class ImageProcessor:
         return tensors
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer, and the files of the processor as they came.
+        """Write the tokenizer, and the files of the processor as they came; nothing to where they came from.
 
         Args:
             directory: directory of the model, whose ``config.json`` stays as it is.
         """
+        if Path(self._source) == directory or Path(self._source).resolve() == directory.resolve():
+            return
         self.tokenizer.save_pretrained(directory)
         copy_processor(self._source, directory)
 
@@ -141,15 +151,34 @@ def copy_processor(source: str, directory: Path) -> None:
         directory: directory to copy to.
     """
     for name in _FILES:
-        found = cached_file(
+        file = cached_file(
             source,
             name,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        if found is not None:
-            shutil.copyfile(found, directory / name)
+        if file is not None:
+            shutil.copyfile(file, directory / name)
+
+
+def image_token(config: PretrainedConfig, name: str) -> int:
+    """Return the token that stands for images in the input of a model.
+
+    Args:
+        config: configuration of the model.
+        name: name of the model in error messages.
+
+    Raises:
+        ValueError: the model reads texts only.
+    """
+    token: int | None = getattr(config, "image_token_id", None)
+    if token is None:
+        raise UsageError(
+            f"the data have images, and {name} is a {config.model_type}, which reads texts only: use a vision-language "
+            f"model, such as Qwen2.5-VL or SmolVLM, or data without images"
+        )
+    return token
 
 
 def load_processor(source: str) -> ImageProcessor:
@@ -185,7 +214,7 @@ def _processor_class(path: str) -> Any:
         name = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(config.model_type)
     kind: Any = getattr(transformers, str(name), None)
     if hasattr(kind, "_backends") and not issubclass(kind, ProcessorMixin):  # stand-in for a class that needs packages
-        raise MissingPackageError(f"{name} of {path!r} needs {' and '.join(kind._backends)}: install what is missing")
+        raise MissingPackageError(f"{name} of {path!r} needs {' and '.join(kind._backends)}: install them")
     if not (isinstance(kind, type) and issubclass(kind, ProcessorMixin)):
         raise UsageError(f"{path!r} has no processor of a vision-language model that transformers knows, got {name!r}")
     if "video_processor" not in kind.get_attributes() or is_torchvision_available():
@@ -194,7 +223,7 @@ def _processor_class(path: str) -> Any:
 
 
 class _WithoutVideos:
-    """Mixin of processors that leaves out the part for videos, which is None."""
+    """Mixin of processors that leaves out the part for videos."""
 
     @classmethod
     def _get_arguments_from_pretrained(cls, path: str, processor_dict: Any = None, **options: Any) -> list[Any]:

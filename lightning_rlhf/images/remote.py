@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from lightning_rlhf.images.bad import BadImage
 
 _TIMEOUT_S = 30
+_SAFE = "!#$%&'()*+,/:;=?@[]~"  # characters of an address that are sent as they are
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # these contain an IPv4 address
 
 
 def fetch(address: str, allowed: bool, max_bytes: int) -> bytes:
@@ -47,39 +51,61 @@ def fetch(address: str, allowed: bool, max_bytes: int) -> bytes:
         )
     port = port or (443 if parts.scheme == "https" else 80)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        if not all(ipaddress.ip_address(number.partition("%")[0]).is_global for number in numbers):
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        numbers = list(dict.fromkeys(str(entry[4][0]) for entry in answers))
+        if not all(map(_is_public, numbers)):
             raise BadImage(
-                f"the image {shown!r} is on this machine or in a private network, from which nothing is fetched",
+                f"the image {shown!r} is on this machine or in a private network, from which nothing is fetched: use "
+                f"its path",
                 "an image's address is not public",
             )
         kind = _PinnedHTTPS if parts.scheme == "https" else _Pinned
-        connection = kind(host, port, numbers[0])
-        try:
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", target, headers={"User-Agent": "lightning-rlhf", "Accept": "image/*"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise BadImage(
-                    f"the image {shown!r} cannot be fetched: the server's status is {response.status}",
-                    "an image cannot be fetched",
-                )
-            return _read(response, max_bytes + 1)
-        finally:
-            connection.close()
+        target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_SAFE)
+        return _get(kind(host, port, numbers[0]), target, max_bytes + 1)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        raise BadImage(f"the image {shown!r} cannot be fetched: {error}", "an image cannot be fetched") from error
+        raise BadImage(
+            f"the image {shown!r} cannot be fetched: {error}; download it, and use its path",
+            "an image cannot be fetched",
+        ) from error
 
 
-def _read(response: http.client.HTTPResponse, most: int) -> bytes:
-    """Return the content, up to a number of bytes, within the time limit for all of it."""
-    deadline, content = time.monotonic() + _TIMEOUT_S, bytearray()
-    while len(content) < most and (part := response.read1(min(1 << 16, most - len(content)))):
-        content += part
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it took more than {_TIMEOUT_S} s")
+def _get(connection: _Pinned, target: str, most: int) -> bytes:
+    """Return the content at a path, up to a number of bytes.
+
+    Raises:
+        OSError: there is no such content, or the server is too slow.
+    """
+    connection.connect()
+    deadline = time.monotonic() + _TIMEOUT_S
+    end = threading.Timer(_TIMEOUT_S, connection.interrupt)  # each single wait for a slow server may be short
+    end.daemon = True
+    end.start()
+    content = bytearray()
+    try:
+        connection.request("GET", target, headers={"User-Agent": "lightning-rlhf", "Accept": "image/*"})
+        response = connection.getresponse()
+        if response.status != 200:
+            hint = ", and redirects are not followed" if 300 <= response.status < 400 else ""
+            raise OSError(f"the server's status is {response.status}{hint}")
+        while len(content) < most and (part := response.read1(min(1 << 16, most - len(content)))):
+            content += part
+    except (OSError, http.client.HTTPException):
+        if time.monotonic() < deadline:
+            raise
+    finally:
+        end.cancel()
+        connection.close()
+    if time.monotonic() >= deadline:
+        raise TimeoutError(f"it took more than {_TIMEOUT_S} s")
     return bytes(content)
+
+
+def _is_public(number: str) -> bool:
+    """Return whether an IP address is that of a machine on the internet."""
+    address = ipaddress.ip_address(number.partition("%")[0])
+    if address in _NAT64:
+        address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.is_global and not address.is_multicast
 
 
 class _Pinned(http.client.HTTPConnection):
@@ -94,16 +120,25 @@ class _Pinned(http.client.HTTPConnection):
     def __init__(self, host: str, port: int, number: str) -> None:
         super().__init__(host, port, timeout=_TIMEOUT_S)
         self._number = number
+        self._open: socket.socket | None = None
 
     def connect(self) -> None:
         """Connect to the IP address, without another look-up of the name."""
-        self.sock = socket.create_connection((self._number, self.port), _TIMEOUT_S)
+        self.sock = self._open = socket.create_connection((self._number, self.port), _TIMEOUT_S)
+
+    def interrupt(self) -> None:
+        """End each wait for the server, from another thread."""
+        with contextlib.suppress(OSError):  # closed already
+            if self._open is not None:  # http.client forgets the socket where the server closes the connection
+                self._open.shutdown(socket.SHUT_RDWR)
 
 
 class _PinnedHTTPS(_Pinned):
     """Encrypted connection to one IP address of a host, whose certificate is checked for the host's name."""
 
+    default_port = 443  # which the header Host omits
+
     def connect(self) -> None:
         """See :meth:`_Pinned.connect`."""
         super().connect()
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+        self.sock = self._open = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)

@@ -13,6 +13,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from lightning_rlhf.expected_errors import UsageError
@@ -73,7 +77,24 @@ def scalar_model_class(config: PretrainedConfig) -> Any:
     members = {"base_model_prefix": prefix, "config_class": type(config), "__module__": __name__}
     # Without exist_ok, transformers leaves its own configurations out.
     auto.register(type(config), type(name, (GenericForSequenceClassification, family), members), exist_ok=True)
+    for kind in _LANGUAGE_MODELS:
+        if (model_class := kind._model_mapping.get(type(config), None)) is not None:
+            _share_renamings(model_class.__name__, name)
     return auto
+
+
+def _share_renamings(language_model: str, classifier: str) -> None:
+    """Read and write the checkpoints of a new classifier with the renamed weights of the language model, if it has any.
+
+    transformers looks for renamings by the name of the class first, as for Qwen2-VL.
+
+    Args:
+        language_model: class of the architecture's language model.
+        classifier: class of the classifier.
+    """
+    renamings = get_checkpoint_conversion_mapping(language_model)
+    if renamings is not None and get_checkpoint_conversion_mapping(classifier) is None:
+        register_checkpoint_conversion_mapping(classifier, renamings)
 
 
 def backbone_of(lm: Any) -> Any:

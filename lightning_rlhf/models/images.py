@@ -5,15 +5,43 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.models.classes import backbone_of
+from lightning_rlhf.models.classes import backbone_of, language_model_class
+
+# Models that compute prompts with images otherwise than responses are computed here.
+_UNSUPPORTED = {"paligemma": "reads prompts in both directions"}
+
+
+def check_reads_images(role: str, config: PretrainedConfig) -> None:
+    """Raise if a model cannot read the images of the data.
+
+    Args:
+        role: name of the role, for the message.
+        config: configuration of the model.
+
+    Raises:
+        ValueError: the model reads texts only, or its images are not supported.
+    """
+    kind = config.model_type
+    remedy = "use another vision-language model, such as Qwen2.5-VL or SmolVLM, or data without images"
+    if getattr(config, "image_token_id", None) is None:
+        raise UsageError(f"the data have images, and the {role} is a {kind}, which reads texts only: {remedy}")
+    model_class = language_model_class(config)._model_mapping[type(config)]
+    if kind in _UNSUPPORTED:
+        raise UsageError(f"the data have images, and {kind} {_UNSUPPORTED[kind]}, which is not supported: {remedy}")
+    if "mm_encoder_outputs" not in inspect.signature(model_class.forward).parameters:
+        raise UsageError(
+            f"the data have images, and {model_class.__name__} of transformers takes no features that were computed "
+            f"before: {remedy}"
+        )
 
 
 @dataclass(frozen=True)
@@ -24,16 +52,18 @@ class TextImages:
         tensors: tensors of each of N distinct images, as the model's processor makes them.
         numbers: (B, K) int64, number of the distinct image of each image of a text in their order; -1 is padding.
         keys: key of each distinct image, the same in every forward pass; empty if features are not kept.
+        passes: least number of passes through the encoder, which must be equal on all ranks of some strategies.
     """
 
     tensors: Sequence[dict[str, Tensor]]
     numbers: Tensor
     keys: Sequence[int] = ()
+    passes: int = 1
 
     def to(self, device: torch.device | str) -> TextImages:
         """Move the tensors to a device."""
         moved = [{name: tensor.to(device) for name, tensor in image.items()} for image in self.tensors]
-        return TextImages(moved, self.numbers.to(device), self.keys)
+        return replace(self, tensors=moved, numbers=self.numbers.to(device))
 
 
 class _Encoded:
@@ -113,58 +143,61 @@ class FeatureCache:
         )
 
 
-def encode_images(lm: Any, tensors: Sequence[dict[str, Tensor]]) -> ImageFeatures:
+def encode_images(lm: Any, tensors: Sequence[dict[str, Tensor]], passes: int = 1) -> ImageFeatures:
     """Encode images; those whose tensors have the same shapes are encoded together.
 
     Args:
         lm: vision-language model.
         tensors: tensors of each image.
+        passes: least number of passes through the encoder; further ones change no feature.
     """
     backbone = backbone_of(lm)
-    alike: dict[Any, list[int]] = {}
-    for number, image in enumerate(tensors):
-        alike.setdefault(_shapes(image), []).append(number)
     parts: dict[int, list[Tensor]] = {}
     part = None
-    for numbers in alike.values():
-        inputs = {name: _joined([tensors[number][name] for number in numbers]) for name in tensors[numbers[0]]}
-        output = backbone.get_image_features(**inputs, return_dict=True)
-        if isinstance(output.pooler_output, Tensor):
-            part = output.pooler_output.shape[-2]
-        all_features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
-        split = [_of_each(features, [tensors[number] for number in numbers]) for features in all_features]
-        parts |= dict(zip(numbers, map(list, zip(*split, strict=True)), strict=True))
+    groups = images_alike(tensors)
+    for numbers in groups:
+        output, split = _encode_alike(backbone, [tensors[number] for number in numbers])
+        if isinstance(output, Tensor):
+            part = output.shape[-2]
+        parts |= dict(zip(numbers, split, strict=True))
     in_order = [parts[number] for number in range(len(tensors))]
     flat, *layers = (torch.cat(features) for features in zip(*in_order, strict=True))
+    for _ in range(passes - len(groups)):
+        _, (unused, *_) = _encode_alike(backbone, [tensors[0]])
+        flat = flat + 0 * sum(features.sum() for features in unused)
     return ImageFeatures(flat, [len(features[0]) for features in in_order], part, layers)
 
 
-def _shapes(image: dict[str, Tensor]) -> tuple[Any, ...]:
-    """Return what must be equal for images that are encoded together: all but the first axis with more than one."""
-    return tuple(
-        (name, tensor.shape[2:] if _has_batch_axis(tensor) else tensor.shape[1:]) for name, tensor in image.items()
-    )
+def images_alike(tensors: Sequence[dict[str, Tensor]]) -> list[list[int]]:
+    """Return the numbers of images whose tensors have the same shapes, except for the number of their parts.
+
+    Args:
+        tensors: tensors of each image.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, image in enumerate(tensors):
+        axis = _parts_axis(image)
+        shapes = tuple((name, tensor.shape[axis + 1 :]) for name, tensor in image.items())
+        groups.setdefault(shapes, []).append(number)
+    return list(groups.values())
 
 
-def _has_batch_axis(tensor: Tensor) -> bool:
-    """Return whether a tensor has an axis of texts before that of the parts of an image, as in Idefics."""
-    return tensor.ndim == 5 or (tensor.ndim == 4 and tensor.shape[1] != 3)
+def _parts_axis(image: dict[str, Tensor]) -> int:
+    """Return the axis of the parts of an image, which is after that of the texts in Idefics."""
+    return 1 if image["pixel_values"].ndim == 5 else 0
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors, dim=1 if _has_batch_axis(tensors[0]) else 0)
-
-
-def _of_each(features: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Split the features of several images into (F, H) features of each."""
-    if isinstance(features, list | tuple):
-        return [part.flatten(0, -2) for part in features]
-    rows = [_parts(image["pixel_values"]) for image in images]
-    return [part.flatten(0, -2) for part in features.split(rows)]
-
-
-def _parts(pixels: Tensor) -> int:
-    return pixels.shape[1] if _has_batch_axis(pixels) else pixels.shape[0]
+def _encode_alike(backbone: Any, images: Sequence[dict[str, Tensor]]) -> tuple[Any, list[list[Tensor]]]:
+    """Return the output of the encoder, and (F, H) features of each image for the first and for other layers."""
+    axis = _parts_axis(images[0])
+    inputs = {name: torch.cat([image[name] for image in images], axis) for name in images[0]}
+    output = backbone.get_image_features(**inputs, return_dict=True)
+    of_layers = []
+    for features in (output.pooler_output, *(getattr(output, "deepstack_features", None) or [])):
+        if isinstance(features, Tensor):
+            features = features.split([image["pixel_values"].shape[axis] for image in images])
+        of_layers.append([features_of_one.flatten(0, -2) for features_of_one in features])
+    return output.pooler_output, [list(features) for features in zip(*of_layers, strict=True)]
 
 
 def image_arguments(
@@ -185,7 +218,7 @@ def image_arguments(
     """
     if packing is not None and packing.width is not None:
         raise UsageError("conversations with several branches cannot have images: use prompts without images")
-    features = encode_images(lm, images.tensors) if cache is None else cache.of(lm, images)
+    features = encode_images(lm, images.tensors, images.passes) if cache is None else cache.of(lm, images)
     index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
     placed = index if packing is None else index.flatten()[packing.tokens].unsqueeze(0)
     arguments, backbone = _placed_features(lm, features, placed), backbone_of(lm)

@@ -28,7 +28,7 @@ from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import text_model_of
-from lightning_rlhf.models.images import FeatureCache
+from lightning_rlhf.models.images import FeatureCache, check_reads_images
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.positions import check_positions
@@ -225,12 +225,7 @@ class RoleModule(LightningModule):
         if getattr(data, "image_store", None) is None:
             return
         for name, source in self.sources.items():
-            config = source.hf_config()
-            if getattr(config, "image_token_id", None) is None:
-                raise UsageError(
-                    f"the data have images, and the {name} is a {config.model_type}, which reads texts only: use a "
-                    f"vision-language model, such as Qwen2.5-VL or SmolVLM, or data without images"
-                )
+            check_reads_images(name, source.hf_config())
 
     def _check_quantization(self) -> None:
         """Raise if quantized weights would be trained, or sharded."""

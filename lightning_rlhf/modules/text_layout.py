@@ -22,7 +22,7 @@ from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
-from lightning_rlhf.models.images import TextImages
+from lightning_rlhf.models.images import TextImages, images_alike
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.strategies.roles import RoleStrategy
@@ -162,16 +162,20 @@ class TextLayout:
         numbers: Tensor | None = getattr(batch, "images", None)
         if numbers is None:
             return None
+        is_trained = any(self.module.sources[name].train_vision for name in self.module.trained_roles)
+        together = is_trained or not self.module.role_strategy.keeps_whole_weights
         distinct = numbers[numbers >= 0].unique()
         if not len(distinct):
-            is_trained = any(self.module.sources[name].train_vision for name in self.module.trained_roles)
-            if self.module.role_strategy.keeps_whole_weights and not is_trained:
+            if not together:
                 return None
             distinct = distinct.new_zeros(1)
         store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
         tensors = [store.processor.tensors(store.images[number]) for number in distinct.tolist()]
         places = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
-        return TextImages(tensors, places, keys=distinct.tolist()).to(self.module.device)
+        passes = len(images_alike(tensors))
+        if together:
+            passes = int(self.module.data_ranks.max(torch.tensor(float(passes), device=self.module.device)))
+        return TextImages(tensors, places, keys=distinct.tolist(), passes=passes).to(self.module.device)
 
     @torch.no_grad()
     def check(self) -> None:

@@ -6,19 +6,24 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rlhf.calls.loop import EventLoopThread, cancel_other_tasks
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.rewards.results import AbortRun
 
 _MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
-_MAX_REPLY = 200  # characters of a rejection that messages show
+_MAX_REPLY = 200  # characters of a reply that messages show
+_BASE64 = re.compile(r"(;base64,)[A-Za-z0-9+/=\\]+")  # of a data: URL, whose slashes JSON may escape
+_PIXELS_PER_TOKEN = 28 * 28  # as in Qwen2.5-VL
 
 
 class BudgetSpent(AbortRun):
@@ -43,8 +48,8 @@ class Endpoint:
             exponentially with jitter, and is at most 30 s.
         concurrency: largest number of concurrent requests.
         requests_per_minute: rate limit of requests, including retries; None: no limit.
-        tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request plus the longest
-            answer; None: no limit.
+        tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request, one per 784 pixels
+            of its images, and the longest answer; None: no limit.
         max_requests: largest number of requests of each process, including retries; the run ends before it is exceeded.
         max_tokens: largest number of tokens of each process, as counted by the server, else estimated; the run ends
             before it is exceeded. Rejected requests count 0.
@@ -88,6 +93,16 @@ class Request:
 
     body: dict[str, Any] | None
     tokens: int
+
+
+def estimated_tokens(text: str, images: Sequence[EncodedImage] = ()) -> int:
+    """Return the number of tokens of a text and its images, estimated as :class:`Endpoint` describes."""
+    return len(text) // 4 + sum(image.width * image.height // _PIXELS_PER_TOKEN + 1 for image in images)
+
+
+def start_of_reply(reply: Any) -> str:
+    """Return the first characters of a reply for a message, without the content of images that it repeats."""
+    return _BASE64.sub(r"\1...", str(reply))[:_MAX_REPLY]
 
 
 class Client:
@@ -143,7 +158,7 @@ class Client:
             in_tries = f" in the last of {self.endpoint.tries} tries" if _is_temporary(error) else ""
             kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(
-                f"{self.endpoint.url} answered{in_tries}: {error.response.status_code} {reply[:_MAX_REPLY]!r}"
+                f"{self.endpoint.url} answered{in_tries}: {error.response.status_code} {start_of_reply(reply)!r}"
             ) from None
         except (httpx.RequestError, TimeoutError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()

@@ -16,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 from lightning_rlhf.calls.references import as_function
+from lightning_rlhf.data.image_parts import user_message
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
@@ -78,13 +79,19 @@ class RewardFunction:
 
     A failure is an exception, a returned value that is not a reward, or a call that takes longer than ``timeout_s``.
 
+    A parameter ``images`` receives the images of each prompt, a list of
+    :class:`~lightning_rlhf.encoded_image.EncodedImage`, or None for a prompt without images. Prompts as text contain
+    ``<image>`` in the place of each image.
+
     Args:
         function: callable, or its reference ``file.py:name`` or ``module:name``; in YAML also a dotted path or
             ``class_path``.
         weight: factor of the reward in the sum; 0 only logs it.
         name: name in logs; None uses the function's own name.
         arguments: further keyword arguments of every call; for a class, arguments of its constructor.
-        messages: whether prompts and completions are passed as lists of chat messages, as in TRL, instead of text.
+        messages: whether prompts and completions are passed as lists of chat messages, as in TRL, instead of text. The
+            content of a message with images is a list of parts: ``{type: text, text: ...}`` and ``{type: image, image:
+            ...}`` with an ``EncodedImage``.
         per_sample: whether to score each completion in a separate call as soon as it is finished, in several threads.
             None uses the function's ``per_sample`` attribute. ``timeout_s`` and verl's signature imply it; verl's
             functions run in one thread.
@@ -272,15 +279,17 @@ class RewardFunction:
         """Convert prompts and completions to chat messages if the function takes messages.
 
         Args:
-            columns: lists with one entry per completion; ``messages``, the prompts as messages, may be empty.
+            columns: lists with one entry per completion; ``messages``, the prompts as messages, may be empty. A prompt
+                of text becomes a user message, with the images of the column ``images`` as parts.
         """
         converted = {name: values for name, values in columns.items() if name != "messages"}
         if self.messages and self.convention is OURS:
             prompts = converted["prompts"]
             messages = columns.get("messages") or [[]] * len(prompts)
+            images = columns.get("images") or [None] * len(prompts)
             converted["prompts"] = [
-                conversation or [{"role": "user", "content": text}]
-                for text, conversation in zip(prompts, messages, strict=True)
+                conversation or [user_message(text, of_prompt or ())]
+                for text, conversation, of_prompt in zip(prompts, messages, images, strict=True)
             ]
             converted["completions"] = columns.get("conversations") or [
                 [{"role": "assistant", "content": text}] for text in converted["completions"]
@@ -299,6 +308,11 @@ class RewardFunction:
             ValueError: a required parameter is not available, or worker processes cannot receive the function.
         """
         columns = list(columns)
+        if "images" in columns and not self.messages and getattr(self.target, "reads_images_in_messages", False):
+            raise UsageError(
+                f"reward function {self.label!r} reads images in messages only, and prompts have images: set messages: "
+                f"true"
+            )
         renamed = self.convention.columns
         available = [*GENERATED_COLUMNS, *columns]
         generated = [*CALL_ARGUMENTS, *(["queries"] if self.convention is OPENRLHF else [])]

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lightning_rlhf.data.image_parts import image_url, images_of, text_messages
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
+from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens, start_of_reply
 
 TEMPLATE = """Grade how good a response to a request is, from {lowest} (useless or harmful) to {highest} (nothing to
 improve). Grade whether it is correct, whether it follows the request, and whether it is clear.
@@ -37,6 +40,9 @@ class JudgeReward:
     The policy learns to write text that gets a high score. The default template declares this text as data and encloses
     it in marks that the policy cannot predict, but the text may still manipulate the judge: inspect the responses with
     the highest scores.
+
+    The images of a prompt are sent before the text, in which ``<image>`` stands for each; the judge must then be a
+    vision-language model.
 
     A failed request or an answer without a score is a failure of the reward function, handled by its ``on_error`` and
     ``max_error_rate``. When the budget is spent, the run ends.
@@ -82,7 +88,11 @@ class JudgeReward:
         self.client = Client(self.endpoint)
 
     async def __call__(
-        self, prompts: list[Any], completions: list[Any], ground_truth: list[Any] | None = None
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        ground_truth: list[Any] | None = None,
+        images: list[Any] | None = None,
     ) -> list[float]:
         """Score each completion with a number in [0, 1].
 
@@ -90,6 +100,7 @@ class JudgeReward:
             prompts: texts or chat messages.
             completions: responses in the same form.
             ground_truth: correct answers, for a template that contains them.
+            images: images of each prompt, None for one without; by default those in the messages of the prompts.
 
         Raises:
             RuntimeError: no reply, or a reply without a score.
@@ -98,7 +109,7 @@ class JudgeReward:
         if self.needs_truth and ground_truth is None:
             raise UsageError("the judge's template contains {ground_truth}, but the data has no such column")
         truths = ground_truth or [""] * len(completions)
-        rows = zip(prompts, completions, truths, strict=True)
+        rows = zip(prompts, completions, truths, images or map(images_in, prompts), strict=True)
         return list(await asyncio.gather(*(self._grade(*row) for row in rows)))
 
     def close(self) -> None:
@@ -142,34 +153,41 @@ class JudgeReward:
             scores = [_number(match[1]) for match in re.finditer(self.score_pattern, answer)]
         return next((score for score in reversed(scores) if score is not None), None)
 
-    async def _grade(self, prompt: Any, response: Any, truth: Any) -> float:
+    async def _grade(self, prompt: Any, response: Any, truth: Any, images: Sequence[EncodedImage] | None) -> float:
         text = self.fill_template(prompt, response, truth)
+        parts = [*map(image_url, images or ()), {"type": "text", "text": text}]
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": parts if images else text}],
             "max_tokens": self.max_answer_tokens,
             "temperature": self.temperature,
         }
-        tokens = len(text) // 4 + self.max_answer_tokens  # about 4 characters a token
+        tokens = estimated_tokens(text, images or ()) + self.max_answer_tokens
         reply = await self.client.post(Request(body, tokens))
         try:
             choice = reply["choices"][0]
             answer = choice["message"]["content"]
             truncated = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RunError(f"no chat completion from {self.client.endpoint.url}: {str(reply)[:200]!r}") from None
+            raise RunError(f"no chat completion from {self.client.endpoint.url}: {start_of_reply(reply)!r}") from None
         if truncated:  # its last score may be quoted from the response
             raise RunError(f"judge {self.model}: answer truncated at max_answer_tokens={self.max_answer_tokens}")
         return self.score(str(answer))
 
 
 def as_text(content: Any) -> str:
-    """Convert chat messages to text with their roles; return text unchanged."""
+    """Convert chat messages to text with their roles and ``<image>`` for each image; return text unchanged."""
     if isinstance(content, str):
         return content
-    if len(content) == 1:
-        return str(content[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    messages = text_messages(content)
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def images_in(content: Any) -> list[EncodedImage]:
+    """Return the images in chat messages; none of text."""
+    return [] if isinstance(content, str) else images_of(content)
 
 
 def _json_score(text: str) -> float | None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging
 
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.data.image_parts import text_messages
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.attention import check_attention_package, set_attention
 from lightning_rlhf.paths import READ_ERRORS
@@ -24,7 +25,8 @@ class LearnedReward:
 
     For reward models whose tokenizer or chat template differs from the policy's: the text is tokenised again. Use the
     module's ``reward_model``, which the strategy distributes, for a model that shares the policy's tokenizer. The model
-    is loaded at the first call, once per process, from safetensors only and without code from the hub.
+    is loaded at the first call, once per process, from safetensors only and without code from the hub. It reads texts:
+    ``<image>`` stands for each image of a prompt.
 
     Args:
         path: directory written by ``save_pretrained``, or hub id.
@@ -94,7 +96,7 @@ class LearnedReward:
             raise UsageError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
         else:
             try:
-                text = self._tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
+                text = self._tokenizer.apply_chat_template(text_messages([*prompt, *response]), tokenize=False)
             except (TemplateError, RecursionError, *READ_ERRORS) as error:  # a template is a program
                 raise UsageError(f"the chat template of {self.path} rejects a conversation: {error}") from error
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from lightning_rlhf import Pretrained
 from lightning_rlhf.batching.packing import pack_responses, pack_texts, pad_parts
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.images import FeatureCache, TextImages, encode_images
+from lightning_rlhf.models.images import FeatureCache, TextImages, check_reads_images, encode_images
 from lightning_rlhf.models.packed_attention import has_packed_attention
 from tests.helpers import assert_close
 from tests.vision_models import config, drawing, tensors_of, token_ids
@@ -230,3 +230,46 @@ def test_features_of_a_frozen_encoder_are_kept_within_their_bound(llava):
     assert_close(third.flat, encode_images(role.lm, tensors[1:]).flat, atol=1e-9)
     assert not again.flat.requires_grad
     assert not again.flat.is_inference()
+
+
+def test_models_that_cannot_read_the_images_are_named():
+    check_reads_images("actor", config("llava"))
+    for wrong, message in [
+        (CONFIG_MAPPING["llama"](), "the actor is a llama, which reads texts only"),
+        (config("paligemma"), "paligemma reads prompts in both directions"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_reads_images("actor", wrong)
+
+
+def test_further_passes_change_no_feature_and_reach_the_encoder_in_backward(llava):
+    _, role, _, tensors = llava
+    one, two = (encode_images(role.lm, tensors, passes) for passes in (1, 3))
+    assert torch.equal(one.flat, two.flat)
+    gradients = []
+    for features in (one, two):
+        role.zero_grad()
+        features.flat.square().sum().backward()
+        gradients.append({name: p.grad for name, p in role.named_parameters() if p.grad is not None})
+        role.zero_grad(set_to_none=True)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert_close(gradient, gradients[1][name], atol=1e-12)
+
+
+def test_scalar_models_load_the_checkpoint_and_what_they_have_saved(model, tmp_path):
+    name, role, rows, tensors = model
+    role.lm.float().save_pretrained(tmp_path / "base")
+    role.lm.double()
+    scalar = Pretrained(str(tmp_path / "base")).scalar()
+    torch.nn.init.normal_(scalar.lm.score.weight)
+    ids, index = padded(rows), torch.arange(3).expand(len(rows), -1)
+    images = TextImages(
+        [{key: v.float() if v.is_floating_point() else v for key, v in image.items()} for image in tensors], of_rows()
+    )
+    scores = scalar(ids, index, images=images)
+    inner = backbone_of(role.lm)(input_ids=torch.tensor([rows[1]]), use_cache=False).last_hidden_state.float()
+    assert_close(scores[1], scalar.lm.score(inner)[0, :3, 0], atol=1e-3)  # the backbone's own weights
+    scalar.save_pretrained(tmp_path / "saved")
+    again = Pretrained(str(tmp_path / "saved")).scalar()
+    assert_close(again(ids, index, images=images), scores, atol=1e-6)

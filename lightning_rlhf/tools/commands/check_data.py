@@ -8,7 +8,7 @@ import operator
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_rlhf.callbacks.rollout_settings import check_texts_only
 from lightning_rlhf.cli.config_mistakes import read_settings
 from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
@@ -25,6 +26,7 @@ from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
+from lightning_rlhf.images.processor import image_token
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
@@ -33,6 +35,7 @@ from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
 from lightning_rlhf.run_checks import check_val_metric
+from lightning_rlhf.tools.commands.data_images import DataImages, ImagePlace
 from lightning_rlhf.tools.commands.run_config import (
     ConfigCLI,
     loop_arguments,
@@ -43,6 +46,7 @@ from lightning_rlhf.tools.commands.run_config import (
 )
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
+FindPlaces = Callable[[Sequence[int]], list[ImagePlace]]
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 _OPEN, _CLOSE = "⟦", "⟧"
 _MADE_UP_TURN = "0"  # text of each turn in the conversation that is shown
@@ -52,7 +56,8 @@ _USAGE = """usage: lightning-rlhf check-data --config x.yaml [--json] [options o
 Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
 used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
 know all tokens and have enough positions; whether the sizes of batches, groups and mini-batches belong together; the
-first row as the model reads it, with the trained part in ⟦ ⟧; and the rewards of the correct answers as responses.
+first row as the model reads it, with the trained part in ⟦ ⟧ and a mark with size and tokens for each image; and the
+rewards of the correct answers as responses.
 
   --config x.yaml  the configuration of the run
   --json           print JSON
@@ -146,7 +151,7 @@ def check(config: Namespace) -> CheckedData:
     if bad_rows_are_errors:
         result.errors += [report.error_message() for report in data.reports.values() if report.bad]
     # Each has the same arguments and completes the result.
-    for step in (_count_batches, _check_texts, _check_rewards, _play_conversation, _check_models):
+    for step in (_count_batches, _check_texts, _check_images, _check_rewards, _play_conversation, _check_models):
         try:
             step(config, data, result)
         except ExpectedError as error:
@@ -159,6 +164,8 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
     report = data.reports[part]
     examples = data.examples[part]
     lengths = [data.count_tokens(example) for example in examples]
+    images = DataImages(data)
+    totals = images.describe(examples)
     return {
         "read": report.used + report.dropped.total(),
         "kept": report.used,
@@ -169,8 +176,19 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
         "answer_tokens": _answer_tokens(data, part) if isinstance(data, PromptDataModule) else {},
         "most_frequent_answer": data.most_frequent_answer(part) if isinstance(data, PromptDataModule) else None,
-        "sample": describe_batch(data.collate(examples[:1], numbers=[0], positions=[0], epoch=0), data.tokenizer),
+        **({"images": totals} if totals else {}),
+        "sample": _describe_row(data, images, examples, images.first(examples)),
     }
+
+
+def _describe_row(
+    data: RowsDataModule, images: DataImages, examples: list[Any], number: int
+) -> dict[str, dict[str, Any]]:
+    """Describe one row of the data, with the images of its prompt."""
+    batch = data.collate(examples[number : number + 1], numbers=[number], positions=[0], epoch=0)
+    of_row = images.images_of(examples[number])
+    sample = describe_batch(batch, data.tokenizer, lambda ids: images.places(ids, of_row))
+    return {label: {**text, "images": images.fields(of_row)} for label, text in sample.items()} if of_row else sample
 
 
 def _answer_tokens(data: PromptDataModule, part: str) -> dict[str, float]:
@@ -216,6 +234,16 @@ def _check_texts(config: Namespace, data: RowsDataModule, result: CheckedData) -
         result.warn(data.length_warning(limit))
 
 
+def _check_images(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
+    """Compare the settings of the rollouts with the images of prompts.
+
+    Raises:
+        ValueError: prompts have images, and a setting works with texts only.
+    """
+    if isinstance(data, PromptDataModule):
+        check_texts_only(vars(loop_arguments(config)), data)
+
+
 def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
     """Call each reward; add those with their columns in every row, and warnings about the others.
 
@@ -259,7 +287,7 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: CheckedD
         RuntimeError: the environment failed.
     """
     environment = make_environment(config)
-    if environment is None or not isinstance(data, PromptDataModule):
+    if environment is None or not isinstance(data, PromptDataModule) or data.image_store is not None:
         return
     calls = example_calls(environment)
     completion = preview(environment, data, [*calls, _MADE_UP_TURN])
@@ -285,7 +313,8 @@ def _check_models(config: Namespace, data: RowsDataModule, result: CheckedData) 
     A model that does not exist yet is not an error in the data: another run may write it.
 
     Raises:
-        ValueError: a model has fewer tokens than the tokenizer, or fewer positions than the longest text.
+        ValueError: a model has fewer tokens than the tokenizer, or fewer positions than the longest text, or reads no
+            images where the data have some.
     """
     sources = {}
     for name, source in make_module(config).sources.items():
@@ -295,6 +324,8 @@ def _check_models(config: Namespace, data: RowsDataModule, result: CheckedData) 
             result.models.append(f"{name}: not compared with the data, because there is {error}")
             continue
         sources[f"the {name}"] = source
+        if data.image_store is not None:
+            image_token(model_config, f"the {name}")
         limit = max_positions(model_config)
         positions = "texts of any length"
         if limit is not None:
@@ -305,43 +336,49 @@ def _check_models(config: Namespace, data: RowsDataModule, result: CheckedData) 
         check_positions(sources, data.longest_text_tokens, loop_arguments(config).get("max_response_tokens") or 0)
 
 
-def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
+def describe_batch(batch: Any, tokenizer: Any, places: FindPlaces) -> dict[str, dict[str, Any]]:
     """Decode a batch of one row.
 
     Args:
         batch: batch of one of our data modules.
         tokenizer: tokenizer of the run.
+        places: function of the tokens of a text that returns the places of its images.
 
     Returns:
         For each text: its content with the trained part marked, and its numbers of tokens and trained tokens.
     """
     if isinstance(batch, PromptBatch):
-        text = tokenizer.decode(batch.token_ids[0])
-        columns = {name: str(values[0]) for name, values in batch.columns.items()}
-        return {"prompt": {"text": text, "tokens": len(batch.token_ids[0]), "trained": 0, "columns": columns}}
+        ids = batch.token_ids[0]
+        text = _marked(ids, [False] * len(ids), tokenizer, places(ids))
+        columns = {name: str(values[0]) for name, values in batch.columns.items() if name != "images"}
+        return {"prompt": {"text": text, "tokens": len(ids), "trained": 0, "columns": columns}}
     if isinstance(batch, PreferenceBatch):
         return {
-            "chosen": _describe_text(batch.chosen, tokenizer),
-            "rejected": _describe_text(batch.rejected, tokenizer),
+            "chosen": _describe_text(batch.chosen, tokenizer, places),
+            "rejected": _describe_text(batch.rejected, tokenizer, places),
         }
     if isinstance(batch, UnpairedBatch):
         name = "desirable text" if batch.desirable[0] else "undesirable text"
-        return {name: _describe_text(batch.texts, tokenizer)}
-    return {"text": _describe_text(batch, tokenizer)}
+        return {name: _describe_text(batch.texts, tokenizer, places)}
+    return {"text": _describe_text(batch, tokenizer, places)}
 
 
-def _describe_text(batch: SequenceBatch, tokenizer: Any) -> dict[str, Any]:
+def _describe_text(batch: SequenceBatch, tokenizer: Any, places: FindPlaces) -> dict[str, Any]:
     length = int(batch.lengths[0])
-    text = _marked(batch.input_ids[0, :length].tolist(), batch.loss_mask[0, :length].tolist(), tokenizer)
+    ids = batch.input_ids[0, :length].tolist()
+    text = _marked(ids, batch.loss_mask[0, :length].tolist(), tokenizer, places(ids))
     return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
 
 
-def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any) -> str:
-    """Decode tokens, with marks around those that are trained on."""
-    text = ""
-    for trained, group in itertools.groupby(zip(is_trained, ids, strict=True), key=operator.itemgetter(0)):
-        part = tokenizer.decode([token for _, token in group])
-        text += f"{_OPEN}{part}{_CLOSE}" if trained else part
+def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any, images: Sequence[ImagePlace] = ()) -> str:
+    """Decode tokens, with marks around those that are trained on, and a mark in the place of each image."""
+    text, start = "", 0
+    for place in (*images, ImagePlace(len(ids), len(ids), "")):
+        tokens = zip(is_trained[start : place.start], ids[start : place.start], strict=True)
+        for trained, group in itertools.groupby(tokens, key=operator.itemgetter(0)):
+            part = tokenizer.decode([token for _, token in group])
+            text += f"{_OPEN}{part}{_CLOSE}" if trained else part
+        text, start = text + place.mark, place.end
     return text
 
 
@@ -361,15 +398,23 @@ def render(result: CheckedData) -> str:
             lines.append(f"  most frequent correct answer: '{_one_line(answer)}', {fraction:.3f} of the rows")
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
+        if totals := part.get("images"):
+            lines.append(
+                f"  images: {counted(totals['rows'], 'row')} with images, {totals['distinct']} distinct images, their "
+                f"tokens per row: mean {totals['tokens_mean']:g}, most {totals['tokens_most']}"
+            )
         if "batches" in part:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for label, sample in part["sample"].items():
             trained = ""
             if sample["trained"]:
                 trained = f", {sample['trained']} of them trained on"
-            lines.append(f"  first {label}, {counted(sample['tokens'], 'token')}{trained}:")
+            images = f" with {counted(len(sample['images']), 'image')}" if "images" in sample else ""
+            lines.append(f"  first {label}{images}, {counted(sample['tokens'], 'token')}{trained}:")
             lines += [f"    | {line}" for line in sample["text"].split("\n")]
             lines += [f"    {column} = {_one_line(value)}" for column, value in sample.get("columns", {}).items()]
+            files = [image["file"] for image in sample.get("images", ())]
+            lines += [f"    image {number}: {file}" for number, file in enumerate(files, 1) if file]
     if result.rewards:
         lines += ["", f"reward functions whose columns are all there: {', '.join(result.rewards)}"]
     for label in result.rewards:

@@ -16,6 +16,7 @@ from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
 from lightning_rlhf.tools.commands.options import command_parser, parse_columns, table_width
@@ -53,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--correct-at", type=float, metavar="REWARD", default=1.0, help="reward of a correct response (default: 1)"
     )
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
+    parser.add_argument("--images", metavar="DIR", help="directory with the images of rows (default: that of the file)")
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
     parser.add_argument("--keep", nargs="+", metavar="CHOICE", help="responses to write to --to: best, above R, pairs")
@@ -73,7 +75,9 @@ def run(arguments: list[str]) -> int:
     keep = check_target(options.to, options.keep, len(options.files))
     rewards = [RewardFunction(reference, messages=options.messages) for reference in options.reward]
     extract = load_function(options.answer) if options.answer else None
-    files = {name: read_rows(name, parse_columns(options.columns), options.on_bad_row) for name in options.files}
+    columns = parse_columns(options.columns)
+    images = ImageSettings(folder=options.images) if any(map(_reads_images, rewards)) else None
+    files = {name: read_rows(name, columns, options.on_bad_row, images) for name in options.files}
     for rows in files.values():
         _check_rewards(rewards, rows)
     if options.json is not None:
@@ -114,6 +118,12 @@ def run(arguments: list[str]) -> int:
             with write_errors(options.json, "the table is above"):
                 options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _reads_images(reward: RewardFunction) -> bool:
+    """Return whether a function receives the images of prompts, as ``images``, in messages or with all columns."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in reward.parameters)
+    return reward.messages or takes_all or "images" in reward.columns
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -177,7 +187,10 @@ def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow
     sources = {row.source for row in rows}
     if len(sources) > 1 and ALL in sources:
         raise UsageError(f"a source is called {ALL!r}, the name of the statistics over all sources: rename it")
-    check_rewards(rewards, sorted({name for row in rows for name in row.columns}), of_conversations)
+    columns = {name for row in rows for name in row.columns} | (
+        {"images"} if any(row.images for row in rows) else set()
+    )
+    check_rewards(rewards, sorted(columns), of_conversations)
     for reward in rewards:
         if "completion_ids" in reward.required:
             raise UsageError(f"reward function {reward.label!r} needs 'completion_ids', which the file does not have")

@@ -20,6 +20,7 @@ from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.functional.seeding import derive_seed
+from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.tools.commands.options import command_parser, parse_columns
 from lightning_rlhf.tools.commands.response_backends import (
     Conversations,
@@ -70,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
     files.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="for example prompt=question")
     files.add_argument("--as-messages", action="store_true", help="convert texts to user messages, for a chat model")
+    files.add_argument("--images", metavar="DIR", help="directory with the images of rows (default: that of the file)")
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")
@@ -195,7 +197,8 @@ def _conversations(path: str, config: Namespace) -> Conversations:
 def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int:
     """Read the prompts, generate the missing responses, and return the number of rows."""
     columns = parse_columns(options.columns)
-    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages)
+    images = ImageSettings(folder=options.images)
+    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages, images)
     _check_columns(prompts)
     settings = {**backend.identity(), "prompts": prompts_digest(prompts)}
     for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "seed"):

@@ -96,8 +96,8 @@ def _answer(row: ResponseRow, number: int) -> list[dict[str, Any]]:
 def _row(row: ResponseRow, number: int) -> dict[str, Any]:
     """Return a row for supervised learning."""
     if row.messages:
-        return {**row.columns, "messages": [*row.messages, *_answer(row, number)]}
-    return {**row.columns, "prompt": row.prompt, "completion": row.responses[number]}
+        return {**row.columns, **row.image_column, "messages": [*row.messages, *_answer(row, number)]}
+    return {**row.columns, **row.image_column, "prompt": row.prompt, "completion": row.responses[number]}
 
 
 def _pair(row: ResponseRow, best: int, worst: int) -> dict[str, Any]:
@@ -105,12 +105,14 @@ def _pair(row: ResponseRow, best: int, worst: int) -> dict[str, Any]:
     if row.messages:
         return {
             **row.columns,
+            **row.image_column,
             "prompt": row.messages,
             "chosen": _answer(row, best),
             "rejected": _answer(row, worst),
         }
     return {
         **row.columns,
+        **row.image_column,
         "prompt": row.prompt,
         "chosen": row.responses[best],
         "rejected": row.responses[worst],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +19,22 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig
 
 from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.columns import Columns, Fields
+from lightning_rlhf.data.columns import IMAGES, Columns, Fields
+from lightning_rlhf.data.image_parts import given_images, images_of, openai_messages, with_images
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
-from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.data.rows import OnBadRow, RowReport, folder_of, use_rows
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed
+from lightning_rlhf.images.processor import image_token
+from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.images.store import ImageStore
 from lightning_rlhf.models.loading import Dtype, Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key
+from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key, start_of_reply
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
@@ -38,7 +44,7 @@ from lightning_rlhf.rollout.scorer import last_turn, sampled_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION
-from lightning_rlhf.types import Completion, ConversationRecord, SamplingParams
+from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
 
 _SERVER_SECONDS = 3600.0  # time limit of one response, and of retries while a server is busy
 _TRIES = 8
@@ -53,9 +59,9 @@ _FINGERPRINT_BYTES = 1 << 12  # bytes of each tensor in the digest
 
 
 class Prompt(NamedTuple):
-    """A prompt with its row and the columns for an environment.
+    """A prompt with its row, the columns for an environment, and the images for an engine.
 
-    For a server, ``ids`` and ``columns`` are empty, and either ``text`` or ``messages``.
+    For a server, ``ids`` and ``columns`` are empty, and either ``text`` or ``messages``, which have the images.
     """
 
     row: dict[str, Any]
@@ -63,6 +69,7 @@ class Prompt(NamedTuple):
     ids: list[int]
     messages: list[dict[str, Any]]
     columns: dict[str, Any]
+    images: PromptImages | None = None
 
 
 class Response(NamedTuple):
@@ -134,6 +141,7 @@ class EngineBackend:
         self._engine = _make_engine(engine, self._config, tensor_parallel_size)
         self._conversations = conversations
         self._sampler: ConversationSampler | None = None
+        self._images: ImageStore | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the responses, as plain values."""
@@ -149,9 +157,22 @@ class EngineBackend:
         }
 
     def read_prompts(
-        self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
+        self,
+        source: str,
+        columns: dict[str, str],
+        on_bad_row: OnBadRow,
+        as_messages: bool = False,
+        images: ImageSettings | None = None,
     ) -> list[Prompt]:
-        """Read the prompts of a source; a prompt that leaves no tokens for a response is a bad row."""
+        """Read the prompts of a source; a prompt that leaves no tokens for a response is a bad row.
+
+        Args:
+            source: file, hub id, ... of the rows.
+            columns: configured column of each field.
+            on_bad_row: whether bad rows are an error.
+            as_messages: whether texts become user messages.
+            images: where images of rows are read; None is the directory of the file.
+        """
         positions = max_positions(self._config) or _UNLIMITED
         if positions <= self._sampling.max_tokens:
             raise UsageError(
@@ -167,14 +188,32 @@ class EngineBackend:
             columns=columns,
             max_tokens=positions - self._sampling.max_tokens,
             on_bad_row=on_bad_row,
+            images=images,
             **options,
         )
         data.setup("fit")
         self._tokenizer = data.tokenizer
+        self._use_images(data.image_store)
         if sampler:
             self._sampler = conversation_sampler(sampler.settings, data)
         print(replace(data.reports["train"], name="prompts"))
         return data.examples["train"]
+
+    def _use_images(self, store: ImageStore | None) -> None:
+        """Prepare for the images of prompts; None without images.
+
+        Raises:
+            UsageError: the model or the engine reads texts only, or there is an environment.
+        """
+        self._images = store
+        if store is None:
+            return
+        token = image_token(self._config, f"the model {self._source.path!r}")
+        self._sampling = replace(self._sampling, never_sampled=(token,))
+        if self._conversations is not None:
+            raise UsageError("--environment works with prompts without images: remove it, or the images of the prompts")
+        if not self._engine.traits.reads_images:
+            raise UsageError(f"{type(self._engine).__name__} does not read images: use --engine transformers or vllm")
 
     def start(self, longest: int, log: Path) -> str:
         """Start the engine for prompts of up to ``longest`` tokens, with its output in a file; return a description."""
@@ -183,8 +222,17 @@ class EngineBackend:
         self._engine.check(self._sampling)
         total = longest + self._sampling.max_tokens
         threads = torch.get_num_threads()
+        images = self._images
         self._engine.start(
-            EngineSetup(Path(self._source.path), self._source.dtype or "float32", total, log, threads=threads)
+            EngineSetup(
+                Path(self._source.path),
+                self._source.dtype or "float32",
+                total,
+                log,
+                threads=threads,
+                processor=None if images is None else images.processor,
+                images_per_prompt=0 if images is None else images.longest,
+            )
         )
         description = self._engine.wait()
         if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
@@ -195,7 +243,9 @@ class EngineBackend:
         """Generate one response for each request."""
         if self._sampler is None:
             ids = [request.prompt.ids for request in requests]
-            completions = generate(self._engine, ids, self._sampling, [request.seed for request in requests])
+            images = [] if self._images is None else [_images_of(request.prompt) for request in requests]
+            seeds = [request.seed for request in requests]
+            completions = generate(self._engine, ids, self._sampling, seeds, images=images)
         else:
             completions = self._converse(self._sampler, requests)
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
@@ -242,7 +292,12 @@ class _PromptRows(PromptDataModule):
 
     def convert(self, fields: Fields) -> Any:
         prompt = super().convert(fields)
-        return Prompt(_as_json(fields.row), prompt.text, prompt.ids, prompt.messages, prompt.columns)
+        row = _as_json(fields.row, has_images=prompt.images is not None)
+        return Prompt(row, prompt.text, prompt.ids, prompt.messages, prompt.columns, prompt.images)
+
+
+def _images_of(prompt: Prompt) -> PromptImages:
+    return prompt.images or PromptImages((), (), tuple(prompt.ids))
 
 
 def _make_engine(name: str, config: PretrainedConfig, tensor_parallel_size: int) -> RolloutEngine:
@@ -341,10 +396,16 @@ class ServerBackend:
         return {"model": self._model, "engine": "server"}
 
     def read_prompts(
-        self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
+        self,
+        source: str,
+        columns: dict[str, str],
+        on_bad_row: OnBadRow,
+        as_messages: bool = False,
+        images: ImageSettings | None = None,
     ) -> list[Prompt]:
-        """See :class:`EngineBackend`."""
-        finder = Columns(columns, PromptDataModule.field_candidates)
+        """See :meth:`EngineBackend.read_prompts`."""
+        finder = Columns(columns, (*PromptDataModule.field_candidates, IMAGES))
+        report = RowReport("prompts")
 
         def convert(row: Row) -> Prompt:
             fields = finder.find(row)
@@ -353,17 +414,21 @@ class ServerBackend:
                 value = TextMessages()(name, fields[name])
             else:
                 value = fields[name]
+            given = given_images(fields)
             if isinstance(value, str):
+                if given:
+                    raise BadRow("a text with images cannot be sent to a server: set --as-messages")
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
-            messages = messages_of(value, "prompt")
+            read = partial(read_image, settings=images or ImageSettings(), folder=folder_of(report.location))
+            messages = with_images(messages_of(value, "prompt"), given, read, is_answer=False)
             unsent = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
             if unsent:
                 raise BadRow(f"{unsent[0]!r} of the chat template cannot be sent to a server: use --model")
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            return Prompt(_as_json(row), "", [], messages, {})
+            return Prompt(_as_json(row, has_images=bool(images_of(messages))), "", [], messages, {})
 
-        prompts, report = use_rows(source, "prompts", convert, on_bad_row)
+        prompts, report = use_rows(source, report.name, convert, on_bad_row, report=report)
         print(report)
         return prompts
 
@@ -390,7 +455,7 @@ class ServerBackend:
         }
         if self._sampling.top_k:  # not every server accepts it
             body["top_k"] = self._sampling.top_k
-        body |= {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
+        body |= {"messages": openai_messages(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
         reply = await self._post_until_free(route, Request(body, 1))
         try:
             choice = reply["choices"][0]
@@ -401,7 +466,7 @@ class ServerBackend:
                 text = choice["text"]
             return Response(text or "", usage.get("completion_tokens"), choice["finish_reason"])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {str(reply)[:200]}") from error
+            raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {start_of_reply(reply)}") from error
 
     async def _post_until_free(self, route: str, request: Request) -> Any:
         """Send a request; retry for up to an hour while the server is busy."""
@@ -419,19 +484,33 @@ class ServerBackend:
             client.close()
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: Row, has_images: bool = False) -> dict[str, Any]:
     """Convert a row to plain JSON values.
+
+    Args:
+        row: row of the data.
+        has_images: whether values that are no JSON may be images, which are written in base64.
 
     Raises:
         BadRow: a value cannot be written as JSON.
     """
     try:
-        text = json.dumps(dict(row), ensure_ascii=False)
+        text = json.dumps(dict(row), ensure_ascii=False, default=_in_base64 if has_images else None)
         text.encode()  # halves of surrogate pairs cannot be encoded
         plain: dict[str, Any] = json.loads(text)
     except (TypeError, ValueError) as error:
         raise BadRow(f"cannot be written as JSON: {error}", "cannot be written as JSON") from error
     return plain
+
+
+def _in_base64(value: Any) -> str:
+    """Return the base64 of the bytes of an image, or of an image of Pillow as PNG.
+
+    Raises:
+        ValueError: the value is no image.
+    """
+    settings = ImageSettings(max_pixels=_UNLIMITED, max_bytes=_UNLIMITED)
+    return base64.b64encode(read_image(value, settings, None).read()).decode()
 
 
 ResponseBackend = EngineBackend | ServerBackend
@@ -440,6 +519,7 @@ ResponseBackend = EngineBackend | ServerBackend
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """Return a digest of prompts and rows, to detect changed input when a file is continued."""
     total = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        total.update(json.dumps(prompt[:-1]).encode() + b"\n")
+    for row, text, ids, messages, *_ in prompts:
+        values = json.dumps((row, text, ids, messages), default=operator.attrgetter("sha256"))
+        total.update(values.encode() + b"\n")
     return total.hexdigest()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.columns import MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
-from lightning_rlhf.data.image_parts import text_of_content
+from lightning_rlhf.data.chat import Message, messages_of
+from lightning_rlhf.data.columns import IMAGES, MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
+from lightning_rlhf.data.image_parts import as_bad_row, given_images, images_of, text_of_content, with_images
 from lightning_rlhf.data.row import BadRow, Row
-from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.data.rows import OnBadRow, RowReport, folder_of, use_rows
+from lightning_rlhf.encoded_image import EncodedImage
+from lightning_rlhf.images.reading import ImageSettings, read_image
 from lightning_rlhf.tools.commands.responses_file import (
     ENVIRONMENT_REWARDS,
     FINISH_REASONS,
@@ -22,7 +25,7 @@ from lightning_rlhf.tools.commands.responses_file import (
 
 ALL = "all"  # name of the statistics over all sources
 NO_SOURCE = "data"  # source of rows without a column source or data_source
-_NOT_FOR_REWARDS = ("prompt", "messages", "responses", *OUTPUT_COLUMNS)
+_NOT_FOR_REWARDS = ("prompt", "messages", "responses", "images", *OUTPUT_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class ResponseRow:
     """A prompt with its responses.
 
     ``tokens``, ``truncated`` and the columns ``of_conversations`` are empty if the row does not contain them.
+    ``messages`` and ``image_column`` are those of the file, in which images are paths or base64. ``images`` has the
+    images of the prompt if they are read, and ``messages_with_images`` the messages with them for reward functions.
     """
 
     prompt: str
@@ -40,15 +45,27 @@ class ResponseRow:
     source: str
     columns: dict[str, Any]
     of_conversations: dict[str, list[Any]]
+    images: list[EncodedImage]
+    messages_with_images: list[Any]
+    image_column: dict[str, Any]
 
 
-def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> list[ResponseRow]:
+def read_rows(
+    path: str, configured: dict[str, str], on_bad_row: OnBadRow, images: ImageSettings | None = None
+) -> list[ResponseRow]:
     """Read rows with responses.
 
+    Args:
+        path: file of the rows.
+        configured: configured column of each field.
+        on_bad_row: whether bad rows are an error.
+        images: where images of prompts are read; None reads none.
+
     Raises:
-        ValueError: rows have no responses, and ``on_bad_row`` is ``error``.
+        ValueError: rows have no responses, or images that cannot be used, and ``on_bad_row`` is ``error``.
     """
-    finder = Columns(configured, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS))
+    finder = Columns(configured, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS, IMAGES))
+    report = RowReport(path)
 
     def convert(row: Row) -> ResponseRow:
         fields = finder.find(row)
@@ -63,10 +80,16 @@ def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> li
         messages = []
         if not isinstance(prompt, str):
             messages = messages_of(prompt, "prompt")
+        filled, of_prompt = messages, list[EncodedImage]()
+        if images is not None:
+            folder = folder_of(report.location)
+            read = partial(read_image, settings=images, folder=folder)
+            filled, of_prompt = _with_images(messages, given_images(fields), read)
         tokens = _list_of(row, TOKENS, len(responses))
         reasons = _list_of(row, FINISH_REASONS, len(responses))
         texts = [text_of_content(message["content"]) for message in messages]
         columns = finder.other_columns(fields, exclude=_NOT_FOR_REWARDS)
+        column = fields.names.get("images")
         return ResponseRow(
             prompt=prompt if isinstance(prompt, str) else "\n".join(texts),
             messages=messages,
@@ -76,14 +99,28 @@ def read_rows(path: str, configured: dict[str, str], on_bad_row: OnBadRow) -> li
             source=source_of(columns) or NO_SOURCE,
             columns=columns,
             of_conversations=_conversation_columns(row, len(responses)),
+            images=of_prompt,
+            messages_with_images=filled,
+            image_column={column: row[column]} if column in row else {},
         )
 
-    rows, report = use_rows(path, path, convert, on_bad_row)
+    rows, report = use_rows(path, path, convert, on_bad_row, report=report)
     print(report)
     if (count := len({row.source for row in rows})) > MAX_SOURCES:
         print(f"{path} has {count} sources, too many for separate figures")
         return [replace(row, source=NO_SOURCE) for row in rows]
     return rows
+
+
+def _with_images(
+    messages: list[Message], given: Sequence[Any], read: Callable[[Any], EncodedImage]
+) -> tuple[list[Message], list[EncodedImage]]:
+    """Return the messages of a prompt with their images, and these images; of a text, only the given images."""
+    if not messages:
+        with as_bad_row():
+            return [], [read(value) for value in given]
+    filled = with_images(messages, given, read, is_answer=False)
+    return filled, images_of(filled)
 
 
 def _list_of(row: Row, name: str, count: int) -> list[Any]:

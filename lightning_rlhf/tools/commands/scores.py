@@ -65,11 +65,13 @@ def score_rows(
         "prompts": [row.prompt for row in row_of_response],
         "completions": [text for row in rows for text in row.responses],
         "finished": [not cut for row in rows for cut in (row.truncated or [False] * len(row.responses))],
-        "messages": [row.messages for row in row_of_response] if any(row.messages for row in rows) else [],
+        "messages": [row.messages_with_images for row in row_of_response] if any(row.messages for row in rows) else [],
         **{name: [value for row in rows for value in row.of_conversations[name]] for name in common_columns(rows)},
     }
     columns = sorted({name for row in rows for name in row.columns})
     offered |= {name: [row.columns.get(name) for row in row_of_response] for name in columns}
+    if any(row.images for row in rows):
+        offered["images"] = [row.images or None for row in row_of_response]
     values = {reward.label: iter(compute_reward(reward, **offered).tolist()) for reward in rewards}
     if ENVIRONMENT_REWARDS in offered:
         numbers = [number_or_nan(value) for value in offered[ENVIRONMENT_REWARDS]]

@@ -21,6 +21,7 @@ from lightning_rlhf.images.bad import BadImage
 from lightning_rlhf.paths import READ_ERRORS, read_error_message
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+_SHOWN = 300  # characters of an error of transformers
 _CACHED_BYTES = 1 << 29  # of the tensors of images that are kept
 
 
@@ -202,7 +203,8 @@ def load_processor(source: str) -> ImageProcessor:
     except UsageError:
         raise
     except READ_ERRORS as error:
-        raise UsageError(f"the processor in {source!r} cannot be read: {read_error_message(error)}") from error
+        reason = read_error_message(error)[:_SHOWN]  # some errors list all models
+        raise UsageError(f"the processor in {source!r} cannot be read: {reason}") from error
 
 
 def _processor_class(path: str) -> Any:
@@ -210,13 +212,17 @@ def _processor_class(path: str) -> Any:
     settings, _ = ProcessorMixin.get_processor_dict(path)
     name = settings.get("processor_class")
     if name is None:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        name = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(config.model_type)
+        config, _ = transformers.PreTrainedConfig.get_config_dict(path)
+        name = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(config.get("model_type"))
     kind: Any = getattr(transformers, str(name), None)
     if hasattr(kind, "_backends") and not issubclass(kind, ProcessorMixin):  # stand-in for a class that needs packages
         raise MissingPackageError(f"{name} of {path!r} needs {' and '.join(kind._backends)}: install them")
     if not (isinstance(kind, type) and issubclass(kind, ProcessorMixin)):
-        raise UsageError(f"{path!r} has no processor of a vision-language model that transformers knows, got {name!r}")
+        got = "" if name is None else f", got {name!r}"
+        raise UsageError(
+            f"{path!r} has no processor of a vision-language model that transformers knows{got}: images need the "
+            f"directory or hub id of one as tokenizer"
+        )
     if "video_processor" not in kind.get_attributes() or is_torchvision_available():
         return kind
     return type(kind.__name__, (_WithoutVideos, kind), {"__module__": __name__})

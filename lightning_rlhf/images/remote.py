@@ -63,8 +63,9 @@ def fetch(address: str, allowed: bool, max_bytes: int) -> bytes:
         target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_SAFE)
         return _get(kind(host, port, numbers[0]), target, max_bytes + 1)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__  # some errors contain the server's answer
         raise BadImage(
-            f"the image {shown!r} cannot be fetched: {error}; download it, and use its path",
+            f"the image {shown!r} cannot be fetched: {reason}; download it, and use its path",
             "an image cannot be fetched",
         ) from error
 

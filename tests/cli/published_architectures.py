@@ -23,6 +23,58 @@ def _qwen(kind, hidden, layers, heads, keys, inner, vocabulary, **further):
     return {"model_type": kind, **widths, **inside, **_QWEN, **further}
 
 
+_VISION_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+QWEN25_VL_7B = {
+    "model_type": "qwen2_5_vl",
+    **_VISION_TOKENS,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{k: v for k, v in _qwen("qwen2", 3584, 28, 28, 4, 18944, 152064).items() if k != "model_type"},
+        "max_position_embeddings": 128000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+QWEN3_VL_4B = {
+    "model_type": "qwen3_vl",
+    **_VISION_TOKENS,
+    "tie_word_embeddings": True,
+    "text_config": {
+        **{k: v for k, v in _qwen("qwen3", 2560, 36, 32, 8, 9728, 151936, head_dim=128).items() if k != "model_type"},
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
 DEEPSEEK_7B = {
     "model_type": "llama",
     "vocab_size": 102400,
@@ -101,6 +153,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": (_qwen("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.19),
     "Qwen/Qwen3-30B-A3B": (QWEN3_MOE, 30.5),
     "google/gemma-2-2b-it": (GEMMA2_2B, 2.61),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (QWEN25_VL_7B, 8.29),
+    "Qwen/Qwen3-VL-4B-Instruct": (QWEN3_VL_4B, 4.44),
     "moonshotai/Moonlight-16B-A3B-Instruct": (MOONLIGHT, 16.0),
 }
 SMALL = {
@@ -120,3 +174,15 @@ SMALL = {
         "num_experts_per_tok": 2,  # and the latent widths as published: vLLM on CPUs takes no others
     },
 }
+
+
+def with_text(architecture, **fields):
+    """Return an architecture with other fields of its text model."""
+    if "text_config" not in architecture:
+        return architecture | fields
+    return architecture | {"text_config": architecture["text_config"] | fields}
+
+
+def width_of(architecture):
+    """Return the width of the residual stream."""
+    return architecture.get("text_config", architecture)["hidden_size"]

@@ -9,6 +9,7 @@ from datasets import Dataset
 from lightning_rlhf import FromConfig
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.cli.published_architectures import PUBLISHED, SMALL
+from tests.vision_models import drawing, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").rglob("*.yaml"))
@@ -56,6 +57,8 @@ def models_of(config):
 def small(model, tokenizer, lora=None, quantization=None):
     """Return the source of a copy of the model with two layers and tiny widths, of the same configuration class."""
     architecture = published(model)
+    if "vision_config" in architecture:
+        return str(write_checkpoint(architecture["model_type"], Path("small")))
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     architecture = architecture | SMALL[architecture["model_type"]] | special | {"vocab_size": len(tokenizer)}
     if quantization:
@@ -70,6 +73,16 @@ def rows_of(source):
     """Return rows in verl's layout, as its preprocessing of this data set writes them."""
     if "/rm/" in source:
         return [{"prompt": f"write {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
+    if "/geo3k/" in source:
+        return [
+            {
+                "data_source": "geo3k",
+                "prompt": [{"role": "user", "content": f"<image>compute {i}?"}],
+                "images": [{"bytes": drawing(i).data}],
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+            }
+            for i in range(8)
+        ]
     tests = '{"inputs": ["1"], "outputs": ["2"]}'
     truth = tests if "code" in source else "2"
     return [
@@ -95,7 +108,8 @@ def shrunk(path, tokenizer, other_reward_model, engine=TRANSFORMERS):
             options["critic"] = made
         options[role] = made
     options |= {"micro_batch_tokens": 512} | ({"minibatch_size": 4} if "minibatch_size" in options else {})
-    data |= {"tokenizer": tokenizer.directory, "batch_size": 4, "max_tokens": 128}
+    has_images = "vision_config" in published(next(iter(models_of(load_config(path)).values())))
+    data |= {"tokenizer": "small" if has_images else tokenizer.directory, "batch_size": 4, "max_tokens": 128}
     trainer |= {"devices": 1, "num_nodes": 1, "precision": "32-true", "strategy": "rlhf_single"}
     trainer.setdefault("accelerator", "cpu")
     for loop in (entry["init_args"] for entry in trainer["callbacks"] if LOOP in str(entry)):

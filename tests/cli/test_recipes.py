@@ -13,7 +13,7 @@ from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.tools.commands import plan as command
 from lightning_rlhf.tools.planning.architecture import architecture as planned_for
 from lightning_rlhf.tools.planning.plan import GIB, plan
-from tests.cli.published_architectures import PUBLISHED
+from tests.cli.published_architectures import PUBLISHED, width_of, with_text
 from tests.cli.small_recipes import (
     RECIPES,
     ROOT,
@@ -37,6 +37,8 @@ DEFAULT = {  # one for each architecture and module; the others are slow only be
     "qwen2.5_32b_dapo",
     "qwen3_30b_a3b_grpo",
     "ppo_0.5b",
+    "qwen2.5_vl_7b",
+    "qwen3_vl_4b",
 }
 
 
@@ -163,13 +165,13 @@ def test_cache_size_per_token_equals_the_value_computed_by_hand(model, numbers):
 def test_two_layers_at_full_width_have_the_shapes_of_the_whole_model_as_lm_and_scalar_model(model):
     architecture = PUBLISHED[model][0]
     with torch.device("meta"):
-        whole, actor = (FromConfig(architecture | few).causal() for few in ({}, {"num_hidden_layers": 2}))
-        critic = FromConfig(architecture | {"num_hidden_layers": 2}).scalar()
+        whole, actor = (FromConfig(with_text(architecture, **few)).causal() for few in ({}, {"num_hidden_layers": 2}))
+        critic = FromConfig(with_text(architecture, num_hidden_layers=2)).scalar()
     shapes = {name: value.shape for name, value in whole.lm.named_parameters()}
     result = {name: value.shape for name, value in actor.lm.named_parameters()}
     assert len(result) > 10
     assert result.items() <= shapes.items()
-    assert critic.lm.score.weight.shape == (1, architecture["hidden_size"])
+    assert critic.lm.score.weight.shape == (1, width_of(architecture))
     head = {"lm_head.weight", "score.weight"}
     assert {n: v.shape for n, v in critic.lm.named_parameters() if n not in head} == {
         n: shape for n, shape in result.items() if n not in head

@@ -90,6 +90,15 @@ def test_request_has_the_tokens_of_prompt_and_response(stubs):
         assert_close(each.rest.exp(), 1 - top.values.exp().sum(-1), atol=1e-5)
 
 
+def test_prompts_with_images_are_an_error(stubs):
+    rollout, server = rollout_of(ROWS), TeacherServer([stubs[0].url], model="other")
+    numbers = torch.full((len(ROWS), 2), -1)
+    assert len(server.request(replace(rollout, images=numbers), 2)) == len(ROWS)
+    numbers[1, 0] = 0
+    with pytest.raises(UsageError, match="a TeacherServer reads texts only, and prompts have images"):
+        server.request(replace(rollout, images=numbers), 2)
+
+
 def finished(*sizes):
     """Return the finished requests of responses of some lengths."""
     futures = [Future() for _ in sizes]

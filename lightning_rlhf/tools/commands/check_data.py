@@ -406,15 +406,7 @@ def render(result: CheckedData) -> str:
         if "batches" in part:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for label, sample in part["sample"].items():
-            trained = ""
-            if sample["trained"]:
-                trained = f", {sample['trained']} of them trained on"
-            images = f" with {counted(len(sample['images']), 'image')}" if "images" in sample else ""
-            lines.append(f"  first {label}{images}, {counted(sample['tokens'], 'token')}{trained}:")
-            lines += [f"    | {line}" for line in sample["text"].split("\n")]
-            lines += [f"    {column} = {_one_line(value)}" for column, value in sample.get("columns", {}).items()]
-            files = [image["file"] for image in sample.get("images", ())]
-            lines += [f"    image {number}: {file}" for number, file in enumerate(files, 1) if file]
+            lines += _lines_of(label, sample)
     if result.rewards:
         lines += ["", f"reward functions whose columns are all there: {', '.join(result.rewards)}"]
     for label in result.rewards:
@@ -437,6 +429,20 @@ def render(result: CheckedData) -> str:
     if not result.errors:
         lines += ["", "the data can be used"]
     return "\n".join(lines)
+
+
+def _lines_of(label: str, sample: dict[str, Any]) -> list[str]:
+    """Render a text of the row that is shown, with its columns and the files of its images."""
+    trained = ""
+    if sample["trained"]:
+        trained = f", {sample['trained']} of them trained on"
+    images = f" with {counted(len(sample['images']), 'image')}" if "images" in sample else ""
+    lines = [f"  first {label}{images}, {counted(sample['tokens'], 'token')}{trained}:"]
+    lines += [f"    | {line}" for line in sample["text"].split("\n")]
+    lines += [f"    {column} = {_one_line(value)}" for column, value in sample.get("columns", {}).items()]
+    files = [image["file"] for image in sample.get("images", ())]
+    lines += [f"    image {number}: {file}" for number, file in enumerate(files, 1) if file]
+    return lines
 
 
 def _one_line(value: str) -> str:

@@ -18,6 +18,7 @@ from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
+from lightning_rlhf.tools.commands import row_images
 from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
 from lightning_rlhf.tools.commands.options import command_parser, parse_columns, table_width
 from lightning_rlhf.tools.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
@@ -54,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--correct-at", type=float, metavar="REWARD", default=1.0, help="reward of a correct response (default: 1)"
     )
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
-    parser.add_argument("--images", metavar="DIR", help="directory with the images of rows (default: that of the file)")
+    parser.add_argument("--images", metavar="DIR", help=row_images.HELP)
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
     parser.add_argument("--keep", nargs="+", metavar="CHOICE", help="responses to write to --to: best, above R, pairs")

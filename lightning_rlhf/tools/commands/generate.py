@@ -21,6 +21,7 @@ from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.functional.seeding import derive_seed
 from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.tools.commands import row_images
 from lightning_rlhf.tools.commands.options import command_parser, parse_columns
 from lightning_rlhf.tools.commands.response_backends import (
     Conversations,
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
     files.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="for example prompt=question")
     files.add_argument("--as-messages", action="store_true", help="convert texts to user messages, for a chat model")
-    files.add_argument("--images", metavar="DIR", help="directory with the images of rows (default: that of the file)")
+    files.add_argument("--images", metavar="DIR", help=row_images.HELP)
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")

@@ -192,7 +192,7 @@ def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
-            model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
+            model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name, source.train_vision)
             lora: dict[str, Any] = {}
             if source.lora is not None:
                 targets = source.lora.target_modules

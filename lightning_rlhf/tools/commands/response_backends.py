@@ -23,8 +23,9 @@ from lightning_rlhf.data.columns import IMAGES, Columns, Fields
 from lightning_rlhf.data.image_parts import given_images, images_of, openai_messages, with_images
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
-from lightning_rlhf.data.rows import OnBadRow, RowReport, folder_of, use_rows
+from lightning_rlhf.data.rows import OnBadRow, RowReport, use_rows
 from lightning_rlhf.data.text_messages import TextMessages
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed
@@ -44,6 +45,7 @@ from lightning_rlhf.rollout.scorer import last_turn, sampled_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION
+from lightning_rlhf.tools.commands.row_images import image_reader, naming_the_option
 from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
 
 _SERVER_SECONDS = 3600.0  # time limit of one response, and of retries while a server is busy
@@ -290,6 +292,10 @@ class _PromptRows(PromptDataModule):
             )
         return ids
 
+    def _read_image(self, value: Any) -> EncodedImage:
+        with naming_the_option():
+            return super()._read_image(value)
+
     def convert(self, fields: Fields) -> Any:
         prompt = super().convert(fields)
         row = _as_json(fields.row, has_images=prompt.images is not None)
@@ -419,7 +425,7 @@ class ServerBackend:
                 if given:
                     raise BadRow("a text with images cannot be sent to a server: set --as-messages")
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
-            read = partial(read_image, settings=images or ImageSettings(), folder=folder_of(report.location))
+            read = image_reader(images or ImageSettings(), report.location)
             messages = with_images(messages_of(value, "prompt"), given, read, is_answer=False)
             unsent = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
             if unsent:

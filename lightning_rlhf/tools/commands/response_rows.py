@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from lightning_rlhf.data.chat import Message, messages_of
 from lightning_rlhf.data.columns import IMAGES, MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
-from lightning_rlhf.data.image_parts import as_bad_row, given_images, images_of, text_of_content, with_images
+from lightning_rlhf.data.image_parts import given_images, images_of, text_of_content, with_images
 from lightning_rlhf.data.row import BadRow, Row
-from lightning_rlhf.data.rows import OnBadRow, RowReport, folder_of, use_rows
+from lightning_rlhf.data.rows import OnBadRow, RowReport, use_rows
 from lightning_rlhf.encoded_image import EncodedImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.tools.commands.responses_file import (
     ENVIRONMENT_REWARDS,
     FINISH_REASONS,
@@ -22,6 +21,7 @@ from lightning_rlhf.tools.commands.responses_file import (
     RESPONSES,
     TOKENS,
 )
+from lightning_rlhf.tools.commands.row_images import image_reader
 
 ALL = "all"  # name of the statistics over all sources
 NO_SOURCE = "data"  # source of rows without a column source or data_source
@@ -82,8 +82,7 @@ def read_rows(
             messages = messages_of(prompt, "prompt")
         filled, of_prompt = messages, list[EncodedImage]()
         if images is not None:
-            folder = folder_of(report.location)
-            read = partial(read_image, settings=images, folder=folder)
+            read = image_reader(images, report.location)
             filled, of_prompt = _with_images(messages, given_images(fields), read)
         tokens = _list_of(row, TOKENS, len(responses))
         reasons = _list_of(row, FINISH_REASONS, len(responses))
@@ -101,7 +100,7 @@ def read_rows(
             of_conversations=_conversation_columns(row, len(responses)),
             images=of_prompt,
             messages_with_images=filled,
-            image_column={column: row[column]} if column in row else {},
+            image_column={column: row[column]} if column is not None and column in row else {},
         )
 
     rows, report = use_rows(path, path, convert, on_bad_row, report=report)
@@ -117,8 +116,7 @@ def _with_images(
 ) -> tuple[list[Message], list[EncodedImage]]:
     """Return the messages of a prompt with their images, and these images; of a text, only the given images."""
     if not messages:
-        with as_bad_row():
-            return [], [read(value) for value in given]
+        return [], [read(value) for value in given]
     filled = with_images(messages, given, read, is_answer=False)
     return filled, images_of(filled)
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
-from lightning_rlhf.models.classes import language_model_class, scalar_model_class
+from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class, text_model_of
 from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 
 
@@ -27,12 +27,14 @@ class Parameter:
         layer: index of its decoder layer; None outside the layers (embedding, final norm, head).
         split: dimension that tensor parallelism splits; None for a parameter that is not split.
         linear: last part of the name of its linear layer, for LoRA targets; empty for other parameters.
+        is_frozen: whether it is never trained, as in the image encoder of a vision-language model.
     """
 
     shape: tuple[int, ...]
     layer: int | None
     split: int | None
     linear: str = ""
+    is_frozen: bool = False
 
     @property
     def elements(self) -> int:
@@ -118,6 +120,11 @@ class Architecture:
         """Number of elements of all parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Parameters of a trained role that are trained."""
+        return tuple(parameter for parameter in self.parameters if not parameter.is_frozen)
+
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
@@ -133,7 +140,11 @@ class Architecture:
 
 
 def architecture(
-    config: PretrainedConfig, scalar: bool = False, tensor_parallel_size: int = 1, name: str = "model"
+    config: PretrainedConfig,
+    scalar: bool = False,
+    tensor_parallel_size: int = 1,
+    name: str = "model",
+    train_vision: bool = False,
 ) -> Architecture:
     """Read a model's shapes by building it on torch's meta device, without memory for its weights.
 
@@ -142,6 +153,7 @@ def architecture(
         scalar: whether the model has a head with one output (critic, reward model).
         tensor_parallel_size: GPUs that split the matrices of a layer.
         name: name of the role, for error messages.
+        train_vision: whether the image encoder of a vision-language model is trained.
 
     Raises:
         ValueError: the formulas do not describe the architecture, or its tensors cannot be split.
@@ -153,9 +165,12 @@ def architecture(
         config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if not train_vision:
+        freeze_towers(model)
     text = config.get_text_config()
     blocks = set(model._no_split_modules or ())
-    paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks]
+    in_text = set(text_model_of(model).modules())
+    paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks and module in in_text]
     if len(paths) != text.num_hidden_layers:
         raise UsageError(
             f"plan supports decoder-only models with {text.num_hidden_layers} similar attention layers; "
@@ -179,7 +194,8 @@ def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Modu
     elif isinstance(style, RowwiseParallel) and leaf == "weight":
         split = 1
     is_matrix = layer is not None and leaf == "weight" and isinstance(module, nn.Linear)
-    return Parameter(tuple(value.shape), layer, split, owner.rpartition(".")[2] if is_matrix else "")
+    linear = owner.rpartition(".")[2] if is_matrix else ""
+    return Parameter(tuple(value.shape), layer, split, linear, is_frozen=not value.requires_grad)
 
 
 def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:

@@ -90,16 +90,18 @@ class Shard:
         role, strategy = self.role, self.strategy
         parameters = role.model.parameters
         if strategy.kind == "fsdp":
-            stored = trained = partition.fsdp_elements(parameters, self.ranks, strategy.tensor_parallel_size)
+            stored, trained = (
+                partition.fsdp_elements(part, self.ranks, strategy.tensor_parallel_size)
+                for part in (parameters, role.model.trained)
+            )
         elif strategy.stage == 3:
             stored = partition.zero3_elements(parameters, self.ranks, strategy.zero.persistent)
-            trained = partition.zero3_elements(parameters, self.ranks)
+            trained = partition.zero3_elements(role.model.trained, self.ranks)
         else:
             stored = role.model.elements
+            trained = sum(parameter.elements for parameter in role.model.trained)
             if strategy.kind == "zero":
-                trained = partition.flat_elements(stored, self.ranks)
-            else:
-                trained = stored
+                trained = partition.flat_elements(trained, self.ranks)
         if role.lora_rank:
             sharded = strategy.kind in ("fsdp", "zero")
             if sharded:
@@ -157,9 +159,7 @@ class Shard:
         strategy = self.strategy
         if not self.role.trained:
             return Gradients(0, 0)
-        whole = self.role.adapters or partition.split_elements(
-            self.role.model.parameters, strategy.tensor_parallel_size
-        )
+        whole = self.role.adapters or partition.split_elements(self.role.model.trained, strategy.tensor_parallel_size)
         whole_bytes = self.trained_bytes * whole
         shard_bytes = self.precision.shard * self.trained_elements
         if strategy.kind == "ddp":

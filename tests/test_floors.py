@@ -8,7 +8,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"__about__", "compat", "encoded_image", "expected_errors", "launch_environment", "loggers", "paths", "run_checks", "types"},
+    {
+        "__about__",
+        "compat",
+        "encoded_image",
+        "expected_errors",
+        "launch_environment",
+        "loggers",
+        "paths",
+        "run_checks",
+        "types",
+    },
     {"functional"},
     {"metrics"},
     {"objectives"},

@@ -207,8 +207,8 @@ def tensors_of(name: str, images: Sequence[EncodedImage]) -> list[dict[str, torc
     result = []
     for image in images:
         pixels = [[image.open()]] if nested else [image.open()]
-        found = image_processor(pixels, return_tensors="pt")
-        result.append({key: torch.as_tensor(value) for key, value in found.items() if key not in unused})
+        processed = image_processor(pixels, return_tensors="pt")
+        result.append({key: torch.as_tensor(value) for key, value in processed.items() if key not in unused})
     return result
 
 

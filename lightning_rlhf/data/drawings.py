@@ -44,8 +44,8 @@ def draw_number(number: int, generator: random.Random, noise: int = 30) -> Image
     ink, paper = (dark, light) if generator.random() < 0.5 else (light, dark)
     image = Image.new("RGB", (_SIDE, _SIDE), tuple(paper))
     drawing = ImageDraw.Draw(image)
-    for place, digit in enumerate(f"{number:0{_DIGITS}d}"):
-        left, top = 2 + 10 * place + generator.randint(-1, 1), 10 + generator.randint(-2, 2)
+    for column, digit in enumerate(f"{number:0{_DIGITS}d}"):
+        left, top = 2 + 10 * column + generator.randint(-1, 1), 10 + generator.randint(-2, 2)
         for segment in _OF_DIGIT[int(digit)]:
             ends = [(left + x * _WIDTH, top + y * _HEIGHT // 2) for x, y in _SEGMENTS[segment]]
             drawing.line(ends, fill=tuple(ink), width=2)
@@ -80,8 +80,8 @@ class Numbers:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
-        for place, (_, number, row) in enumerate(self.draw()):
-            yield f"picture {place}", {**row, "answer": f"{number:0{_DIGITS}d}"}
+        for index, (_, number, row) in enumerate(self.draw()):
+            yield f"picture {index}", {**row, "answer": f"{number:0{_DIGITS}d}"}
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Readings(Numbers):
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
-        for place, (generator, number, row) in enumerate(self.draw()):
+        for index, (generator, number, row) in enumerate(self.draw()):
             digits = [
                 str((int(digit) + generator.randint(1, 9)) % 10) if generator.random() < self.wrong else digit
                 for digit in f"{number:0{_DIGITS}d}"
             ]
             completion = [{"role": "assistant", "content": "".join(digits)}]
-            yield f"reading {place}", {**row, "completion": completion}
+            yield f"reading {index}", {**row, "completion": completion}
 
 
 def exact(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:

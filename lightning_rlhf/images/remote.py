@@ -84,12 +84,12 @@ def _get(connection: _Pinned, target: str, most: int) -> bytes:
     content = bytearray()
     try:
         connection.request("GET", target, headers={"User-Agent": "lightning-rlhf", "Accept": "image/*"})
-        response = connection.getresponse()
-        if response.status != 200:
-            hint = ", and redirects are not followed" if 300 <= response.status < 400 else ""
-            raise OSError(f"the server's status is {response.status}{hint}")
-        while len(content) < most and (part := response.read1(min(1 << 16, most - len(content)))):
-            content += part
+        with connection.getresponse() as response:
+            if response.status != 200:
+                hint = ", and redirects are not followed" if 300 <= response.status < 400 else ""
+                raise OSError(f"the server's status is {response.status}{hint}")
+            while len(content) < most and (part := response.read1(min(1 << 16, most - len(content)))):
+                content += part
     except (OSError, http.client.HTTPException):
         if time.monotonic() < deadline:
             raise

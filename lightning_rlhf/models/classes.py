@@ -116,8 +116,8 @@ def text_model_of(lm: Any) -> Any:
         lm: model of transformers.
     """
     backbone = backbone_of(lm)
-    found = (getattr(backbone, name, None) for name in ("language_model", "text_model"))  # the latter in Idefics
-    return next((part for part in found if part is not None), backbone)
+    parts = (getattr(backbone, name, None) for name in ("language_model", "text_model"))  # the latter in Idefics
+    return next((part for part in parts if part is not None), backbone)
 
 
 def layers_read_by_kernels(backbone: nn.Module) -> set[str]:

@@ -130,16 +130,16 @@ class FeatureCache:
                 with torch.inference_mode(False), torch.no_grad():
                     self._features[key] = encode_images(lm, [tensors])
                 self._bytes += self._features[key].nbytes
-        found = [self._features[key] for key in images.keys]
+        by_image = [self._features[key] for key in images.keys]
         for key in images.keys:
             self._features.move_to_end(key)
         while self._bytes > self._max_bytes and len(self._features) > 1:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
         return ImageFeatures(
-            torch.cat([features.flat for features in found]),
-            [count for features in found for count in features.counts],
-            found[0].part,
-            [torch.cat(layers) for layers in zip(*(features.layers for features in found), strict=True)],
+            torch.cat([features.flat for features in by_image]),
+            [count for features in by_image for count in features.counts],
+            by_image[0].part,
+            [torch.cat(layers) for layers in zip(*(features.layers for features in by_image), strict=True)],
         )
 
 
@@ -282,11 +282,11 @@ def _feature_index(input_ids: Tensor, counts: Sequence[int], numbers: Tensor, im
     starts = sizes.cumsum(0) - sizes
     of_rows = sizes[numbers]  # -1 takes the 0 at the end
     ends = of_rows.cumsum(1)
-    expected, found = ends[:, -1], is_image.sum(dim=1)
-    if not torch.equal(expected, found):
-        row = int((expected != found).nonzero()[0])
+    expected, actual = ends[:, -1], is_image.sum(dim=1)
+    if not torch.equal(expected, actual):
+        row = int((expected != actual).nonzero()[0])
         raise UsageError(
-            f"a text has {int(found[row])} image tokens, but its images have {int(expected[row])} features: the "
+            f"a text has {int(actual[row])} image tokens, but its images have {int(expected[row])} features: the "
             f"processor is not that of the model, or a text contains image tokens without an image"
         )
     ordinal = (is_image.cumsum(1) - 1).clamp(min=0)

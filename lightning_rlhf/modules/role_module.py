@@ -209,7 +209,7 @@ class RoleModule(LightningModule):
         return (int(source.hf_config().image_token_id),)
 
     def _prepare_for_images(self) -> None:
-        """Exclude the tokens of images from responses, and keep the features of frozen image encoders."""
+        """Set the tokens that no response contains, and keep the features of frozen image encoders."""
         for name in (*self.trained_roles, *self.frozen_roles):
             role: Any = getattr(self, name)
             if isinstance(role, CausalLM):

@@ -171,11 +171,11 @@ class TextLayout:
             distinct = distinct.new_zeros(1)
         store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
         tensors = [store.processor.tensors(store.images[number]) for number in distinct.tolist()]
-        places = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
+        renumbered = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
         passes = len(images_alike(tensors))
         if together:
             passes = int(self.module.data_ranks.max(torch.tensor(float(passes), device=self.module.device)))
-        return TextImages(tensors, places, keys=distinct.tolist(), passes=passes).to(self.module.device)
+        return TextImages(tensors, renumbered, keys=distinct.tolist(), passes=passes).to(self.module.device)
 
     @torch.no_grad()
     def check(self) -> None:

@@ -73,7 +73,7 @@ def generate(
     images: Sequence[PromptImages] = (),
 ) -> list[Completion]:
     """Return one completion per prompt, in their order; arguments and errors are those of :func:`submit`."""
-    return submit(engine, prompts, sampling, seeds, on_finished, images).completions()
+    return submit(engine, prompts, sampling, seeds, on_finished, images=images).completions()
 
 
 def submit(

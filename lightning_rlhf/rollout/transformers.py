@@ -115,7 +115,7 @@ class TransformersEngine(RolloutEngine):
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         sampler = SeededSampler(sampling, seeds)
-        found = self._images(images)
+        pictures = self._images(images)
         output = model.generate(
             ids,
             attention_mask=attention_mask,
@@ -126,13 +126,13 @@ class TransformersEngine(RolloutEngine):
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([sampler]),
-            **({} if found is None else generation_arguments(model, ids, found)),
+            **({} if pictures is None else generation_arguments(model, ids, pictures)),
         )[:, width:].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
 
     def _images(self, prompts: Sequence[PromptImages]) -> TextImages | None:
-        """Return the images of prompts, each distinct one once; None if there are none."""
+        """Return the images of prompts, each distinct one once; None without images."""
         distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.images))
         if not distinct or self._processor is None:
             return None
@@ -151,8 +151,8 @@ class TransformersEngine(RolloutEngine):
         """Return a completion that begins with the prompt, as :attr:`SamplingParams.echo` requests."""
         model: Any = self._running
         ids = torch.tensor([list(prompt)], device=model.device)
-        found = None if images is None else self._images([images])
-        arguments = {} if found is None else image_arguments(model, ids, found, None)
+        pictures = None if images is None else self._images([images])
+        arguments = {} if pictures is None else image_arguments(model, ids, pictures, None)
         logprobs = model(ids, use_cache=False, **arguments).logits[0, :-1].float().log_softmax(dim=-1)
         echoed = logprobs.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1).tolist()
         return replace(

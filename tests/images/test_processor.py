@@ -112,8 +112,8 @@ def test_numbers_of_placeholders_and_images_must_be_equal(loaded, count):
     with pytest.raises(BadImage) as caught:
         processor.expand(f"a{processor.placeholder}b{processor.placeholder}", [drawing(1)] * count)
     assert str(caught.value) == (
-        f"the text has 2 placeholders {processor.placeholder!r} for {counted(count, 'image')}: a message needs one part "
-        f"of type image for each, a plain text one <image>, and texts must not contain the placeholder itself"
+        f"the text has 2 placeholders {processor.placeholder!r} for {counted(count, 'image')}: a message needs one "
+        f"part of type image for each, a plain text one <image>, and texts must not contain the placeholder itself"
     )
     assert caught.value.kind == "the numbers of placeholders and images differ"
 

@@ -35,7 +35,13 @@ def load(name, directory):
     return name, role, [token_ids(name, row, IMAGES) for row in ROWS], tensors
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in ("idefics3", "qwen2_5_vl", "gemma3") else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def model(request, tmp_path_factory):
     """A model of each architecture."""
     return load(request.param, tmp_path_factory.mktemp(request.param))
@@ -43,7 +49,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """A model of one architecture, for what does not depend on it."""
+    """A model of one architecture, for tests that do not depend on the architecture."""
     return load("llava", tmp_path_factory.mktemp("llava"))
 
 
@@ -101,9 +107,9 @@ def test_logprobs_and_gradients_are_those_of_one_text_at_a_time(model, layout):
     gradients = {key: value.grad.clone() for key, value in role.named_parameters() if value.grad is not None}
     role.zero_grad()
     for number, row in enumerate(rows):
-        own = own_logprobs(name, role, row, [tensors[k] for k in of_rows()[number].tolist() if k >= 0])
-        assert_close(ours[number, : len(row) - 1], own, atol=1e-6)
-        (own * weights[number, : len(row) - 1]).sum().backward()
+        alone = own_logprobs(name, role, row, [tensors[k] for k in of_rows()[number].tolist() if k >= 0])
+        assert_close(ours[number, : len(row) - 1], alone, atol=1e-6)
+        (alone * weights[number, : len(row) - 1]).sum().backward()
     assert any("vision" in key or "visual" in key for key in gradients)
     for key, value in role.named_parameters():
         if value.grad is not None and value.grad.abs().max() > 1e-9:
@@ -258,7 +264,7 @@ def test_further_passes_change_no_feature_and_reach_the_encoder_in_backward(llav
 
 
 def test_scalar_models_load_the_checkpoint_and_what_they_have_saved(model, tmp_path):
-    name, role, rows, tensors = model
+    _, role, rows, tensors = model
     role.lm.float().save_pretrained(tmp_path / "base")
     role.lm.double()
     scalar = Pretrained(str(tmp_path / "base")).scalar()

@@ -17,36 +17,12 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.sources import BySource
 from lightning_rlhf.rollout.scorer import Scorer, check_reward_functions
 from lightning_rlhf.types import Completion
+from tests.rewards.of_images import width
 from tests.rewards.test_learned import own_scores, path
 from tests.vision_models import drawing, write_processor
 
 __all__ = ["path"]  # a fixture
-FILE = Path(__file__)
-
-
-def wide(images):
-    """Return the width of the first image, 0 without images."""
-    return [0.0 if of_prompt is None else float(of_prompt[0].open().width) for of_prompt in images]
-
-
-def width(completions, images):
-    return wide(images)
-
-
-def width_of_one(completions, images):
-    assert len(images) == 1
-    return wide(images)
-
-
-width_of_one.per_sample = True
-
-
-async def awaited_width(completions, images):
-    return wide(images)
-
-
-def with_everything(completions, **columns):
-    return wide(columns["images"])
+FILE = Path(__file__).with_name("of_images.py")
 
 
 def parts(prompts, completions):
@@ -128,7 +104,7 @@ def test_prompts_as_text_have_a_mark_for_each_image(model, name):
     _, batch = prompts_with(model[name], *ROWS, {"prompt": "a <image> b", "images": [drawing(1).data]})
     assert [text.count("<image>") for text in batch.texts] == [1, 0, 2, 1]
     assert batch.texts[3] == "a <image> b"
-    assert batch.texts[1] == "user:what?\nassistant:"
+    assert batch.texts[1] == "user:what?assistant:"
 
 
 def test_messages_have_the_images_as_parts(model):

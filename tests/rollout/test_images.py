@@ -26,8 +26,8 @@ SAMPLING = SamplingParams(6, temperature=0.8, stop_token_ids=(2,), never_sampled
 
 def prompts_of(processor, count):
     """Return prompts with no image, one and two, and their images; pictures are in several prompts."""
-    place = processor.placeholder
-    texts = (f"look: {place} what?", "only text", f"a {place} and b {place}!")
+    marker = processor.placeholder
+    texts = (f"look: {marker} what?", "only text", f"a {marker} and b {marker}!")
     numbers = ([0], [], [1, 2])
     prompts, images = [], []
     for index in range(count):
@@ -50,13 +50,13 @@ def logprobs_of(role, processor, prompts, images, completions):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
         index = torch.arange(len(prompt) - 1, ids.shape[1] - 1).unsqueeze(0)
         targets = torch.tensor([completion.token_ids])
-        found = None
+        pictures = None
         if shown.images:
             tensors = [processor.tensors(image) for image in shown.images]
-            found = TextImages(tensors, torch.arange(len(tensors)).unsqueeze(0))
+            pictures = TextImages(tensors, torch.arange(len(tensors)).unsqueeze(0))
         marked = torch.ones_like(targets, dtype=torch.bool)
         with torch.no_grad():
-            scores = role(ids, index, targets, marked, temperature=SAMPLING.temperature, images=found)
+            scores = role(ids, index, targets, marked, temperature=SAMPLING.temperature, images=pictures)
         result.append(scores.logprobs[0])
     return result
 
@@ -78,7 +78,10 @@ def started(engine, directory, processor, source, **fields):
     return engine
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("qwen2_5_vl", "gemma3") else pytest.mark.slow) for name in LOADED],
+)
 def test_transformers_generates_with_the_logprobs_of_the_trainer(name, tmp_path):
     source = Pretrained(str(write_checkpoint(name, tmp_path / "model")))
     processor, role = load_processor(source.path), source.causal()
@@ -159,7 +162,7 @@ def test_weights_of_the_image_encoder_are_pushed(running):
     prompts, images = prompts_of(processor, 3)
     before = generate(engine, prompts, SAMPLING, range(3), images=images)
     weights = next(p for name, p in role.named_parameters() if "vision" in name and p.ndim == 2)
-    kept = weights.detach().clone()
+    before_change = weights.detach().clone()
     with torch.no_grad():
         weights.mul_(1.5)
     engine.update_weights(whole_tensors(role.lm), 1)
@@ -170,7 +173,7 @@ def test_weights_of_the_image_encoder_are_pushed(running):
     for completion, logprobs in zip(after, expected, strict=True):
         assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-4)
     with torch.no_grad():
-        weights.copy_(kept)
+        weights.copy_(before_change)
     engine.update_weights(whole_tensors(role.lm), 2)
 
 

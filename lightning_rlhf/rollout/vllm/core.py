@@ -217,10 +217,10 @@ class VLLMCore:
             return
         self._engine.abort_request([state.request_id], internal=True)
         pairs = enumerate(zip(ours, theirs, strict=False))
-        place = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
         raise RunError(
             f"vLLM expands a prompt with {len(request['images'])} images to {len(theirs)} tokens and the trainer to "
-            f"{len(ours)}; token {place} differs: their versions of the model's processor do not agree. Use "
+            f"{len(ours)}; token {first} differs: their versions of the model's processor do not agree. Use "
             f"TransformersEngine for this model"
         )
 

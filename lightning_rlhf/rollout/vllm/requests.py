@@ -58,8 +58,8 @@ class SentImages:
 
     def new(self, images: Sequence[PromptImages]) -> dict[str, dict[str, Any]]:
         """Return the images that were not sent before, by their SHA-256: the path of a file, or the base64 of bytes."""
-        found = {image.sha256: image for prompt in images for image in prompt.images}
-        new = {sha256: image for sha256, image in found.items() if sha256 not in self._sent}
+        distinct = {image.sha256: image for prompt in images for image in prompt.images}
+        new = {sha256: image for sha256, image in distinct.items() if sha256 not in self._sent}
         self._sent.update(new)
         return {
             sha256: {

@@ -399,10 +399,9 @@ def render(result: CheckedData) -> str:
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
         if totals := part.get("images"):
-            lines.append(
-                f"  images: {counted(totals['rows'], 'row')} with images, {totals['distinct']} distinct images, their "
-                f"tokens per row: mean {totals['tokens_mean']:g}, most {totals['tokens_most']}"
-            )
+            numbers = f"{counted(totals['rows'], 'row')} with images, {counted(totals['distinct'], 'distinct image')}"
+            tokens = f"mean {totals['tokens_mean']:g}, most {totals['tokens_most']}"
+            lines.append(f"  images: {numbers}, their tokens per row: {tokens}")
         if "batches" in part:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for label, sample in part["sample"].items():

@@ -88,7 +88,7 @@ class RunEngine:
             devices=visible_gpu(self._device),
             lora=self._source.lora,
             threads=threads,
-            **image_settings(trainer, self._source),
+            **image_settings(trainer),
         )
         self.engine.start(setup)
         if self.engine.traits.shares_cores:
@@ -112,21 +112,12 @@ class RunEngine:
         self.engine.close()
 
 
-def image_settings(trainer: Trainer, source: ModelSource) -> dict[str, Any]:
-    """Return the fields of :class:`EngineSetup` for images; empty if the data have none.
-
-    Args:
-        trainer: trainer of the run.
-        source: source of the actor.
-    """
+def image_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields of :class:`EngineSetup` for images; empty if the data have none."""
     store: ImageStore | None = getattr(trainer.datamodule, "image_store", None)
     if store is None:
         return {}
-    return {
-        "processor": store.processor,
-        "images_per_prompt": store.longest,
-        "trains_images": source.train_vision,
-    }
+    return {"processor": store.processor, "images_per_prompt": store.longest}
 
 
 def make_engine_directory(trainer: Trainer, source: ModelSource) -> Path:

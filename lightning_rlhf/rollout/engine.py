@@ -65,7 +65,6 @@ class EngineSetup:
         threads: number of CPU threads for an engine that computes on CPUs in a separate process, at least 1.
         processor: processor of the images of prompts; None if prompts have none.
         images_per_prompt: largest number of images of a prompt.
-        trains_images: whether the image encoder is trained, so that a push changes the features of an image.
     """
 
     model: Path
@@ -77,7 +76,6 @@ class EngineSetup:
     threads: int = 1
     processor: ImageProcessor | None = None
     images_per_prompt: int = 0
-    trains_images: bool = False
 
 
 def divided_threads(available: int, take_turns: bool) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""``lightning-rlhf check-data`` with images: their sizes, tokens and places in the text of a row."""
+"""``lightning-rlhf check-data`` with images: their sizes, tokens and positions in the text of a row."""
 
 import base64
 import json
@@ -98,7 +98,6 @@ def test_first_row_with_images_is_shown_with_marks_in_their_places(check_data):
     ) in text
     totals = f"3 rows with images, 2 distinct images, their tokens per row: mean {(55 + 21 + 21) / 3:g}, most 55"
     assert f"  images: {totals}\n" in text
-    assert "reward functions whose columns are all there: areas" in text
     assert "EncodedImage" not in text
     assert "warning: 1 of 4 rows of the train data have no 'images', which reward areas needs" in text
 
@@ -200,14 +199,14 @@ def test_missing_image_is_reported_with_its_row(check_data):
     assert "rows.jsonl:2: no image at " in result.err
 
 
-def test_places_are_found_in_their_order(models):
+def test_positions_are_found_in_their_order(models):
     rows = InMemory([{"prompt": "<image><image> a <image>", "images": [SMALL.data, WIDE.data, SMALL.data]}])
     data = PromptDataModule(tokenizer=models["idefics3"], train=rows, batch_size=1, max_tokens=512)
     data.setup("fit")
     images, (example,) = DataImages(data), data.examples["train"]
-    places = images.places(example.ids, images.images_of(example))
-    lengths = [place.end - place.start for place in places]
+    spans = images.spans(example.ids, images.images_of(example))
+    lengths = [span.end - span.start for span in spans]
     assert lengths == [len(images.tokens_of(image)) for image in (SMALL, WIDE, SMALL)]
-    assert [places[0].start, places[1].start, places[2].end] == [0, places[0].end, len(example.ids)]
-    assert places[2].start == places[1].end + len(" a ")
-    assert images.places(example.ids[: lengths[0] + 3], images.images_of(example)) == places[:1]
+    assert [spans[0].start, spans[1].start, spans[2].end] == [0, spans[0].end, len(example.ids)]
+    assert spans[2].start == spans[1].end + len(" a ")
+    assert images.spans(example.ids[: lengths[0] + 3], images.images_of(example)) == spans[:1]

@@ -30,9 +30,9 @@ def parts(prompts, completions):
     counts = []
     for messages in prompts:
         contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-        found = [part["image"] for content in contents for part in content if part["type"] == "image"]
-        assert all(isinstance(image, EncodedImage) for image in found)
-        counts.append(float(len(found)))
+        images = [part["image"] for content in contents for part in content if part["type"] == "image"]
+        assert all(isinstance(image, EncodedImage) for image in images)
+        counts.append(float(len(images)))
     return counts
 
 

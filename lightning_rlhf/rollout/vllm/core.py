@@ -32,7 +32,6 @@ class VLLMCore:
         self._engine = self._llm.llm_engine
         self._asleep = False
         self._adapter: LoRARequest | None = None
-        self._trains_images = False
         self._images: dict[str, EncodedImage] = {}
         self._decoded = lru_cache(maxsize=_DECODED)(lambda sha256: self._images[sha256].open())
         self._begin_version(DIRECTORY_VERSION)
@@ -107,6 +106,8 @@ class VLLMCore:
                 raise RunError("vLLM did not wake up: it could not allocate all of its memory")
             self._asleep = False
         self._adapter = None  # vLLM removes adapters when base weights are loaded
+        if self._images:  # vLLM's workers forget the features of images when weights are loaded, its scheduler does not
+            self._engine.reset_encoder_cache()
         self._begin_version(version)
 
     def swap(self, adapter: str, version: int) -> None:
@@ -132,8 +133,6 @@ class VLLMCore:
         """
         if not self.busy and not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept the prefix cache of the old weights")
-        if self._trains_images:
-            self._engine.reset_encoder_cache()
         self._version = version
         self._engine.set_weight_version(str(version))
 
@@ -161,14 +160,6 @@ class VLLMCore:
             except Exception:
                 self._engine.abort_request([queued["id"] for queued in requests[:index]])
                 raise
-
-    def use_images(self, trains_images: bool) -> None:
-        """Prepare for prompts with images.
-
-        Args:
-            trains_images: whether new weights change the features of an image.
-        """
-        self._trains_images = trains_images
 
     def keep_images(self, images: dict[str, dict[str, Any]]) -> None:
         """Keep images for later requests.

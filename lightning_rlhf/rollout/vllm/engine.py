@@ -98,7 +98,6 @@ class VLLMEngine(RolloutEngine):
         self._generating = set[Future[Completion]]()
         self._sender = WeightSender()
         self._sent_images = SentImages()
-        self._trains_images = False
         self._process: EngineProcess | None = None
 
     @property
@@ -150,7 +149,7 @@ class VLLMEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.traits.matrix_dtype or setup.dtype
         arguments = self.llm_arguments(setup)
-        self._sent_images, self._trains_images = SentImages(), setup.trains_images
+        self._sent_images = SentImages()
         if setup.processor is not None:
             setup.processor.save(setup.model)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
@@ -289,7 +288,7 @@ class VLLMEngine(RolloutEngine):
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(completions)
         if new := self._sent_images.new(images):
-            self._running.command("images", images=new, trains_images=self._trains_images)
+            self._running.command("images", images=new)
         replies = self._running.generate(as_requests(prompts, sampling, seeds, images))
         for completion, reply in zip(completions, replies, strict=True):
             reply.add_done_callback(partial(self._on_reply, completion))

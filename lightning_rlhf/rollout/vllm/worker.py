@@ -75,7 +75,6 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
         if message["kind"] == "add":
             core.add(message["requests"])
         elif message["kind"] == "images":
-            core.use_images(message["trains_images"])
             core.keep_images(message["images"])
             send("reply", id=message["id"])
         elif message["kind"] == "load":

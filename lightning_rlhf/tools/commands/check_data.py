@@ -35,7 +35,7 @@ from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
 from lightning_rlhf.run_checks import check_val_metric
-from lightning_rlhf.tools.commands.data_images import DataImages, ImagePlace
+from lightning_rlhf.tools.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.tools.commands.run_config import (
     ConfigCLI,
     loop_arguments,
@@ -46,7 +46,7 @@ from lightning_rlhf.tools.commands.run_config import (
 )
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
-FindPlaces = Callable[[Sequence[int]], list[ImagePlace]]
+FindSpans = Callable[[Sequence[int]], list[ImageSpan]]
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 _OPEN, _CLOSE = "⟦", "⟧"
 _MADE_UP_TURN = "0"  # text of each turn in the conversation that is shown
@@ -187,7 +187,7 @@ def _describe_row(
     """Describe one row of the data, with the images of its prompt."""
     batch = data.collate(examples[number : number + 1], numbers=[number], positions=[0], epoch=0)
     of_row = images.images_of(examples[number])
-    sample = describe_batch(batch, data.tokenizer, lambda ids: images.places(ids, of_row))
+    sample = describe_batch(batch, data.tokenizer, lambda ids: images.spans(ids, of_row))
     return {label: {**text, "images": images.fields(of_row)} for label, text in sample.items()} if of_row else sample
 
 
@@ -336,49 +336,49 @@ def _check_models(config: Namespace, data: RowsDataModule, result: CheckedData) 
         check_positions(sources, data.longest_text_tokens, loop_arguments(config).get("max_response_tokens") or 0)
 
 
-def describe_batch(batch: Any, tokenizer: Any, places: FindPlaces) -> dict[str, dict[str, Any]]:
+def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, dict[str, Any]]:
     """Decode a batch of one row.
 
     Args:
         batch: batch of one of our data modules.
         tokenizer: tokenizer of the run.
-        places: function of the tokens of a text that returns the places of its images.
+        spans: function of the tokens of a text that returns the positions of its images.
 
     Returns:
         For each text: its content with the trained part marked, and its numbers of tokens and trained tokens.
     """
     if isinstance(batch, PromptBatch):
         ids = batch.token_ids[0]
-        text = _marked(ids, [False] * len(ids), tokenizer, places(ids))
+        text = _marked(ids, [False] * len(ids), tokenizer, spans(ids))
         columns = {name: str(values[0]) for name, values in batch.columns.items() if name != "images"}
         return {"prompt": {"text": text, "tokens": len(ids), "trained": 0, "columns": columns}}
     if isinstance(batch, PreferenceBatch):
         return {
-            "chosen": _describe_text(batch.chosen, tokenizer, places),
-            "rejected": _describe_text(batch.rejected, tokenizer, places),
+            "chosen": _describe_text(batch.chosen, tokenizer, spans),
+            "rejected": _describe_text(batch.rejected, tokenizer, spans),
         }
     if isinstance(batch, UnpairedBatch):
         name = "desirable text" if batch.desirable[0] else "undesirable text"
-        return {name: _describe_text(batch.texts, tokenizer, places)}
-    return {"text": _describe_text(batch, tokenizer, places)}
+        return {name: _describe_text(batch.texts, tokenizer, spans)}
+    return {"text": _describe_text(batch, tokenizer, spans)}
 
 
-def _describe_text(batch: SequenceBatch, tokenizer: Any, places: FindPlaces) -> dict[str, Any]:
+def _describe_text(batch: SequenceBatch, tokenizer: Any, spans: FindSpans) -> dict[str, Any]:
     length = int(batch.lengths[0])
     ids = batch.input_ids[0, :length].tolist()
-    text = _marked(ids, batch.loss_mask[0, :length].tolist(), tokenizer, places(ids))
+    text = _marked(ids, batch.loss_mask[0, :length].tolist(), tokenizer, spans(ids))
     return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
 
 
-def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any, images: Sequence[ImagePlace] = ()) -> str:
+def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any, images: Sequence[ImageSpan] = ()) -> str:
     """Decode tokens, with marks around those that are trained on, and a mark in the place of each image."""
     text, start = "", 0
-    for place in (*images, ImagePlace(len(ids), len(ids), "")):
-        tokens = zip(is_trained[start : place.start], ids[start : place.start], strict=True)
+    for span in (*images, ImageSpan(len(ids), len(ids), "")):
+        tokens = zip(is_trained[start : span.start], ids[start : span.start], strict=True)
         for trained, group in itertools.groupby(tokens, key=operator.itemgetter(0)):
             part = tokenizer.decode([token for _, token in group])
             text += f"{_OPEN}{part}{_CLOSE}" if trained else part
-        text, start = text + place.mark, place.end
+        text, start = text + span.mark, span.end
     return text
 
 

@@ -15,13 +15,13 @@ from lightning_rlhf.expected_errors import counted
 
 
 @dataclass(frozen=True)
-class ImagePlace:
-    """Place of an image in the tokens of a text.
+class ImageSpan:
+    """Position of an image in the tokens of a text.
 
     Args:
         start: position of the first token that stands for the image.
         end: position after the last one.
-        mark: text that is shown in their place.
+        mark: text that is shown instead.
     """
 
     start: int
@@ -83,7 +83,7 @@ class DataImages:
         }
 
     def first(self, examples: Sequence[Any]) -> int:
-        """Return the position of the first example with an image, 0 if there is none."""
+        """Return the position of the first example with an image, 0 without one."""
         return next((position for position, example in enumerate(examples) if self.images_of(example)), 0)
 
     def fields(self, images: Sequence[EncodedImage]) -> list[dict[str, Any]]:
@@ -98,14 +98,14 @@ class DataImages:
             for image in images
         ]
 
-    def places(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImagePlace]:
-        """Return the places of images in a text, in their order.
+    def spans(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImageSpan]:
+        """Return the positions of images in a text, in their order.
 
         Args:
             ids: tokens of the text.
             images: images of the text in their order.
         """
-        places: list[ImagePlace] = []
+        spans: list[ImageSpan] = []
         position = 0
         for number, image in enumerate(images, 1):
             run = self.tokens_of(image)
@@ -115,5 +115,5 @@ class DataImages:
             if start is not None:
                 position = start + len(run)
                 mark = f"<image {number}: {image.width} x {image.height}, {counted(len(run), 'token')}>"
-                places.append(ImagePlace(start, position, mark))
-        return places
+                spans.append(ImageSpan(start, position, mark))
+        return spans

@@ -173,7 +173,7 @@ class EngineBackend:
             columns: configured column of each field.
             on_bad_row: whether bad rows are an error.
             as_messages: whether texts become user messages.
-            images: where images of rows are read; None is the directory of the file.
+            images: directory and limits of the images of rows; None is the directory of the file.
         """
         positions = max_positions(self._config) or _UNLIMITED
         if positions <= self._sampling.max_tokens:
@@ -298,8 +298,8 @@ class _PromptRows(PromptDataModule):
 
     def convert(self, fields: Fields) -> Any:
         prompt = super().convert(fields)
-        row = _as_json(fields.row, has_images=prompt.images is not None)
-        return Prompt(row, prompt.text, prompt.ids, prompt.messages, prompt.columns, prompt.images)
+        row = _as_json(fields.row, self.image_settings if prompt.images else None)
+        return Prompt(row, prompt.text, prompt.ids, prompt.messages, columns=prompt.columns, images=prompt.images)
 
 
 def _images_of(prompt: Prompt) -> PromptImages:
@@ -412,6 +412,7 @@ class ServerBackend:
         """See :meth:`EngineBackend.read_prompts`."""
         finder = Columns(columns, (*PromptDataModule.field_candidates, IMAGES))
         report = RowReport("prompts")
+        settings = images or ImageSettings()
 
         def convert(row: Row) -> Prompt:
             fields = finder.find(row)
@@ -420,19 +421,19 @@ class ServerBackend:
                 value = TextMessages()(name, fields[name])
             else:
                 value = fields[name]
-            given = given_images(fields)
+            column_images = given_images(fields)
             if isinstance(value, str):
-                if given:
+                if column_images:
                     raise BadRow("a text with images cannot be sent to a server: set --as-messages")
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
-            read = image_reader(images or ImageSettings(), report.location)
-            messages = with_images(messages_of(value, "prompt"), given, read, is_answer=False)
+            read = image_reader(settings, report.location)
+            messages = with_images(messages_of(value, "prompt"), column_images, read, is_answer=False)
             unsent = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
             if unsent:
                 raise BadRow(f"{unsent[0]!r} of the chat template cannot be sent to a server: use --model")
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            return Prompt(_as_json(row, has_images=bool(images_of(messages))), "", [], messages, {})
+            return Prompt(_as_json(row, settings if images_of(messages) else None), "", [], messages, {})
 
         prompts, report = use_rows(source, report.name, convert, on_bad_row, report=report)
         print(report)
@@ -490,18 +491,20 @@ class ServerBackend:
             client.close()
 
 
-def _as_json(row: Row, has_images: bool = False) -> dict[str, Any]:
+def _as_json(row: Row, images: ImageSettings | None = None) -> dict[str, Any]:
     """Convert a row to plain JSON values.
 
     Args:
         row: row of the data.
-        has_images: whether values that are no JSON may be images, which are written in base64.
+        images: limits of its images, whose bytes are written in base64; None for a row without images.
 
     Raises:
         BadRow: a value cannot be written as JSON.
     """
     try:
-        text = json.dumps(dict(row), ensure_ascii=False, default=_in_base64 if has_images else None)
+        text = json.dumps(
+            dict(row), ensure_ascii=False, default=None if images is None else partial(_in_base64, images=images)
+        )
         text.encode()  # halves of surrogate pairs cannot be encoded
         plain: dict[str, Any] = json.loads(text)
     except (TypeError, ValueError) as error:
@@ -509,14 +512,13 @@ def _as_json(row: Row, has_images: bool = False) -> dict[str, Any]:
     return plain
 
 
-def _in_base64(value: Any) -> str:
+def _in_base64(value: Any, images: ImageSettings) -> str:
     """Return the base64 of the bytes of an image, or of an image of Pillow as PNG.
 
     Raises:
-        ValueError: the value is no image.
+        ValueError: the value is not an image.
     """
-    settings = ImageSettings(max_pixels=_UNLIMITED, max_bytes=_UNLIMITED)
-    return base64.b64encode(read_image(value, settings, None).read()).decode()
+    return base64.b64encode(read_image(value, images, None).read()).decode()
 
 
 ResponseBackend = EngineBackend | ServerBackend
@@ -525,7 +527,8 @@ ResponseBackend = EngineBackend | ServerBackend
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """Return a digest of prompts and rows, to detect changed input when a file is continued."""
     total = hashlib.blake2b(digest_size=16)
-    for row, text, ids, messages, *_ in prompts:
-        values = json.dumps((row, text, ids, messages), default=operator.attrgetter("sha256"))
-        total.update(values.encode() + b"\n")
+    for prompt in prompts:
+        images = [] if prompt.images is None else [[image.sha256 for image in prompt.images.images]]
+        values = (prompt.row, prompt.text, prompt.ids, prompt.messages, *images)
+        total.update(json.dumps(values, default=operator.attrgetter("sha256")).encode() + b"\n")
     return total.hexdigest()

@@ -59,7 +59,7 @@ def read_rows(
         path: file of the rows.
         configured: configured column of each field.
         on_bad_row: whether bad rows are an error.
-        images: where images of prompts are read; None reads none.
+        images: directory and limits of the images of prompts, which are read; None reads none.
 
     Raises:
         ValueError: rows have no responses, or images that cannot be used, and ``on_bad_row`` is ``error``.
@@ -112,12 +112,12 @@ def read_rows(
 
 
 def _with_images(
-    messages: list[Message], given: Sequence[Any], read: Callable[[Any], EncodedImage]
+    messages: list[Message], column: Sequence[Any], read: Callable[[Any], EncodedImage]
 ) -> tuple[list[Message], list[EncodedImage]]:
-    """Return the messages of a prompt with their images, and these images; of a text, only the given images."""
+    """Return the messages of a prompt with their images, and these images; of a text, only those of the column."""
     if not messages:
-        return [], [read(value) for value in given]
-    filled = with_images(messages, given, read, is_answer=False)
+        return [], [read(value) for value in column]
+    filled = with_images(messages, column, read, is_answer=False)
     return filled, images_of(filled)
 
 

@@ -29,7 +29,7 @@ def image_reader(settings: ImageSettings, location: str) -> Callable[[Any], Enco
     """Return a function that reads an image of a row.
 
     Args:
-        settings: where images are read.
+        settings: directory and limits of images.
         location: location of the row, such as ``file:line``.
     """
     folder = folder_of(location)

@@ -108,7 +108,7 @@ def running(tmp_path_factory):
     directory = tmp_path_factory.mktemp("vllm")
     source = Pretrained(str(write_checkpoint("idefics3", directory / "model")), train_vision=True)
     processor, role = load_processor(source.path), source.causal()
-    engine = started(VLLMEngine(), directory, processor, source, trains_images=True)
+    engine = started(VLLMEngine(), directory, processor, source)
     engine.update_weights(whole_tensors(role.lm), 0)
     yield engine, processor, role
     engine.close()
@@ -175,6 +175,8 @@ def test_weights_of_the_image_encoder_are_pushed(running):
     with torch.no_grad():
         weights.copy_(before_change)
     engine.update_weights(whole_tensors(role.lm), 2)
+    again = generate(engine, prompts, SAMPLING, range(3), images=images)
+    assert [completion.logprobs for completion in again] == [completion.logprobs for completion in before]
 
 
 @real_vllm

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,9 +234,10 @@ class PushChecks:
             list(range(len(evaluated))), [ids for ids, _ in evaluated], [""] * len(evaluated), {}, images=images
         )
         completions = [Completion(end, [0.0] * len(end), "length", version) for _, end in evaluated]
-        logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+        with every_token(self.module.actor):
+            logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
         texts = [[*prompt, *end] for prompt, end in parts]
-        sampling = SamplingParams(1, echo=True, never_sampled=sampler.never_sampled)
+        sampling = SamplingParams(1, echo=True)
         generation = submit(sampler.engine, texts, sampling, [0] * len(texts), images=images)
         unpadded = [row[: len(end)] for row, (_, end) in zip(logprobs, parts, strict=False)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
@@ -251,6 +254,20 @@ class PushChecks:
         while self._pending and self._pending[0].version <= version:
             comparison = self._pending.popleft()
             check_gaps(self.sampler.engine, self.module, comparison.gaps(), self.max_logprob_diff, comparison.version)
+
+
+@contextmanager
+def every_token(actor: Any) -> Iterator[None]:
+    """Give a probability to every token for some time, as engines do for the tokens of a prompt.
+
+    Args:
+        actor: language model of the module.
+    """
+    excluded, actor.never_sampled = actor.never_sampled, ()
+    try:
+        yield
+    finally:
+        actor.never_sampled = excluded
 
 
 def shortened(prompt: Sequence[int], response: Sequence[int], longest: int) -> tuple[list[int], list[int]]:

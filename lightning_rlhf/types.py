@@ -103,7 +103,7 @@ class SamplingParams:
         top_k: number of most likely tokens to keep; 0 keeps all.
         stop_token_ids: tokens that end a response; they are part of it.
         echo: whether completions begin with the prompt's tokens after the first, and their log-probs at temperature 1.
-            Those have the ``policy_version`` of the completion.
+            Those have the ``policy_version`` of the completion, and count every token, also those never sampled.
         never_sampled: tokens that are not sampled, such as those that stand for images.
     """
 

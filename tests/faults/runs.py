@@ -272,8 +272,11 @@ def assert_same(directory, reference, names=("last", "best")):
     for name in (name for name in names if (reference / f"run/checkpoints/{name}.ckpt").exists()):
         result = difference(checkpoint(directory, name), checkpoint(reference, name))
         assert result is None, f"{name}.ckpt{result}"
-    files = sorted(path.relative_to(reference / "run") for path in (reference / "run").glob("rollouts/*"))
-    assert files == sorted(path.relative_to(directory / "run") for path in (directory / "run").glob("rollouts/*"))
+    files, resumed = (
+        sorted(path.relative_to(run) for path in run.glob("rollouts/**/*") if path.is_file())
+        for run in (reference / "run", directory / "run")
+    )
+    assert files == resumed
     files += [Path("export/model.safetensors"), Path("export/config.json")]
     for file in files:
         assert (directory / "run" / file).read_bytes() == (reference / "run" / file).read_bytes(), file

@@ -50,10 +50,7 @@ def logprobs_of(role, processor, prompts, images, completions):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
         index = torch.arange(len(prompt) - 1, ids.shape[1] - 1).unsqueeze(0)
         targets = torch.tensor([completion.token_ids])
-        pictures = None
-        if shown.images:
-            tensors = [processor.tensors(image) for image in shown.images]
-            pictures = TextImages(tensors, torch.arange(len(tensors)).unsqueeze(0))
+        pictures = pictures_of(processor, shown)
         marked = torch.ones_like(targets, dtype=torch.bool)
         with torch.no_grad():
             scores = role(ids, index, targets, marked, temperature=SAMPLING.temperature, images=pictures)
@@ -96,10 +93,33 @@ def test_transformers_generates_with_the_logprobs_of_the_trainer(name, tmp_path)
     for completion, logprobs in zip(completions, expected, strict=True):
         assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5)
         assert 4 not in completion.token_ids
-    echo = SamplingParams(1, echo=True)
-    (echoed,) = generate(engine, prompts[:1], echo, [0], images=images[:1])
-    assert echoed.token_ids[:-1] == prompts[0][1:]
+    assert_echo(engine, processor, role, prompts, images, atol=2e-5)
     engine.close()
+
+
+def assert_echo(engine, processor, role, prompts, images, atol):
+    """Assert that the log-probs of the prompts' tokens are the trainer's, with a probability for every token."""
+    excluded, role.never_sampled = role.never_sampled, ()
+    echoed = generate(
+        engine, prompts, SamplingParams(1, echo=True, never_sampled=(4,)), range(len(prompts)), images=images
+    )
+    for prompt, shown, completion in zip(prompts, images, echoed, strict=True):
+        assert completion.token_ids[:-1] == prompt[1:]
+        ids = torch.tensor([prompt])
+        index, targets = torch.arange(len(prompt) - 1).unsqueeze(0), ids[:, 1:]
+        marked = torch.ones_like(targets, dtype=torch.bool)
+        with torch.no_grad():
+            logprobs = role(ids, index, targets, marked, images=pictures_of(processor, shown)).logprobs[0]
+        assert_close(torch.tensor(completion.logprobs[:-1]), logprobs, atol=atol)
+    role.never_sampled = excluded
+
+
+def pictures_of(processor, shown):
+    """Return the images of a prompt for the trainer's model; None without images."""
+    if not shown.images:
+        return None
+    tensors = [processor.tensors(image) for image in shown.images]
+    return TextImages(tensors, torch.arange(len(tensors)).unsqueeze(0))
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +145,7 @@ def test_logprobs_of_200_responses_are_those_of_the_trainer(running):
         for completion, logprobs in zip(completions, expected, strict=True)
     ]
     assert max(gaps) < 1e-4
+    assert_echo(engine, processor, role, prompts[:6], images[:6], atol=1e-4)
     assert all(4 not in completion.token_ids for completion in completions)
 
 

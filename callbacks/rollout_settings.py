@@ -28,7 +28,7 @@ from lightning_rlhf.run_checks import check_group_size, check_loops, check_minib
 from .checks import tensor_ranks
 
 log = logging.getLogger(__name__)
-_TEXTS_ONLY = ("environment", "teacher_prompt", "given_responses")  # settings that work without images
+_TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,8 @@ def check_texts_only(settings: Mapping[str, Any], data: PromptDataModule) -> Non
     for name in _TEXTS_ONLY:
         if settings.get(name) is not None:
             raise UsageError(f"{name} works with prompts without images: remove it, or the images of the data")
+    if getattr(settings.get("environment"), "is_agent", False):
+        raise UsageError("agents work with prompts without images: use an environment, or data without images")
 
 
 def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import Chat, Message
+from lightning_rlhf.data.image_parts import images_of
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 
 _SENTINEL = "SENTINEL0ANSWER"  # stands for an answer of the policy in a rendered conversation
@@ -36,6 +38,7 @@ class Bridge(ABC):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_message_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.max_message_tokens = max_message_tokens
+        self.expand: Callable[[str, Sequence[EncodedImage]], str] | None = None
         template = ""
         if isinstance(tokenizer.chat_template, str):
             template = tokenizer.chat_template
@@ -43,14 +46,26 @@ class Bridge(ABC):
         markers = {text for text, special in added.items() if (special or text in template) and text.strip()}
         self._markers = sorted({*markers, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
 
+    def read_images(self, expand: Callable[[str, Sequence[EncodedImage]], str]) -> None:
+        """Prepare for prompts with images.
+
+        Args:
+            expand: function of a text and its images that replaces each placeholder by the text that stands for its
+                image.
+        """
+        self.expand = expand
+
     @abstractmethod
-    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+    def prompt(
+        self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
+    ) -> list[int]:
         """Return the tokens of a prompt with messages that an environment appended to it.
 
         Args:
-            text: prompt as text.
+            text: prompt as text, with one placeholder for each image.
             messages: prompt as messages; empty for plain text.
             written: messages of the environment, at least one.
+            expanded: whether the tokens contain those that stand for each image, and not one placeholder.
         """
 
     @abstractmethod
@@ -118,8 +133,13 @@ class PlainBridge(Bridge):
         max_message_tokens: argument of :class:`Bridge`.
     """
 
-    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+    def prompt(
+        self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
+    ) -> list[int]:
         """See :meth:`Bridge.prompt`."""
+        images = images_of(messages) if expanded else []
+        if images and self.expand is not None:
+            text = self.expand(text, images)
         return self.ids(text) + self.between([], written)
 
     def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int]:
@@ -156,10 +176,13 @@ class TemplateBridge(Bridge):
         self._checked_roles: set[str] = set()
         self._special_ids = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+    def prompt(
+        self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
+    ) -> list[int]:
         """See :meth:`Bridge.prompt`."""
+        chat = replace(self._chat, expand=self.expand)
         safe = [self.safe(message) for message in written]
-        return self.ids(self._chat.render([*messages, *safe], "prompt", generation=True))
+        return self.ids(chat.render([*messages, *safe], "prompt", generation=True, expanded=expanded))
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a whole conversation of an agent, whose next turn is the policy's.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.types import Completion
+from lightning_rlhf.types import Completion, PromptImages
 
 # Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
 # tokens were left for another turn; the bridge cannot continue the turn; the environment failed.
@@ -48,10 +48,12 @@ class Conversation:
     Args:
         prompt: tokens of the prompt.
         limits: limits of the conversation.
+        images: images of the prompt; None without images.
     """
 
-    def __init__(self, prompt: Sequence[int], limits: Limits) -> None:
+    def __init__(self, prompt: Sequence[int], limits: Limits, images: PromptImages | None = None) -> None:
         self.prompt = list(prompt)
+        self._images = images
         self.limits = limits
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -64,6 +66,13 @@ class Conversation:
     def request(self) -> list[int]:
         """All tokens so far, which the next turn continues."""
         return self.prompt + self.token_ids
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Images of the prompt with all tokens so far before they were expanded; None without images."""
+        if self._images is None:
+            return None
+        return replace(self._images, unexpanded_ids=(*self._images.unexpanded_ids, *self.token_ids))
 
     @property
     def last_turn(self) -> tuple[list[int], list[int]]:

@@ -24,7 +24,7 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished
-from lightning_rlhf.types import Completion, ConversationRecord, SamplingParams
+from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -43,6 +43,7 @@ class ConversationRequest:
         seed: seed of the environment, in [0, 2**63).
         turn_seeds: seed of each turn of the policy.
         sampling: sampling parameters, whose ``max_tokens`` limits the tokens after the prompt.
+        images: images of the prompt; None if the data have none.
     """
 
     prompt_ids: list[int]
@@ -52,6 +53,7 @@ class ConversationRequest:
     seed: int
     turn_seeds: tuple[int, ...]
     sampling: SamplingParams
+    images: PromptImages | None = None
 
 
 @dataclass
@@ -89,6 +91,27 @@ class RunningConversation:
     called_at: float = 0.0
     environment_s: float = 0.0
     text_starts: list[int] = field(default_factory=list)
+
+
+def request_turns(
+    engine: RolloutEngine,
+    conversations: Sequence[Conversation],
+    sampling: Sequence[SamplingParams],
+    seeds: Sequence[int],
+) -> list[Future[Completion]]:
+    """Request the next turn of conversations, with the images of their prompts.
+
+    Args:
+        engine: engine that was started.
+        conversations: conversations that continue.
+        sampling: sampling parameters of each turn.
+        seeds: seed of each turn.
+    """
+    ids = [conversation.request for conversation in conversations]
+    images = [images for conversation in conversations if (images := conversation.images) is not None]
+    if images:
+        return engine.request_with_images(ids, sampling, seeds, images)
+    return engine.request(ids, sampling, seeds)
 
 
 class ConversationLoop:
@@ -134,7 +157,7 @@ class ConversationLoop:
         """Run all conversations to their ends and return their completions in order."""
         self._count = len(requests)
         running = [
-            RunningConversation(i, each, Conversation(each.prompt_ids, self._limits(each)))
+            RunningConversation(i, each, Conversation(each.prompt_ids, self._limits(each), each.images))
             for i, each in enumerate(requests)
         ]
         began = logged = time.monotonic()
@@ -185,8 +208,9 @@ class ConversationLoop:
     def _request_turns(self) -> None:
         """Request the next turn of all conversations that are ready."""
         ready, self._ready = sorted(self._ready, key=lambda running: running.index), []
-        futures = self._engine.request(
-            [running.conversation.request for running in ready],
+        futures = request_turns(
+            self._engine,
+            [running.conversation for running in ready],
             [replace(running.request.sampling, max_tokens=self._turn_budget(running)) for running in ready],
             [running.request.turn_seeds[len(running.turns)] for running in ready],
         )
@@ -310,6 +334,12 @@ class ConversationLoop:
             return reply
         request = running.request
         prompt = self._bridge.prompt(request.text, request.messages, written)
+        images = request.images
+        if images is not None and images.images:
+            unexpanded = self._bridge.prompt(request.text, request.messages, written, expanded=False)
+            images = replace(images, unexpanded_ids=tuple(unexpanded))
+        elif images is not None:
+            images = replace(images, unexpanded_ids=tuple(prompt))
         left = request.sampling.max_tokens - (len(prompt) - len(request.prompt_ids))
         if left < 1:
             return Fault(
@@ -317,7 +347,7 @@ class ConversationLoop:
                 f"reset() returned messages that lengthen the prompt by {len(prompt) - len(request.prompt_ids)} "
                 f"tokens, but max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
             )
-        running.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left))
+        running.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left), images)
         running.messages += written
         return reply
 

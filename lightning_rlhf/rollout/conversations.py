@@ -100,6 +100,7 @@ class ConversationSampler:
                 seed=derive_seed(run, "environment", purpose, epoch, index),
                 turn_seeds=(seed(index, k), *(seed(index, k, turn) for turn in later_turns)),
                 sampling=sampling,
+                images=prompts.images[number] if prompts.images else None,
             )
             for number, index in enumerate(prompts.indices)
             for k in range(samples)
@@ -178,6 +179,8 @@ def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) 
             text and the bridge continues chats.
     """
     bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    if data.image_store is not None:
+        bridge.read_images(data.image_store.processor.expand)
     settings.check_parser(data.tokenizer)
     if (
         settings.bridge != "plain"

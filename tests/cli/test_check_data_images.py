@@ -184,11 +184,11 @@ def test_images_with_a_model_of_texts_are_an_error(check_data):
     assert "the data have images, and the actor is a llama, which reads texts only" in result.err
 
 
-def test_images_with_an_environment_are_an_error(check_data):
-    environment = {"environment": {"factory": "nothing:Here", "max_turns": 2}}
-    result = check_data("PromptDataModule", [{"prompt": ask("pictures/small.png")}] * 2, loop=environment)
+def test_images_with_a_setting_for_texts_are_an_error(check_data):
+    teacher = {"teacher_prompt": "prompt"}
+    result = check_data("PromptDataModule", [{"prompt": ask("pictures/small.png")}] * 2, loop=teacher)
     assert result.code == 2
-    assert "environment works with prompts without images: remove it, or the images of the data" in result.err
+    assert "teacher_prompt works with prompts without images: remove it, or the images of the data" in result.err
 
 
 def test_missing_image_is_reported_with_its_row(check_data):

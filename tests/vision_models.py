@@ -107,6 +107,12 @@ def _text(name: str) -> dict[str, Any]:
 
 def config(name: str) -> Any:
     """Return the configuration of a small model."""
+    fields = architecture(name)
+    return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+
+
+def architecture(name: str) -> dict[str, Any]:
+    """Return the fields of the configuration of a small model."""
     ids = {token: number for number, token in enumerate(_SPECIAL)}
     fields: dict[str, Any] = {"image_token_id": ids["<image>"], "pad_token_id": 0, "initializer_range": 0.2}
     if name in ("idefics3", "smolvlm"):
@@ -126,7 +132,7 @@ def config(name: str) -> Any:
         fields |= {"image_seq_length": 4, "downsample_ratio": 0.5}
     if name == "paligemma":
         fields |= {"projection_dim": 32, "hidden_size": 32}
-    return CONFIG_MAPPING[name](text_config=_text(name), vision_config=_vision(name), **fields)
+    return {"model_type": name, "text_config": _text(name), "vision_config": _vision(name), **fields}
 
 
 _IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {

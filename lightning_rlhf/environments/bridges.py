@@ -275,18 +275,6 @@ class TemplateBridge(Bridge):
         if text.count(sentinel) != 1:
             raise UsageError(
                 f"the chat template renders an answer {text.count(sentinel)} times, expected once, so the text after "
-                f"it is not known{self._hint_of_parts()}: use another chat template, or set bridge: plain"
+                f"it is not known: use another chat template, or set bridge: plain"
             )
         return text.split(sentinel)[1]
-
-    def _hint_of_parts(self) -> str:
-        """Return a hint for a template that reads the contents of messages as lists of parts; empty for others."""
-        parts = [{"type": "text", "text": _SENTINEL}]
-        try:
-            text = self._chat.render([{"role": "assistant", "content": parts}], "conversation")
-        except BadRow:
-            return ""
-        is_for_parts = _SENTINEL in text and str(parts) not in text
-        if is_for_parts:
-            return " (it expects lists of texts and images as contents, but contents here are texts)"
-        return ""

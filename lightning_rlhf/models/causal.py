@@ -90,7 +90,8 @@ class CausalLM(nn.Module):
         """
         if own_logits:
             logits = self.lm(input_ids=input_ids, use_cache=False).logits
-            logits[..., list(self.never_sampled)] += EXCLUDED
+            if self.never_sampled:
+                logits[..., list(self.never_sampled)] += EXCLUDED
             rows = torch.arange(len(index), device=index.device).unsqueeze(1)
             return token_scores(logits[rows, index], targets)
         with nullcontext() if adapters else adapters_disabled(self.lm):

@@ -345,8 +345,8 @@ def test_marks_of_generation_in_the_template_do_not_move_the_mask(tmp_path, make
     marked = (
         "{% for message in messages %}{{ message.role }}:{% if message.role == 'assistant' %}{% generation %}"
         "{{ message.content }}</s>{% endgeneration %}{% elif message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
-        "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+        "{% endif %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer(chat=marked).save_pretrained(model)
     contents = ([image_part("b.png"), text_part("one?")], "only text")

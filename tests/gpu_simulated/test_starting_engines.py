@@ -269,6 +269,7 @@ def core(monkeypatch):
 
     core = VLLMCore.__new__(VLLMCore)
     core._llm, core._version, core._asleep, core._adapter = FakeLLM(), -1, False, None
+    core._images = {}
     core._engine = types.SimpleNamespace(has_unfinished_requests=lambda: False, set_weight_version=lambda version: None)
     yield core
     sys.modules.pop("lightning_rlhf.rollout.vllm.core", None)

@@ -8,16 +8,22 @@ from lightning_rlhf.models.loading import FromConfig, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.vllm.sync import PublishedNames
 from tests.cli.published_architectures import PUBLISHED, SMALL
+from tests.vision_models import architecture
 
 MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "vocab_size": 50,
 }  # fmt: skip
-ARCHITECTURES = {
-    kind: {**architecture, **SMALL[kind], "vocab_size": 50}
-    for architecture, _ in PUBLISHED.values()
-    for kind in [architecture["model_type"]]
-} | {"mixtral": MIXTRAL, "phi3": MIXTRAL | {"model_type": "phi3", "pad_token_id": 0}}
+TEXTS = [published for published, _ in PUBLISHED.values() if "vision_config" not in published]
+ARCHITECTURES = (
+    {kind: architecture(kind) for kind in ("idefics3", "qwen2_5_vl", "qwen3_vl")}
+    | {
+        kind: {**published, **SMALL[kind], "vocab_size": 50}
+        for published in TEXTS
+        for kind in [published["model_type"]]
+    }
+    | {"mixtral": MIXTRAL, "phi3": MIXTRAL | {"model_type": "phi3", "pad_token_id": 0}}
+)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

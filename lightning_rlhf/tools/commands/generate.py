@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
     files.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="for example prompt=question")
-    files.add_argument("--as-messages", action="store_true", help="convert texts to user messages, for a chat model")
+    files.add_argument("--as-messages", action="store_true", help="convert texts to user messages")
     files.add_argument("--images", metavar="DIR", help=row_images.HELP)
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     model = parser.add_argument_group("model")
@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--batch-size",
         type=int,
         metavar="N",
-        help="prompts between two writes (default: those of 64 responses, then as many as take about 20 s)",
+        help="prompts between two writes (default: of 64 responses, then of about 20 s)",
     )
     return parser
 

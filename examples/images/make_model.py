@@ -103,7 +103,8 @@ def main() -> None:
     arguments = parser.parse_args()
     name, directory = arguments.architecture, arguments.directory
     transformers.logging.set_verbosity_error()
-    config = CONFIG_MAPPING[name](image_token_id=SPECIAL.index("<image>"), pad_token_id=0, initializer_range=0.08, **CONFIGS[name])
+    further = {"image_token_id": SPECIAL.index("<image>"), "pad_token_id": 0, "initializer_range": 0.08}
+    config = CONFIG_MAPPING[name](**CONFIGS[name], **further)
     torch.manual_seed(arguments.seed)
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Conversations with an environment about a picture in the prompt: engine and trainer see the same tokens and pixels."""
+"""Conversations with an environment about a picture in the prompt: engine and trainer see the same."""
 
 import pytest
 

@@ -354,7 +354,9 @@ def test_marks_of_generation_in_the_template_do_not_move_the_mask(tmp_path, make
     module = make(ConversationDataModule, *rows, model=str(model), batch_size=2)
     (batch,) = batches_of(module)
     assert texts_of(module, batch)[1] == ["yes</s>", "yes</s>"]
-    assert (batch.input_ids == module.tokenizer.convert_tokens_to_ids("<image>")).sum(1).tolist()[1] == 0
+    ids = [row[:length] for row, length in zip(batch.input_ids.tolist(), batch.lengths, strict=True)]
+    texts = ("user:<image>one?assistant:yes</s>", "user:only textassistant:yes</s>")
+    assert ids == [expected_ids(model, texts[0], "b"), expected_ids(model, texts[1])]
 
 
 # -- numbers of images --------------------------------------------------------------------------------------------

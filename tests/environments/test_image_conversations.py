@@ -16,7 +16,7 @@ from tests.vision_models import write_checkpoint
 WORDS = ["a", "bc", "cab", "ga", "eca", "f"]
 
 
-class Asks(Environment):
+class Questions(Environment):
     """Begins with a question, and replies to each turn; its rows have the images of their prompts."""
 
     def reset(self, row, seed):
@@ -27,7 +27,7 @@ class Asks(Environment):
         return "and?"
 
 
-class Silent(Asks):
+class Silent(Questions):
     """Appends nothing to the prompt."""
 
     def reset(self, row, seed):
@@ -35,7 +35,7 @@ class Silent(Asks):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("factory", [Asks, Silent])
+@pytest.mark.parametrize("factory", [Questions, Silent])
 @pytest.mark.parametrize("bridge", ["template", "plain"])
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_logprobs_of_engine_and_trainer_are_equal(tmp_path, factory, bridge, engine):

@@ -199,6 +199,8 @@ class VLLMEngine(RolloutEngine):
         if setup.processor is not None:
             arguments["skip_tokenizer_init"] = False
             arguments["limit_mm_per_prompt"] = {"image": setup.images_per_prompt}
+        elif "vision_config" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
+            arguments["language_model_only"] = True  # otherwise vLLM needs a processor, which reads no image here
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
         if self.traits.mixes_versions:

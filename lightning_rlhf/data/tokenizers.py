@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
@@ -163,7 +165,31 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
             raise
         raise MissingFileError(f"{absent}: {hub_error_message(source, error)}") from None
     _check_reloaded(path / "tokenizer.json", tokenizer)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _template_of_processor(source)
     return tokenizer
+
+
+def _template_of_processor(source: str) -> str | None:
+    """Return the chat template that a vision-language model has beside its processor; None without one.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    file = cached_file(
+        source,
+        "chat_template.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return None
+    try:
+        template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"the chat_template.json of {source!r} cannot be read: {error!r}") from error
+    return template if isinstance(template, str) else None
 
 
 def _check_reloaded(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:

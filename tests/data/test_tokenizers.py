@@ -148,3 +148,16 @@ def test_tokenizer_that_changes_when_transformers_reloads_it_is_rejected(tmp_pat
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path)  # transformers now takes Qwen2's class
     with pytest.raises(ValueError, match="was loaded as Qwen2Tokenizer, which splits texts"):
         load_tokenizer(str(tmp_path))
+
+
+def test_chat_template_beside_a_processor_is_read(tmp_path):
+    saved = CharacterTokenizer("abc").load()
+    saved.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    file = tmp_path / "chat_template.json"
+    file.write_text('{"chat_template": "{{ messages[0].content }}"}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "cab"}], tokenize=False) == "cab"
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"the chat_template\.json of .* cannot be read"):
+        load_tokenizer(str(tmp_path))

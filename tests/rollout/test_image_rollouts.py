@@ -207,3 +207,22 @@ def test_a_prompt_that_vllm_expands_otherwise_is_an_error_and_the_engine_continu
     with pytest.raises(RunError, match=r"vLLM expands a prompt with 1 images to \d+ tokens and the trainer to"):
         generate(engine, [prompts[0][:-1]], SAMPLING, [0], images=images[:1])
     assert generate(engine, prompts, SAMPLING, range(3), images=images)
+
+
+@pytest.mark.slow
+@real_vllm
+def test_texts_of_a_vision_language_model_need_no_processor_in_vllm(tmp_path):
+    source = Pretrained(str(write_checkpoint("idefics3", tmp_path / "model")))
+    processor, role = load_processor(source.path), source.causal()
+    save_architecture(source, tmp_path / "engine")
+    engine = VLLMEngine()
+    engine.start(EngineSetup(tmp_path / "engine", "float32", 64, tmp_path / "engine.log"))
+    engine.wait()
+    engine.update_weights(whole_tensors(role.lm), 0)
+    assert engine.first_difference(whole_tensors(role.lm)) is None
+    ids = processor.tokenizer("user:what?", add_special_tokens=False)["input_ids"]
+    none = [PromptImages((), (), tuple(ids))]
+    completions = generate(engine, [ids], SAMPLING, [3])
+    (expected,) = logprobs_of(role, processor, [ids], none, completions)
+    assert_close(torch.tensor(completions[0].logprobs), expected, atol=1e-4)
+    engine.close()

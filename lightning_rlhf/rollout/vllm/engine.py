@@ -98,6 +98,7 @@ class VLLMEngine(RolloutEngine):
         self._generating = set[Future[Completion]]()
         self._sender = WeightSender()
         self._sent_images = SentImages()
+        self._reads_texts_only = False  # with a vision-language model
         self._process: EngineProcess | None = None
 
     @property
@@ -149,6 +150,7 @@ class VLLMEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.traits.matrix_dtype or setup.dtype
         arguments = self.llm_arguments(setup)
+        self._reads_texts_only = bool(arguments.get("language_model_only"))
         self._sent_images = SentImages()
         if setup.processor is not None:
             setup.processor.save(setup.model)
@@ -317,6 +319,8 @@ class VLLMEngine(RolloutEngine):
 
     def _first_lost(self) -> str | None:
         """Return the name of the first pushed parameter that vLLM does not read completely; None if none is known."""
+        if self._reads_texts_only:  # vLLM then has no image encoder
+            return None
         tracing = self._running.command("trace", weights=self._sender.message)
         try:
             (reply,) = self._running.results([tracing], "the engine to trace the loading of its weights")

@@ -13,10 +13,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from lightning_rlhf.expected_errors import UsageError
@@ -92,6 +88,13 @@ def _share_renamings(language_model: str, classifier: str) -> None:
         language_model: class of the architecture's language model.
         classifier: class of the classifier.
     """
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:  # older versions rename by the model type
+        return
     renamings = get_checkpoint_conversion_mapping(language_model)
     if renamings is not None and get_checkpoint_conversion_mapping(classifier) is None:
         register_checkpoint_conversion_mapping(classifier, renamings)

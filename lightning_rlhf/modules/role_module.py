@@ -210,7 +210,7 @@ class RoleModule(LightningModule):
 
     def _prepare_for_images(self) -> None:
         """Set the tokens that no response contains, and keep the features of frozen image encoders."""
-        caches: list[tuple[ModelSource, FeatureCache]] = []
+        caches: dict[Pretrained, FeatureCache] = {}
         for name in (*self.trained_roles, *self.frozen_roles):
             role: Any = getattr(self, name)
             if isinstance(role, CausalLM):
@@ -218,12 +218,11 @@ class RoleModule(LightningModule):
             # With sharded weights, all ranks must encode images together.
             trains_images = name in self.trained_roles and self.sources[name].train_vision
             if self.role_strategy.keeps_whole_weights and not trains_images:
-                base = replace(self.sources[name], lora=None, train_vision=False)
-                if isinstance(base, Pretrained):
-                    base = replace(base, adapter=None)
-                same = [cache for source, cache in caches if source == base]  # roles whose encoders are equal
-                role.image_features = same[0] if same else FeatureCache()
-                caches.append((base, role.image_features))
+                role.image_features = FeatureCache()
+                source = self.sources[name]
+                if isinstance(source, Pretrained):  # random weights of other classes are drawn in another order
+                    base = replace(source.base, train_vision=False)
+                    role.image_features = caches.setdefault(base, role.image_features)
 
     def _check_images(self) -> None:
         """Raise if the data have images and a model reads none."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rlhf import GRPOModule, PPOModule, Pretrained, PromptDataModule
+from lightning_rlhf import FromConfig, GRPOModule, PPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.models import images
@@ -11,10 +11,10 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.distributed.tasks import share_of_a, with_pictures
 from tests.stand_ins import quiet_trainer
-from tests.vision_models import write_checkpoint
+from tests.vision_models import architecture, write_checkpoint
 
 
-def fitted(make, tmp_path, monkeypatch, **options):
+def fitted(make, tmp_path, monkeypatch, source=None, **options):
     """Train two epochs of two steps; return the module and the number of images that the trainer encoded."""
     model = str(write_checkpoint("idefics3", tmp_path / "model"))
     encoded = []
@@ -31,7 +31,7 @@ def fitted(make, tmp_path, monkeypatch, **options):
     loop = RolloutLoop(
         [RewardFunction(share_of_a)], TransformersEngine(), group_size=2, max_response_tokens=4, check_rows=0
     )
-    module = make(Pretrained(model, **options), minibatch_size=4, kl_loss=KLTerm(0.1, "k3"))
+    module = make(source or Pretrained(model, **options), minibatch_size=4, kl_loss=KLTerm(0.1, "k3"))
     trainer = quiet_trainer(max_steps=4, max_epochs=-1, callbacks=[loop], default_root_dir=tmp_path)
     trainer.fit(module, datamodule=data)
     return module, sum(encoded)
@@ -43,6 +43,14 @@ def test_each_image_is_encoded_once_in_a_run(tmp_path, monkeypatch, make):
     distinct = len(module.trainer.datamodule.image_store.images)
     assert encoded == distinct == 3
     assert module.actor.image_features is module.ref.image_features
+
+
+def test_random_models_keep_their_own_features(tmp_path, monkeypatch):
+    """The encoders of an actor and a critic differ, because their classes draw weights in another order."""
+    sources = FromConfig(architecture("idefics3"), seed=0)
+    module, encoded = fitted(PPOModule, tmp_path, monkeypatch, source=sources)
+    assert module.actor.image_features is not module.critic.image_features
+    assert encoded == 3 * 3  # actor, critic and reference
 
 
 def test_trained_encoders_encode_in_every_pass(tmp_path, monkeypatch):

@@ -225,7 +225,7 @@ class PushChecks:
                     continue
             else:
                 longest = min(_TEXT_TOKENS, room)
-            parts.append(shortened(prompt, response.token_ids, longest))
+            parts.append(shortened(prompt, self._before_images(response.token_ids), longest))
             if of_prompt is not None:
                 unexpanded = of_prompt.unexpanded_ids if of_prompt.images else tuple(parts[-1][0])
                 images.append(replace(of_prompt, unexpanded_ids=(*unexpanded, *parts[-1][1])))
@@ -241,6 +241,12 @@ class PushChecks:
         generation = submit(sampler.engine, texts, sampling, [0] * len(texts), images=images)
         unpadded = [row[: len(end)] for row, (_, end) in zip(logprobs, parts, strict=False)]
         self._pending.append(_Comparison(version, texts, unpadded, generation))
+
+    def _before_images(self, response: list[int]) -> list[int]:
+        """Return the tokens of a response before the first image of an environment."""
+        tokens = self.module.image_tokens
+        end = next((index for index, token in enumerate(response) if token in tokens), len(response))
+        return response[:end]
 
     def finish(self, version: int) -> None:
         """Wait for the comparisons of pushes up to a version. All ranks; the engine has the actor's weights.

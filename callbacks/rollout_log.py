@@ -19,6 +19,7 @@ from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.report.run_directory import ROLLOUT_FILE
 from lightning_rlhf.report.values import finite
+from lightning_rlhf.types import ConversationRecord
 
 from .checks import check_at_least, check_module, last_step_of
 from .rollout_images import Thumbnails, text_of_images, with_images
@@ -104,7 +105,13 @@ class RolloutLog(Callback):
             return
         rollout = last_step_of(self, pl_module).experience.rollout
         rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
-        rows = self._with_images(rows, prompt_images(rollout, batch, _group_size(trainer)))
+        of_prompts = prompt_images(rollout, batch, _group_size(trainer))
+        conversations = _conversations(trainer)
+        images = [
+            (*of_prompt, *(conversations[position].images if position in conversations else ()))
+            for of_prompt, position in zip(of_prompts, rollout.position.tolist(), strict=True)
+        ]
+        rows = self._with_images(rows, images)
         self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
@@ -132,11 +139,12 @@ class RolloutLog(Callback):
     def _with_images(
         self, rows: list[dict[str, Any]], images: Sequence[Sequence[EncodedImage]]
     ) -> list[dict[str, Any]]:
-        """Return rows with the images of their prompts, whose thumbnails are written.
+        """Return rows with the images of their texts, whose thumbnails are written.
 
         Args:
             rows: responses of a step or validation.
-            images: images of each one's prompt, also of responses that are not written; empty without images.
+            images: images of each one's prompt and conversation, also of responses that are not written; empty
+                without images.
         """
         if not any(images):
             return rows
@@ -170,9 +178,7 @@ class RolloutLog(Callback):
         if "reward_model" in module.sources:
             scores = {"score": experience.reward - rollout.reward}
         rewards = {**rollout.rewards, **scores}
-        conversations = {
-            position: record for loop in _loops(trainer) for position, record in loop.conversations.items()
-        }
+        conversations = _conversations(trainer)
         lengths = rollout.response_lengths.tolist()
         valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
         group_size = _group_size(trainer) or group_size_of(step.rollout)
@@ -185,7 +191,7 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(rollout.response_ids[i, : lengths[i]], skip_special_tokens=True),
-                    **segments_of(tokenizer, rollout, i),
+                    **segments_of(tokenizer, rollout, i, module.image_tokens),
                     **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rewards.items()},
@@ -241,6 +247,11 @@ def _loops(trainer: Trainer) -> list[RolloutLoop]:
 def _group_size(trainer: Trainer) -> int | None:
     """Return the number of responses per prompt; None without a RolloutLoop."""
     return next((loop.group_size for loop in _loops(trainer)), None)
+
+
+def _conversations(trainer: Trainer) -> dict[int, ConversationRecord]:
+    """Return the records of the conversations of the last step by their positions."""
+    return {position: record for loop in _loops(trainer) for position, record in loop.conversations.items()}
 
 
 def _images_of(sample: dict[str, Any]) -> list[EncodedImage]:

@@ -68,7 +68,9 @@ def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule
     Raises:
         ValueError: the tokenizer, its chat template or the prompts do not allow conversations.
     """
-    tokenizer = trainer.datamodule.tokenizer
+    data = trainer.datamodule
+    conversations = None if settings.environment is None else conversation_sampler(settings.environment, data)
+    tokenizer = data.tokenizer
     arguments: dict[str, Any] = {
         "engine": engine.engine,
         "tokenizer": tokenizer,
@@ -78,9 +80,9 @@ def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule
         "vocabulary": vocab_size(module.sources["actor"]),
         "never_sampled": module.image_tokens,
     }
-    if settings.environment is None:
+    if conversations is None:
         return ResponseSampler(**arguments)
-    return EnvironmentSampler(**arguments, conversations=conversation_sampler(settings.environment, trainer.datamodule))
+    return EnvironmentSampler(**arguments, conversations=conversations)
 
 
 def make_parts(

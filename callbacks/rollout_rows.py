@@ -17,7 +17,9 @@ from lightning_rlhf.types import ConversationRecord, Experience, PromptBatch, Ro
 _FEWEST_TOKENS = 16  # first tokens of a response with values
 
 
-def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) -> dict[str, Any]:
+def segments_of(
+    tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int, image_tokens: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
 
     A turn before the last has its ``reward``, times the weight of the environment, if it is not 0.
@@ -26,6 +28,7 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
         tokenizer: tokenizer that decodes them, special tokens included.
         rollout: rollout of the step, on the CPU.
         row: number of the response.
+        image_tokens: tokens that stand for the parts of an image, which are written once for successive parts.
     """
     length = int(rollout.response_lengths[row])
     mask = rollout.response_mask[row, :length].tolist()
@@ -38,9 +41,11 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
     tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
     segments = []
     for sampled, part in groupby(tokens, key=itemgetter(0)):
-        _, ids, values = zip(*part, strict=True)
+        _, all_ids, values = zip(*part, strict=True)
+        pairs = zip((None, *all_ids), all_ids, strict=False)
+        ids = [token for before, token in pairs if token != before or token not in image_tokens]
         reward = {"reward": sum(values)} if any(values) else {}
-        segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(list(ids)), **reward})
+        segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(ids), **reward})
     return {"segments": segments}
 
 

@@ -166,21 +166,22 @@ class RolloutSettings:
 
 
 def check_texts_only(settings: Mapping[str, Any], data: PromptDataModule) -> None:
-    """Validate that no setting works with texts only if prompts have images.
+    """Validate that no setting works with texts only if prompts or messages of the environment have images.
 
     Args:
         settings: settings of RolloutLoop by their names.
         data: data module that was set up.
 
     Raises:
-        ValueError: prompts have images, and one of these settings is set.
+        ValueError: there are images, and one of these settings is set.
     """
-    if data.image_store is None:
+    environment = settings.get("environment")
+    if data.image_store is None and not getattr(environment, "max_images", 0):
         return
     for name in _TEXTS_ONLY:
         if settings.get(name) is not None:
-            raise UsageError(f"{name} works with prompts without images: remove it, or the images of the data")
-    if getattr(settings.get("environment"), "is_agent", False):
+            raise UsageError(f"{name} works without images: remove it, or the images of the data and environment")
+    if getattr(environment, "is_agent", False):
         raise UsageError("agents work with prompts without images: use an environment, or data without images")
 
 

@@ -100,6 +100,7 @@ class RolloutValidation(Callback):
             answer=self.settings.answer,
             sources=sources_in(trainer.datamodule),
             scored="reward_model" in pl_module.sources,
+            image_tokens=pl_module.image_tokens,
         )
 
     def on_validation_batch_start(

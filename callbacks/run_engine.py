@@ -66,11 +66,6 @@ class RunEngine:
         self._takes_turns = not max_staleness
         self.uses_gpu = False
         engine.check(sampling)
-        if getattr(trainer.datamodule, "image_store", None) is not None and not engine.traits.reads_images:
-            raise UsageError(
-                f"{type(engine).__name__} does not read images, and prompts have some: use VLLMEngine or "
-                f"TransformersEngine"
-            )
         check_overlap(engine, max_staleness)
         self._directory = make_engine_directory(trainer, self._source)
 
@@ -79,6 +74,11 @@ class RunEngine:
 
         vLLM measures the free memory of its GPU at two moments, so nothing else may use the GPU in between.
         """
+        if getattr(trainer.datamodule, "image_store", None) is not None and not self.engine.traits.reads_images:
+            raise UsageError(
+                f"{type(self.engine).__name__} does not read images, and prompts or the environment have some: use "
+                f"VLLMEngine or TransformersEngine"
+            )
         own_threads, threads = divided_threads(torch.get_num_threads(), self._takes_turns)
         setup = EngineSetup(
             model=self._directory,

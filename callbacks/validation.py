@@ -137,6 +137,7 @@ class Validation:
         answer: function that returns the answers of completions, to find the most frequent one; None without it.
         sources: values of ``source`` or ``data_source`` in the data; each has separate metrics.
         scored: whether there are scores of a reward model.
+        image_tokens: tokens that stand for the parts of an image.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class Validation:
         answer: AnswerExtractor | None = None,
         sources: Sequence[str] = (),
         scored: bool = False,
+        image_tokens: Sequence[int] = (),
     ) -> None:
+        self._image_tokens = image_tokens
         self._val_samples = val_samples
         self._metric = metric
         self._answer = answer
@@ -247,16 +250,19 @@ class Validation:
             completion: completion of the response, for the end of its conversation; None for an ordinary one.
         """
         rewards = {name: values[position].item() for name, values in rollout.rewards.items()}
+        record = None if completion is None else completion.conversation
+        if record is not None and record.images:
+            columns = {**columns, "images": [*(columns.get("images") or ()), *record.images]}
         self.samples.append({**columns, **texts, **rewards})  # these names replace columns
         self.rows.append(
             {
                 "index": index,
                 **texts,
-                **segments_of(tokenizer, rollout, position),
+                **segments_of(tokenizer, rollout, position, self._image_tokens),
                 **({"ground_truth": columns["ground_truth"]} if "ground_truth" in columns else {}),
                 **self._rewards_of(rewards),
                 "response_tokens": int(rollout.response_lengths[position]),
-                **end_of(bool(rollout.truncated[position]), completion.conversation if completion else None),
+                **end_of(bool(rollout.truncated[position]), record),
             }
         )
 

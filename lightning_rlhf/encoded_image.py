@@ -6,8 +6,10 @@ import base64
 import hashlib
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageOps
 
@@ -40,6 +42,22 @@ class EncodedImage:
     height: int
     path: str | None = field(default=None, compare=False)
     data: bytes | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def number(self) -> int:
+        """Number of the image in batches: the first 60 bits of the SHA-256, the same on every rank."""
+        return int(self.sha256[:15], 16)
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields as values of JSON, with the bytes in base64."""
+        data = None if self.data is None else base64.b64encode(self.data).decode()
+        return {"sha256": self.sha256, "width": self.width, "height": self.height, "path": self.path, "data": data}
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> EncodedImage:
+        """Return the image of the result of :meth:`as_fields`."""
+        data = fields["data"]
+        return cls(**{**fields, "data": None if data is None else base64.b64decode(data)})
 
     def read(self) -> bytes:
         """Return the bytes.

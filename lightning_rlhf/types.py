@@ -136,8 +136,8 @@ class ConversationRecord:
         turn_ends: number of tokens from the end of the prompt to the end of each turn of the policy.
         turn_rewards: reward of each turn; the first contains that of the start.
         stop: reason of the end: ``done`` (the environment or agent ended it), ``max_turns``, ``truncated`` (a limit cut
-            a turn), ``tokens`` (none were left for another turn), ``malformed`` (the bridge could not continue the
-            turn) or ``fault``.
+            a turn), ``tokens`` (none were left for another turn), ``images`` (a reply had more than allowed),
+            ``malformed`` (the bridge could not continue the turn) or ``fault``.
         tool_calls: number of tool calls.
         malformed: number of turns with a tool call that could not be parsed.
         fault: kind of the environment's failure; None without one.
@@ -145,6 +145,7 @@ class ConversationRecord:
         environment_s: seconds in which the environment was called.
         text_starts: number of tokens after the prompt before each further branch of an agent, which begins there with
             its prompt.
+        images: images that the environment wrote, in their order.
     """
 
     prompt_ids: list[int]
@@ -158,6 +159,7 @@ class ConversationRecord:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     environment_s: float = 0.0
     text_starts: list[int] = dataclasses.field(default_factory=list)
+    images: tuple[EncodedImage, ...] = ()
 
 
 _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
@@ -224,7 +226,7 @@ class PromptImages:
 
     Args:
         images: the images in their order; empty for a prompt without images.
-        numbers: K numbers of the images among those of the data, padded by -1.
+        numbers: K numbers of the images, padded by -1.
         unexpanded_ids: tokens of the prompt with one placeholder for each image; the tokens of the prompt itself have
             the placeholders of all features.
     """
@@ -334,8 +336,8 @@ class Rollout(TensorBatch):
             the data has none.
         is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
-        images: (B, K) int64, numbers of each row's images among those of the data, padded by -1; None if the data have
-            no images.
+        images: (B, K) int64, numbers of each row's images in their order, padded by -1; None without images.
+        written_images: images that an environment wrote, by their numbers; others are in the data.
     """
 
     prompt_ids: Tensor
@@ -359,6 +361,7 @@ class Rollout(TensorBatch):
     source: Tensor | None = None
     is_given: Tensor | None = None
     images: Tensor | None = None
+    written_images: Mapping[int, EncodedImage] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
@@ -558,8 +561,7 @@ class SequenceBatch(TensorBatch):
         input_ids: (B, L) int64, right-padded.
         lengths: (B,) int64, at least 1.
         loss_mask: (B, L) bool, True on tokens to predict; never on the first token or on padding.
-        images: (B, K) int64, numbers of each text's images among those of the data, padded by -1; None if the data have
-            no images.
+        images: (B, K) int64, numbers of each text's images in their order, padded by -1; None without images.
     """
 
     input_ids: Tensor

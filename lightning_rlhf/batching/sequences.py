@@ -108,7 +108,8 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
         rollouts: at least one, all with the same names of rewards and the same temperature.
     """
     fields = {}
-    for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in ("rewards", "temperature")):
+    others = ("rewards", "temperature", "written_images")
+    for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in others):
         columns = [getattr(rollout, name) for rollout in rollouts]
         if columns[0] is None:
             continue
@@ -119,4 +120,5 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
     fields["group"] = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
     rewards = {name: torch.cat([rollout.rewards[name] for rollout in rollouts]) for name in rollouts[0].rewards}
-    return Rollout(**fields, rewards=rewards, temperature=rollouts[0].temperature)
+    written = {number: image for rollout in rollouts for number, image in rollout.written_images.items()}
+    return Rollout(**fields, rewards=rewards, temperature=rollouts[0].temperature, written_images=written)

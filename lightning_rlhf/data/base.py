@@ -371,8 +371,8 @@ class RowsDataModule(LightningDataModule):
         if self.image_store is None:
             if not isinstance(self.tokenizer_source, str):
                 raise UsageError(
-                    "rows have images, which need the processor of a vision-language model: set tokenizer to the "
-                    "directory or hub id of one"
+                    "images need the processor of a vision-language model: set tokenizer to the directory or hub id of "
+                    "one"
                 )
             self.image_store = ImageStore(load_processor(self.tokenizer_source))
             if self._unchecked:

@@ -105,17 +105,29 @@ def may_have_images(fields: Fields) -> bool:
     )
 
 
-def text_of_content(content: Any) -> str:
+def text_of_content(content: Any, marker: str = MARKER) -> str:
     """Return the text of a message's content, with a marker for each image."""
     if isinstance(content, str):
         return content
-    return "".join(MARKER if is_image(part) else part["text"] for part in content)
+    return "".join(marker if is_image(part) else part["text"] for part in content)
 
 
 def openai_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as servers with OpenAI's API read them: images are parts ``image_url`` with ``data:`` URLs."""
+    return converted_images(messages, image_url)
+
+
+def converted_images(
+    messages: Sequence[Mapping[str, Any]], convert: Callable[[Any], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages whose images are other parts.
+
+    Args:
+        messages: messages whose parts of type image have something under ``image``.
+        convert: function of that something that returns the other part.
+    """
     return [
-        {**message, "content": [image_url(part["image"]) if is_image(part) else part for part in message["content"]]}
+        {**message, "content": [convert(part["image"]) if is_image(part) else part for part in message["content"]]}
         if has_images(message.get("content"))
         else dict(message)
         for message in messages

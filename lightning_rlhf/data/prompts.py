@@ -160,6 +160,23 @@ class PromptDataModule(RowsDataModule):
             f"eos_token in the tokenizer, so that responses do not continue after the answer"
         )
 
+    def use_further_images(self, most: int) -> None:
+        """Prepare for images that are not in the data, such as those in replies of an environment.
+
+        Args:
+            most: largest number of such images of a text.
+
+        Raises:
+            ValueError: there is no processor of a vision-language model, or a prompt has the placeholder of an image.
+        """
+        if self.image_store is None:
+            self._unchecked = False
+            processor = self._store.processor
+            for examples in self.examples.values():
+                for example in examples:
+                    processor.expand(example.text, ())
+        self._store.further = most
+
     def count_tokens(self, example: Prompt) -> int:
         """Count the tokens of the prompt."""
         return len(example.ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import Chat, Message
-from lightning_rlhf.data.image_parts import images_of
+from lightning_rlhf.data.image_parts import (
+    MARKER,
+    has_images,
+    images_of,
+    is_image,
+    text_messages,
+    text_of_content,
+)
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.processor import ImageProcessor
 
 _SENTINEL = "SENTINEL0ANSWER"  # stands for an answer of the policy in a rendered conversation
 _REPLY = "REPLY0OF0ENVIRONMENT"
@@ -38,7 +46,7 @@ class Bridge(ABC):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_message_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.max_message_tokens = max_message_tokens
-        self.expand: Callable[[str, Sequence[EncodedImage]], str] | None = None
+        self._images: ImageProcessor | None = None
         template = ""
         if isinstance(tokenizer.chat_template, str):
             template = tokenizer.chat_template
@@ -46,14 +54,34 @@ class Bridge(ABC):
         markers = {text for text, special in added.items() if (special or text in template) and text.strip()}
         self._markers = sorted({*markers, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
 
-    def read_images(self, expand: Callable[[str, Sequence[EncodedImage]], str]) -> None:
+    def read_images(self, processor: ImageProcessor, writes_images: bool = False) -> None:
         """Prepare for prompts with images.
 
         Args:
-            expand: function of a text and its images that replaces each placeholder by the text that stands for its
-                image.
+            processor: processor of the model.
+            writes_images: whether messages of the environment may have images, too.
+
+        Raises:
+            ValueError: the bridge does not allow messages with images.
         """
-        self.expand = expand
+        self._images = processor
+        self._markers = sorted({*self._markers, *processor.tokens_of_images}, key=len, reverse=True)
+        if writes_images:
+            self.check_images()
+
+    @abstractmethod
+    def check_images(self) -> None:
+        """Validate that the bridge allows messages of the environment with images.
+
+        Raises:
+            ValueError: it does not.
+        """
+
+    def expand(self, text: str, images: Sequence[EncodedImage]) -> str:
+        """Return a text whose placeholders are replaced by what stands for their images; without images, the text."""
+        if self._images is None or not images:
+            return text
+        return self._images.expand(text, images)
 
     @abstractmethod
     def prompt(
@@ -69,13 +97,16 @@ class Bridge(ABC):
         """
 
     @abstractmethod
-    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
+    def between(
+        self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
+    ) -> list[int] | None:
         """Return the tokens between a turn and the next one; None if no turn can follow this one.
 
         Args:
             turn: tokens of the turn.
             written: messages of the environment, at least one.
             before: all tokens before the turn.
+            expanded: whether the tokens contain those that stand for each image, and not one placeholder.
         """
 
     @abstractmethod
@@ -92,20 +123,30 @@ class Bridge(ABC):
         return ids
 
     def safe(self, message: Message) -> Message:
-        """Return a message whose text is not too long, and which contains no special token."""
-        text = message["content"]
-        limit = self.max_message_tokens
-        if limit is not None and len(text) > limit:
-            # A token has a bounded number of characters in practice; this only avoids work on very long texts.
-            if len(text) > 64 * limit:
-                text = f"{text[: 32 * limit]}{text[-32 * limit :]}"
-            ids = self.ids(text)
-            if len(ids) > limit:
-                space = max(0, limit - len(self.ids(_CUT)))
-                ends = [self.tokenizer.decode(part) for part in (ids[: (space + 1) // 2], ids[len(ids) - space // 2 :])]
-                text = _CUT.join(str(end) for end in ends)
-        parts = {**message, "content": text}
+        """Return a message whose texts are not too long, and which contains no special token; its images stay."""
+        content, limit = message["content"], self.max_message_tokens
+        if limit is not None and isinstance(content, str):
+            content = self._cut(content, limit)
+        elif limit is not None:
+            texts = [part for part in content if not is_image(part)]
+            limit = max(1, limit // max(1, len(texts)))
+            content = [part if is_image(part) else {**part, "text": self._cut(part["text"], limit)} for part in content]
+        parts = {**message, "content": content}
         return {name: part if name == "role" else self.without_markers(part) for name, part in parts.items()}
+
+    def _cut(self, text: str, limit: int) -> str:
+        """Return a text of at most ``limit`` tokens, whose middle may be left out."""
+        if len(text) <= limit:
+            return text
+        # A token has a bounded number of characters in practice; this only avoids work on very long texts.
+        if len(text) > 64 * limit:
+            text = f"{text[: 32 * limit]}{text[-32 * limit :]}"
+        ids = self.ids(text)
+        if len(ids) <= limit:
+            return text
+        space = max(0, limit - len(self.ids(_CUT)))
+        ends = [self.tokenizer.decode(part) for part in (ids[: (space + 1) // 2], ids[len(ids) - space // 2 :])]
+        return _CUT.join(str(end) for end in ends)
 
     def without_markers(self, value: Any) -> Any:
         """Return a text without special tokens, or a JSON value without them in its texts and keys."""
@@ -137,14 +178,22 @@ class PlainBridge(Bridge):
         self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
     ) -> list[int]:
         """See :meth:`Bridge.prompt`."""
-        images = images_of(messages) if expanded else []
-        if images and self.expand is not None:
-            text = self.expand(text, images)
-        return self.ids(text) + self.between([], written)
+        if expanded:
+            text = self.expand(text, images_of(messages))
+        return self.ids(text) + self.between([], written, expanded=expanded)
 
-    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int]:
+    def between(
+        self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
+    ) -> list[int]:
         """See :meth:`Bridge.between`."""
-        return [id_ for message in written for id_ in self.ids(self.safe(message)["content"])]
+        ids: list[int] = []
+        for message in map(self.safe, written):
+            text = text_of_content(message["content"], self._images.placeholder if self._images else MARKER)
+            ids += self.ids(self.expand(text, images_of([message])) if expanded else text)
+        return ids
+
+    def check_images(self) -> None:
+        """Accept images: a placeholder stands for each."""
 
     def check(self) -> None:
         """Accept every tokenizer."""
@@ -174,6 +223,7 @@ class TemplateBridge(Bridge):
         self._chat = Chat(tokenizer, self.without_markers(list(tools)) or None, dict(options or {}))
         self._expected_roles = ("user", "tool") if tools else ("user",)
         self._checked_roles: set[str] = set()
+        self._roles_with_images: set[str] = set()
         self._special_ids = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def prompt(
@@ -181,7 +231,7 @@ class TemplateBridge(Bridge):
     ) -> list[int]:
         """See :meth:`Bridge.prompt`."""
         chat = replace(self._chat, expand=self.expand)
-        safe = [self.safe(message) for message in written]
+        safe = [self._checked(message) for message in written]
         return self.ids(chat.render([*messages, *safe], "prompt", generation=True, expanded=expanded))
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -197,11 +247,14 @@ class TemplateBridge(Bridge):
             chat = self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
-    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
+    def between(
+        self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
+    ) -> list[int] | None:
         """See :meth:`Bridge.between`; tokens at the end of an answer are left out if the policy sampled them."""
         for message in written:
             self._check_role(message["role"])  # roles that check() did not expect
-        ids = self.ids(self._text_after([_PROBE], [self.safe(message) for message in written]))
+        text = self._text_after([_PROBE], [self._checked(message) for message in written])
+        ids = self.ids(self.expand(text, images_of(written)) if expanded else text)
         pairs = zip(ids, self._end_of_answer, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         ends = [i for i in range(max(1, shared)) if list(turn[-1:]) == ids[i : i + 1]]
@@ -226,6 +279,35 @@ class TemplateBridge(Bridge):
         self._check_template()
         for role in self._expected_roles:
             self._check_role(role)
+
+    def check_images(self) -> None:
+        """Validate that the template renders the images of tools, or of users where the environment has no tools.
+
+        Raises:
+            ValueError: it renders none, or another number.
+        """
+        self._check_images_of(self._expected_roles[-1])
+
+    def _checked(self, message: Message) -> Message:
+        """Return a message with safe texts, after a check that the template renders its images."""
+        if has_images(message["content"]):
+            self._check_images_of(message["role"])
+        return self.safe(message)
+
+    def _check_images_of(self, role: str) -> None:
+        """Validate that the template renders a message with an image and a text."""
+        if role in self._roles_with_images or self._images is None:
+            return
+        written = {"role": role, "content": [{"type": "image", "image": None}, {"type": "text", "text": _REPLY}]}
+        text = self._text_after([_PROBE], [written])
+        counts = [text.count(part) for part in (self._images.placeholder, _REPLY)]
+        if counts != [1, 1]:
+            raise UsageError(
+                f"the chat template renders a message of role {role!r} with an image and a text as {counts[0]} images "
+                f"and {counts[1]} texts, so such messages cannot have images: use another role or template, or set "
+                f"bridge: plain"
+            )
+        self._roles_with_images.add(role)
 
     def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
@@ -262,7 +344,7 @@ class TemplateBridge(Bridge):
         The made-up answer has no tool calls, because the policy's own turn contains them.
         """
         sentinel = _SENTINEL
-        while sentinel in json.dumps([*history, *written]):
+        while sentinel in json.dumps(text_messages([*history, *written])):
             sentinel += "0"
         answer: Message = {"role": "assistant", "content": sentinel}
         try:

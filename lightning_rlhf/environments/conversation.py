@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.types import Completion, PromptImages
 
 # Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
-# tokens were left for another turn; the bridge cannot continue the turn; the environment failed.
-StopReason = Literal["done", "max_turns", "truncated", "tokens", "malformed", "fault"]
+# tokens were left for another turn; the reply had more images than allowed; the bridge cannot continue the turn; the
+# environment failed.
+StopReason = Literal["done", "max_turns", "truncated", "tokens", "images", "malformed", "fault"]
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Limits:
         max_turns: turns of the policy, at least 1.
         max_response_tokens: tokens after the prompt, of all turns and of the environment's texts between them.
         max_turn_tokens: tokens of one turn; None is limited by ``max_response_tokens`` only.
+        max_images: images in all of the environment's messages.
     """
 
     max_turns: int
     max_response_tokens: int
     max_turn_tokens: int | None = None
+    max_images: int = 0
 
 
 def last_turn_start(turn_ends: Sequence[int], sampled: Sequence[bool]) -> int:
@@ -48,12 +52,21 @@ class Conversation:
     Args:
         prompt: tokens of the prompt.
         limits: limits of the conversation.
-        images: images of the prompt; None without images.
+        images: images of the prompt, without those that the environment wrote; None without images.
+        written_images: images that the environment wrote at the end of the prompt.
     """
 
-    def __init__(self, prompt: Sequence[int], limits: Limits, images: PromptImages | None = None) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        limits: Limits,
+        images: PromptImages | None = None,
+        written_images: Sequence[EncodedImage] = (),
+    ) -> None:
         self.prompt = list(prompt)
         self._images = images
+        self._written_images = list(written_images)
+        self._unexpanded: list[int] = []  # tokens after the prompt with one placeholder for each image
         self.limits = limits
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -61,6 +74,7 @@ class Conversation:
         self.turn_ends: list[int] = []  # tokens from the end of the prompt to the end of each turn
         self.stop: StopReason | None = None
         self._versions: list[int] = []
+        self._shown = len(self._written_images)  # number of written images before the last turn
 
     @property
     def request(self) -> list[int]:
@@ -69,10 +83,19 @@ class Conversation:
 
     @property
     def images(self) -> PromptImages | None:
-        """Images of the prompt with all tokens so far before they were expanded; None without images."""
+        """Images so far, with all tokens before they were expanded; None without images."""
         if self._images is None:
             return None
-        return replace(self._images, unexpanded_ids=(*self._images.unexpanded_ids, *self.token_ids))
+        return replace(
+            self._images,
+            images=(*self._images.images, *self._written_images),
+            unexpanded_ids=(*self._images.unexpanded_ids, *self._unexpanded),
+        )
+
+    @property
+    def written_images(self) -> tuple[EncodedImage, ...]:
+        """Images that the environment wrote before the last turn."""
+        return tuple(self._written_images[: self._shown])
 
     @property
     def last_turn(self) -> tuple[list[int], list[int]]:
@@ -107,25 +130,35 @@ class Conversation:
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)
         self._versions += completion.token_versions
+        self._unexpanded += completion.token_ids
+        self._shown = len(self._written_images)
         self.turn_ends.append(len(self.token_ids))
         if completion.finish_reason == "length" and not may_be_cut:
             self.stop = "truncated"
 
-    def add_written(self, ids: Sequence[int] | None) -> None:
+    def add_written(
+        self, ids: Sequence[int] | None, images: Sequence[EncodedImage] = (), unexpanded: Sequence[int] | None = None
+    ) -> None:
         """Append tokens of the environment; end the conversation instead if no further turn is possible.
 
         Args:
             ids: tokens between the last turn and the next one; None if no turn can follow the last one.
+            images: images among them.
+            unexpanded: the tokens with one placeholder for each image; None without images.
         """
         self._expect_running()
         if self.has_all_turns:
             self.stop = "max_turns"
         elif ids is None:
             self.stop = "malformed"
+        elif len(self._written_images) + len(images) > self.limits.max_images:
+            self.stop = "images"
         elif len(self.token_ids) + len(ids) >= self.limits.max_response_tokens:
             self.stop = "tokens"
         else:
             self.token_ids += ids
+            self._unexpanded += ids if unexpanded is None else unexpanded
+            self._written_images += images
             self.logprobs += [0.0] * len(ids)
             self.sampled += [False] * len(ids)
             self._versions += [self._versions[-1]] * len(ids)
@@ -156,7 +189,7 @@ class Conversation:
         return Completion(
             token_ids=self.token_ids[:end],
             logprobs=self.logprobs[:end],
-            finish_reason="length" if self.stop in ("truncated", "tokens") else "stop",
+            finish_reason="length" if self.stop in ("truncated", "tokens", "images") else "stop",
             policy_version=versions[0],
             later_versions=tuple(later),
             sampled=tuple(self.sampled[:end]),

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
 
+from PIL import Image
+
+from lightning_rlhf.data.image_parts import content_of, is_image
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images.reading import ImageSettings, read_image
 
 Message = dict[str, Any]
 ROLES = ("user", "tool", "system")  # roles that messages of an environment may have
@@ -69,7 +76,8 @@ class Reply:
 
     Args:
         messages: messages that the policy reads next; a text is a single message, from a tool if the turn called one,
-            otherwise from the user. Ignored if ``done``.
+            otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow. Ignored
+            if ``done``.
         reward: reward of the turn, or of the start for a reply of ``reset``; finite.
         done: whether the conversation ends.
         metrics: numbers to log, by name; their means over conversations are logged as ``env/<name>``.
@@ -200,9 +208,10 @@ def _messages(value: Any, method: str) -> str | list[Message]:
         raise InvalidReplyError(f"{method}() returned messages={_shown(value)}, expected a text or a list of messages")
     messages = []
     for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, str | list):
             raise InvalidReplyError(
-                f"{method}() returned the message {_shown(message)}, expected 'role' and text in 'content'"
+                f"{method}() returned the message {_shown(message)}, expected 'role', and text or parts in 'content'"
             )
         if message.get("role") not in ROLES:
             raise InvalidReplyError(
@@ -210,8 +219,45 @@ def _messages(value: Any, method: str) -> str | list[Message]:
                 f"assistant's messages are the policy's"
             )
         further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-        messages.append({"role": message["role"], "content": message["content"], **further})
+        read = content if isinstance(content, str) else _parts(content, method)
+        messages.append({"role": message["role"], "content": read, **further})
     return messages
+
+
+def _parts(content: list[Any], method: str) -> str | list[dict[str, Any]]:
+    """Return the parts of a message, whose images are read; one text if no part is an image."""
+    pictures = [{"type": "image", "image": part} if is_picture(part) else part for part in content]
+    try:
+        parts = content_of(pictures)
+    except BadRow as error:
+        raise InvalidReplyError(f"{method}() returned content that cannot be read: {error}") from error
+    if parts is None:
+        raise InvalidReplyError(
+            f"{method}() returned the content {_shown(content)}, expected a text, or a list of texts and images"
+        )
+    if isinstance(parts, str):
+        return parts
+    return [{**part, "image": _image(part["image"], method)} if is_image(part) else part for part in parts]
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image itself, and not its path or its bytes."""
+    return isinstance(value, EncodedImage | Image.Image)
+
+
+def _image(value: Any, method: str) -> EncodedImage:
+    """Read an image of a reply; no file or address, because a policy may have chosen it."""
+    if isinstance(value, Mapping):
+        value = value.get("url") or value.get("bytes")
+    if isinstance(value, str) and not value.startswith("data:"):
+        raise InvalidReplyError(
+            f"{method}() returned an image as {_shown(value)}, expected an image of Pillow, its bytes or a data: URL: "
+            f"open files and addresses in the environment, where it is known which ones may be read"
+        )
+    try:
+        return read_image(value, ImageSettings(), None)
+    except BadImage as error:
+        raise InvalidReplyError(f"{method}() returned an image that cannot be used: {error}") from error
 
 
 def _bounded(messages: str | list[Message]) -> str | list[Message]:
@@ -219,10 +265,21 @@ def _bounded(messages: str | list[Message]) -> str | list[Message]:
     left = LARGEST_TEXT
     if isinstance(messages, str):
         return _unicode(messages[:left])
+
+    def cut(text: str) -> str:
+        nonlocal left
+        text = _unicode(text[:left])
+        left -= len(text)
+        return text
+
     bounded = []
     for message in messages:
-        bounded.append({**message, "content": _unicode(message["content"][:left])})
-        left = max(0, left - len(message["content"]))
+        content = message["content"]
+        if isinstance(content, str):
+            content = cut(content)
+        else:
+            content = [part if is_image(part) else {**part, "text": cut(part["text"])} for part in content]
+        bounded.append({**message, "content": content})
     return bounded
 
 

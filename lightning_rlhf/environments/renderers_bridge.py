@@ -40,7 +40,9 @@ class RenderersBridge(TemplateBridge):
         super().__init__(tokenizer, max_message_tokens, tools, options)
         self._name, self._renderer = _make_renderer(tokenizer, renderer, dict(options or {}))
 
-    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
+    def between(
+        self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
+    ) -> list[int] | None:
         """See :meth:`Bridge.between`; None for a turn whose thoughts do not end, for example."""
         safe = [self.safe(message) for message in written]
         rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), safe, tools=self._chat.tools)
@@ -49,6 +51,14 @@ class RenderersBridge(TemplateBridge):
             return None
         ids: list[int] = rendered.token_ids[len(known) :]
         return ids
+
+    def check_images(self) -> None:
+        """Reject images in messages of the environment.
+
+        Raises:
+            ValueError: always.
+        """
+        raise UsageError("messages of an environment have no images with bridge: renderers: set bridge: template")
 
     def check(self) -> None:
         """Validate that the renderer and the chat template agree, and that the renderer continues a plain turn.

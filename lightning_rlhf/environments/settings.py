@@ -48,6 +48,7 @@ class EnvironmentSettings:
             all turns and the messages between them.
         max_message_tokens: most tokens of one message of the environment; longer ones are cut in the middle. None does
             not cut.
+        max_images: most images in the environment's messages of one conversation; 0 for messages of text only.
         weight: factor of the environment's rewards in the sum of all rewards; 0 only logs them.
         timeout_s: time limit of one call of the environment, seconds, positive. The environment runs in worker
             processes, which can be killed; one with ``async`` methods is cancelled instead. None: no limit, in threads
@@ -67,6 +68,7 @@ class EnvironmentSettings:
     max_turns: int = 8
     max_turn_tokens: int | None = None
     max_message_tokens: int | None = None
+    max_images: int = 0
     weight: float = 1.0
     timeout_s: float | None = 60.0
     concurrency: int = 8
@@ -79,6 +81,8 @@ class EnvironmentSettings:
         for name, value in least.items():
             if value < 1:
                 raise UsageError(f"{name} of the environment must be at least 1, got {value}")
+        if self.max_images < 0:
+            raise UsageError(f"max_images of the environment must be at least 0, got {self.max_images}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"timeout_s of the environment must be positive or null, got {self.timeout_s}")
         if not 0 <= self.max_error_rate <= 1:
@@ -99,6 +103,8 @@ class EnvironmentSettings:
                 _check_method(factory, name, passed)
         if self.is_agent and self.bridge == "plain":
             raise UsageError(f"{self.factory!r} is an agent, which sends chat messages: set bridge: template")
+        if self.is_agent and self.max_images:
+            raise UsageError(f"{self.factory!r} is an agent, whose messages have no images: set max_images to 0")
 
     @property
     def is_agent(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.data.tool_methods import tool_methods
-from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
+from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn, is_picture
 from lightning_rlhf.expected_errors import UsageError
 
 _PLAIN_TYPES: dict[Any, tuple[type, ...]] = {
@@ -32,7 +32,8 @@ class Tools(Environment):
     """Runs the tool calls of each turn, and ends the conversation at a turn without a call.
 
     A call that cannot be parsed, an unknown tool, wrong arguments and a ``ToolError`` are mistakes of the policy: it
-    receives a message and may try again. Any other exception of a function is a failure of the environment.
+    receives a message and may try again. Any other exception of a function is a failure of the environment. A function
+    returns a text, an image of Pillow, a list of texts and images, or another value, which becomes JSON.
 
     Args:
         functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in
@@ -84,15 +85,15 @@ class Tools(Environment):
     def _result(self, call: ToolCall) -> tuple[Message, bool]:
         """Return the message with a call's result, and whether the call was a mistake of the policy."""
         try:
-            text, is_error = self._run(call), False
+            content, is_error = self._run(call), False
         except ToolError as error:
-            text, is_error = f"Error: {error}", True
+            content, is_error = f"Error: {error}", True
         identity = {}
         if self.role == "tool":
             identity = {"name": call.name, "tool_call_id": call.id}
-        return {"role": self.role, **identity, "content": text}, is_error
+        return {"role": self.role, **identity, "content": content}, is_error
 
-    def _run(self, call: ToolCall) -> str:
+    def _run(self, call: ToolCall) -> str | list[Any]:
         function = self.functions.get(call.name)
         if function is None:
             raise ToolError(f"there is no tool {call.name!r}, only {', '.join(sorted(self.functions))}")
@@ -101,9 +102,11 @@ class Tools(Environment):
             result = function(**call.arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
-        if isinstance(result, str):
-            return result
-        return json.dumps(result, ensure_ascii=False, default=str)
+        if is_picture(result):
+            return [result]
+        if isinstance(result, list | tuple) and any(map(is_picture, result)):
+            return [part if is_picture(part) else _as_text(part) for part in result]
+        return _as_text(result)
 
 
 class StatefulTools(Environment):
@@ -183,6 +186,13 @@ class StatefulTools(Environment):
         """Close the object."""
         if hasattr(self._object, "close"):
             self._object.close()
+
+
+def _as_text(result: Any) -> str:
+    """Return a result as text: a text itself, or the JSON of another value."""
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 class _TooLong(BaseException):

@@ -57,6 +57,11 @@ class ImageProcessor:
         tokenizer: PreTrainedTokenizerBase = self._processor.tokenizer
         return tokenizer
 
+    @property
+    def tokens_of_images(self) -> set[str]:
+        """Texts that stand for an image, or a part of one, and must not occur in other texts."""
+        return {self.placeholder, self._feature_token}
+
     def expand(self, text: str, images: Sequence[EncodedImage]) -> str:
         """Return a text in which each placeholder is replaced by the text that stands for its image.
 

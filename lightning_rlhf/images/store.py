@@ -1,18 +1,22 @@
-"""The distinct images of the data, with numbers that are the same on every rank."""
+"""The images of the data by their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.images.processor import ImageProcessor
+from lightning_rlhf.images.reading import ImageSettings, read_image
+
+BLANK = read_image(Image.new("RGB", (64, 64), "white"), ImageSettings(), None)  # where an image is needed, but none shown
 
 
 class ImageStore:
-    """Distinct images in the order in which they were added, and the processor of the model that reads them.
+    """Distinct images of the data, and the processor of the model that reads them.
 
     Args:
         processor: processor of the model.
@@ -20,18 +24,21 @@ class ImageStore:
 
     def __init__(self, processor: ImageProcessor) -> None:
         self.processor = processor
-        self.images: list[EncodedImage] = []
-        self._numbers: dict[EncodedImage, int] = {}
-        self.longest = 0  # largest number of images of a text
+        self.images: dict[int, EncodedImage] = {}
+        self.further = 0  # largest number of images that are not in the data, such as those of an environment, of a text
+        self._longest = 0  # largest number of images of a text of the data
+
+    @property
+    def longest(self) -> int:
+        """Largest number of images of a text."""
+        return self._longest + self.further
 
     def add(self, images: Sequence[EncodedImage]) -> tuple[int, ...]:
         """Return the number of each image of a text; new ones are added."""
-        self.longest = max(self.longest, len(images))
+        self._longest = max(self._longest, len(images))
         for image in images:
-            if image not in self._numbers:
-                self._numbers[image] = len(self.images)
-                self.images.append(image)
-        return tuple(self._numbers[image] for image in images)
+            self.images.setdefault(image.number, image)
+        return tuple(image.number for image in images)
 
     def rows(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         """Return (B, K) int64 numbers of the images of each text, padded by -1; K is the same for all batches."""

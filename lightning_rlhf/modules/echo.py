@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,13 +45,13 @@ class ECHOModule(GRPOModule):
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
         """Yield mini-batches with the factor of the environment's tokens; see :meth:`RLHFModule.minibatches`."""
         for minibatch in super().minibatches(experience):
-            count = self.data_ranks.sum(environment_mask(minibatch.rollout).sum()).clamp(min=1)
+            count = self.data_ranks.sum(environment_mask(minibatch.rollout, self.image_tokens).sum()).clamp(min=1)
             factor = self.environment_coef * self.denominator(minibatch) / count  # update() divides by the denominator
             yield replace(minibatch, scale=factor.expand(len(minibatch)))
 
     def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
         """Return the actor's scores of the tokens of policy and environment, with gradient. All ranks."""
-        mask = rows.rollout.response_mask | environment_mask(rows.rollout)
+        mask = rows.rollout.response_mask | environment_mask(rows.rollout, self.image_tokens)
         scores: TokenScores = self.call_language_model("actor", rows.rollout, mask)
         return scores
 
@@ -59,18 +59,25 @@ class ECHOModule(GRPOModule):
         self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
     ) -> Tensor:
         """Return the losses of the tokens of policy and environment, summed over some rows."""
-        written = environment_mask(rows.rollout)
+        written = environment_mask(rows.rollout, self.image_tokens)
         means.add("loss/environment", -scores.logprobs, written)
         assert rows.scale is not None
         supervised = -(scores.logprobs.masked_fill(~written, 0) * rows.scale.unsqueeze(1)).sum()
         return super().policy_objective(rows, scores, means) + supervised
 
 
-def environment_mask(rollout: Rollout) -> Tensor:
-    """Return (B, T) bool, the tokens that an environment wrote after other tokens, of the included rows."""
+def environment_mask(rollout: Rollout, image_tokens: Sequence[int] = ()) -> Tensor:
+    """Return (B, T) bool, the tokens that an environment wrote after other tokens, of the included rows.
+
+    Args:
+        rollout: rollout with conversations.
+        image_tokens: tokens that stand for images, which are left out.
+    """
     numbers = torch.arange(rollout.response_ids.shape[1], device=rollout.response_ids.device)
     in_response = numbers < rollout.response_lengths.unsqueeze(1)
     mask = in_response & ~rollout.response_mask & rollout.included.unsqueeze(1)
+    for token in image_tokens:
+        mask &= rollout.response_ids != token
     if rollout.text_starts is None:
         return mask
     return mask & ~rollout.text_starts  # the first token of a text is not predicted

@@ -17,7 +17,7 @@ from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts,
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.images.store import BLANK, ImageStore
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
@@ -159,18 +159,20 @@ class TextLayout:
         Args:
             batch: rows of the micro-batch.
         """
-        numbers: Tensor | None = getattr(batch, "images", None)
+        numbers, written = getattr(batch, "images", None), getattr(batch, "written_images", {})
         if numbers is None:
             return None
+        store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
         is_trained = any(self.module.sources[name].train_vision for name in self.module.trained_roles)
         together = is_trained or not self.module.role_strategy.keeps_whole_weights
         distinct = numbers[numbers >= 0].unique()
         if not len(distinct):
             if not together:
                 return None
-            distinct = distinct.new_zeros(1)
-        store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
-        tensors = [store.processor.tensors(store.images[number]) for number in distinct.tolist()]
+            stand_in = next(iter(store.images.values()), BLANK)
+            distinct, written = distinct.new_tensor([stand_in.number]), {stand_in.number: stand_in}
+        images = [written.get(number) or store.images[number] for number in distinct.tolist()]
+        tensors = [store.processor.tensors(image) for image in images]
         renumbered = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
         passes = len(images_alike(tensors))
         if together:

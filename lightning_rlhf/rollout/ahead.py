@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.image_parts import converted_images, images_of
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.generation import Generation, OnFinished
@@ -252,10 +254,29 @@ def _packed(request: Request) -> dict[str, Any]:
         "later_versions": [[list(later) for later in completion.later_versions] for completion in completions],
         "sampled": [completion.sampled and list(completion.sampled) for completion in completions],
         "conversations": [
-            None if each.conversation is None else {**vars(each.conversation), "environment_s": 0.0}
-            for each in completions  # seconds would make equal checkpoints differ
+            None if each.conversation is None else _packed_record(each.conversation) for each in completions
         ],
     }
+
+
+def _packed_record(record: ConversationRecord) -> dict[str, Any]:
+    """Return the fields of a record as values that a checkpoint may have: images by their SHA-256, and their bytes."""
+    return {
+        **vars(record),
+        "environment_s": 0.0,  # seconds would make equal checkpoints differ
+        "messages": converted_images(record.messages, lambda image: {"type": "image", "image": image.sha256}),
+        "images": [image.sha256 for image in record.images],
+        "encoded_images": [image.as_fields() for image in dict.fromkeys(images_of(record.messages))],
+    }
+
+
+def _unpacked_record(packed: dict[str, Any]) -> ConversationRecord:
+    fields = dict(packed)
+    encoded = [EncodedImage.of_fields(each) for each in fields.pop("encoded_images", ())]
+    images = {image.sha256: image for image in encoded}
+    fields["messages"] = converted_images(fields["messages"], lambda key: {"type": "image", "image": images[key]})
+    fields["images"] = tuple(images[key] for key in fields.get("images", ()))
+    return ConversationRecord(**fields)
 
 
 def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]]]:
@@ -263,7 +284,7 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
     logprobs = [row.tolist() for row in state["logprobs"].split(state["tokens"])]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]
     sampled = [marks and tuple(marks) for marks in state.get("sampled") or [None] * len(ids)]
-    records = [values and ConversationRecord(**values) for values in state.get("conversations") or [None] * len(ids)]
+    records = [values and _unpacked_record(values) for values in state.get("conversations") or [None] * len(ids)]
     completions = [
         Completion(
             token_ids=ids[i],

@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.image_parts import images_of
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
 from lightning_rlhf.environments.host import Call, Fault, Host
@@ -21,7 +23,7 @@ from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.parsers import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import RunError, UsageError, counted
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished
 from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
@@ -193,7 +195,7 @@ class ConversationLoop:
 
     def _limits(self, request: ConversationRequest) -> Limits:
         settings = self._settings
-        return Limits(settings.max_turns, request.sampling.max_tokens, settings.max_turn_tokens)
+        return Limits(settings.max_turns, request.sampling.max_tokens, settings.max_turn_tokens, settings.max_images)
 
     def _start(self, running: RunningConversation) -> None:
         """Start the environment of a conversation."""
@@ -319,8 +321,11 @@ class ConversationLoop:
         else:
             role = "tool" if running.turns[-1].calls else "user"
             written = _as_messages(reply.messages, role) or [{"role": role, "content": ""}]
+            images = self._images_of(written)
             turn, before = conversation.last_turn
-            conversation.add_written(self._bridge.between(turn, written, before))
+            ids = self._bridge.between(turn, written, before)
+            unexpanded = self._bridge.between(turn, written, before, expanded=False) if images else None
+            conversation.add_written(ids, images, unexpanded)
             if conversation.stop is None:
                 running.messages += written
         return reply
@@ -332,14 +337,19 @@ class ConversationLoop:
         written = _as_messages(reply.messages, "user")
         if not written:
             return reply
-        request = running.request
-        prompt = self._bridge.prompt(request.text, request.messages, written)
+        request, shown = running.request, self._images_of(written)
+        if len(shown) > self._settings.max_images:
+            return Fault(
+                "invalid",
+                f"reset() returned {counted(len(shown), 'image')}, more than max_images {self._settings.max_images} of "
+                f"the environment",
+            )
+        prompt = unexpanded = self._bridge.prompt(request.text, request.messages, written)
         images = request.images
-        if images is not None and images.images:
-            unexpanded = self._bridge.prompt(request.text, request.messages, written, expanded=False)
+        if images is not None:
+            if images.images or shown:
+                unexpanded = self._bridge.prompt(request.text, request.messages, written, expanded=False)
             images = replace(images, unexpanded_ids=tuple(unexpanded))
-        elif images is not None:
-            images = replace(images, unexpanded_ids=tuple(prompt))
         left = request.sampling.max_tokens - (len(prompt) - len(request.prompt_ids))
         if left < 1:
             return Fault(
@@ -347,9 +357,21 @@ class ConversationLoop:
                 f"reset() returned messages that lengthen the prompt by {len(prompt) - len(request.prompt_ids)} "
                 f"tokens, but max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
             )
-        running.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left), images)
+        limits = replace(self._limits(request), max_response_tokens=left)
+        running.conversation = Conversation(prompt, limits, images, shown)
         running.messages += written
         return reply
+
+    def _images_of(self, written: Sequence[Message]) -> list[EncodedImage]:
+        """Return the images of an environment's messages.
+
+        Raises:
+            UsageError: they have some, but must not.
+        """
+        images = images_of(written)
+        if images and not self._settings.max_images:
+            raise UsageError("they have images, and max_images of the environment is 0: set it to their largest number")
+        return images
 
     def _on_fault(self, running: RunningConversation, fault: Fault) -> None:
         """End a conversation whose environment failed; one without a turn gets one."""
@@ -436,6 +458,7 @@ class ConversationLoop:
             metrics=running.metrics,
             environment_s=running.environment_s,
             text_starts=running.text_starts,
+            images=running.conversation.written_images,
         )
         completion = replace(running.conversation.completion, conversation=record)
         self._completions[running.index] = completion

@@ -179,8 +179,10 @@ def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) 
             text and the bridge continues chats.
     """
     bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    if settings.max_images:
+        data.use_further_images(settings.max_images)
     if data.image_store is not None:
-        bridge.read_images(data.image_store.processor.expand)
+        bridge.read_images(data.image_store.processor, writes_images=settings.max_images > 0)
     settings.check_parser(data.tokenizer)
     if (
         settings.bridge != "plain"

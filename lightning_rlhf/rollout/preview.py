@@ -15,7 +15,7 @@ from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import conversation_sampler, row_of
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 _MAX_TOKENS = 100_000  # more than a preview has
 _ANY_VOCABULARY = 1 << 31  # larger than that of any tokenizer
@@ -43,6 +43,16 @@ class _MadeUpTurns(RolloutEngine):
         """Return the next turn, for one prompt."""
         turn = self._turns[0] if len(self._turns) == 1 else self._turns.pop(0)
         return finished([Completion(turn, [0.0] * len(turn), "stop", 0).cut(sampling[0].max_tokens)])
+
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """Return the next turn, for one prompt."""
+        return self.request(prompts, sampling, seeds)
 
 
 def example_calls(settings: EnvironmentSettings) -> list[str]:
@@ -94,8 +104,8 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
         RuntimeError: the environment failed.
     """
     tokenizer = data.tokenizer
-    batch = data.collate(data.examples["train"][:1], numbers=[0], positions=[0], epoch=0)
     sampler = conversation_sampler(settings, data)
+    batch = data.collate(data.examples["train"][:1], numbers=[0], positions=[0], epoch=0)
     request = ConversationRequest(
         prompt_ids=batch.token_ids[0],
         text=batch.texts[0],
@@ -104,6 +114,7 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
         seed=0,
         turn_seeds=tuple(range(settings.max_turns)),
         sampling=SamplingParams(_MAX_TOKENS),
+        images=batch.images[0] if batch.images else None,
     )
     turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
     try:

@@ -305,15 +305,22 @@ def assemble(
         step_rewards=_step_rewards(completions, environment, response_ids.shape[1]),
         text_starts=_text_starts(completions, environment, response_ids.shape[1]),
         source=torch.tensor(prompts.sources).repeat_interleave(samples) if prompts.sources else None,
-        images=_images(prompts, samples),
+        images=_images(prompts, records),
+        written_images={image.number: image for record in records if record is not None for image in record.images},
     )
 
 
-def _images(prompts: PromptBatch, samples: int) -> Tensor | None:
-    """Return (B, K) int64 numbers of the images of each row; None if the data have no images."""
+def _images(prompts: PromptBatch, records: Sequence[ConversationRecord | None]) -> Tensor | None:
+    """Return (B, K) int64 numbers of the images of each row; None without images."""
     if not prompts.images:
         return None
-    return torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(samples, 0)
+    samples = len(records) // len(prompts)
+    numbers = torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(samples, 0)
+    for row, record in enumerate(records):
+        if record is not None and record.images:
+            first = int((numbers[row] >= 0).sum())
+            numbers[row, first : first + len(record.images)] = torch.tensor([image.number for image in record.images])
+    return numbers
 
 
 def _sampled(completion: Completion) -> Sequence[bool]:

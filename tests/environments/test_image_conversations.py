@@ -1,11 +1,12 @@
-"""Conversations with an environment about a picture in the prompt: engine and trainer see the same."""
+"""Conversations with pictures in the prompt and in replies: engine and trainer see the same."""
 
 import pytest
+from PIL import Image, ImageDraw
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
-from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.environments import Environment, EnvironmentSettings
+from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
@@ -59,3 +60,76 @@ def test_logprobs_of_engine_and_trainer_are_equal(tmp_path, factory, bridge, eng
     assert not bool(rollout.response_mask.all())
     assert rollout.images is not None
     assert int((rollout.images >= 0).sum()) > 0
+
+
+class Drawings(Environment):
+    """Shows a picture at the start, and another one after every other turn."""
+
+    def reset(self, row, seed):
+        self.seed = seed
+        return Reply([{"role": "user", "content": [self.picture(0), "look"]}])
+
+    def step(self, turn):
+        if turn.number % 2:
+            return "and?"
+        return Reply([{"role": "user", "content": ["then ", self.picture(turn.number + 1), "<image>"]}])
+
+    def picture(self, number):
+        picture = Image.new("RGB", (20 + 4 * number, 24), (self.seed % 256, 40 * number, 9))
+        ImageDraw.Draw(picture).line((0, 0, 12, 2 + self.seed % 17), fill="white")
+        return picture
+
+
+def run(tmp_path, name, rows, engine, **settings):
+    model = str(write_checkpoint(name, tmp_path / "model"))
+    data = PromptDataModule(InMemory(rows), tokenizer=model, batch_size=6, max_tokens=110)
+    log = RolloutLog()
+    loop = RolloutLoop(
+        [RewardFunction(share_of_a)],
+        engine,
+        group_size=2,
+        max_response_tokens=200,
+        stop_token_ids=list(range(50, 97)),  # turns end soon
+        environment=EnvironmentSettings(Drawings, max_turns=4, max_turn_tokens=20, timeout_s=None, **settings),
+    )
+    module = GRPOModule(Pretrained(model), minibatch_size=12)
+    trainer = quiet_trainer(max_steps=2, callbacks=[loop, log], default_root_dir=tmp_path)
+    trainer.fit(module, datamodule=data)
+    return trainer, module, loop
+
+
+ENGINES = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+
+
+def engine_of(name):
+    return TransformersEngine() if name == "transformers" else VLLMEngine()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("in_prompts", [True, False])
+@pytest.mark.parametrize("bridge", ["template", "plain"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pictures_of_an_environment(tmp_path, in_prompts, bridge, engine):
+    rows = [{"prompt": word} for word in WORDS]
+    if in_prompts:
+        rows = with_pictures(rows)
+    elif bridge == "template":
+        rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    trainer, module, loop = run(tmp_path, "idefics3", rows, engine_of(engine), bridge=bridge, max_images=3)
+    assert float(trainer.callback_metrics["rollout/logprob_diff_max"]) < 1e-4
+    rollout = module.last_step.experience.rollout
+    (token,) = module.image_tokens
+    is_image = rollout.response_ids == token
+    assert bool(is_image.any())
+    assert not bool((is_image & rollout.response_mask).any())
+    counts = [len(record.images) for record in loop.conversations.values()]
+    assert max(counts) == 3
+    assert sorted(rollout.written_images) == sorted({image.number for record in loop.conversations.values() for image in record.images})
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_pictures_of_an_environment_with_other_models(tmp_path, name):
+    rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    trainer, module, loop = run(tmp_path, name, rows, TransformersEngine(), max_images=3)
+    assert float(trainer.callback_metrics["rollout/logprob_diff_max"]) < 1e-4
+    assert max(len(record.images) for record in loop.conversations.values()) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,6 @@ from vllm.v1.engine import FinishReason
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.rollout.vllm.requests import received_image
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION, Slot
 
 _DECODED = 64  # images that are kept decoded
@@ -161,13 +160,16 @@ class VLLMCore:
                 self._engine.abort_request([queued["id"] for queued in requests[:index]])
                 raise
 
-    def keep_images(self, images: dict[str, dict[str, Any]]) -> None:
-        """Keep images for later requests.
+    def keep_images(self, new: Sequence[dict[str, Any]], dropped: Sequence[str]) -> None:
+        """Keep images for later requests, and drop others; see :class:`~lightning_rlhf.rollout.vllm.requests.SentImages`.
 
         Args:
-            images: images of :class:`~lightning_rlhf.rollout.vllm.requests.SentImages` by their SHA-256.
+            new: fields of images.
+            dropped: SHA-256 of images that later requests do not use.
         """
-        self._images |= {sha256: received_image(sha256, fields) for sha256, fields in images.items()}
+        self._images |= {fields["sha256"]: EncodedImage.of_fields(fields) for fields in new}
+        for sha256 in dropped:
+            del self._images[sha256]
 
     def _add(self, request: dict[str, Any]) -> None:
         fields = dict(request["sampling"])

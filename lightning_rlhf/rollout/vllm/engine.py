@@ -291,8 +291,8 @@ class VLLMEngine(RolloutEngine):
         """See :meth:`RolloutEngine.request_with_images`; each image is sent to the process once."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(completions)
-        if new := self._sent_images.new(images):
-            self._running.command("images", images=new)
+        if message := self._sent_images.message(images):
+            self._running.command("images", **message)
         replies = self._running.generate(as_requests(prompts, sampling, seeds, images))
         for completion, reply in zip(completions, replies, strict=True):
             reply.add_done_callback(partial(self._on_reply, completion))

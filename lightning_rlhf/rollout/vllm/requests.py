@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
@@ -51,31 +50,37 @@ def as_requests(
 
 
 class SentImages:
-    """Images as messages for an engine process, to which each is sent once."""
+    """Images as messages for an engine process, which keeps those that were used last.
 
-    def __init__(self) -> None:
-        self._sent = set[str]()
+    Args:
+        max_bytes: largest number of bytes that the process keeps, besides those of the last requests.
+    """
 
-    def new(self, images: Sequence[PromptImages]) -> dict[str, dict[str, Any]]:
-        """Return the images that were not sent before, by their SHA-256: the path of a file, or the base64 of bytes."""
+    def __init__(self, max_bytes: int = 1 << 29) -> None:
+        self._max_bytes = max_bytes
+        self._sent: OrderedDict[str, int] = OrderedDict()  # bytes of each image, which are 0 if they are in a file
+
+    def message(self, images: Sequence[PromptImages]) -> dict[str, Any]:
+        """Return what the process needs before requests with some images; empty if it has all of them.
+
+        Returns:
+            ``new``, the fields of the images that the process does not have, and ``dropped``, the SHA-256 of those that
+            no request uses any more.
+        """
         distinct = {image.sha256: image for prompt in images for image in prompt.images}
-        new = {sha256: image for sha256, image in distinct.items() if sha256 not in self._sent}
-        self._sent.update(new)
-        return {
-            sha256: {
-                "width": image.width,
-                "height": image.height,
-                "path": image.path,
-                "data": None if image.data is None else base64.b64encode(image.data).decode(),
-            }
-            for sha256, image in new.items()
-        }
+        new = [image.as_fields() for sha256, image in distinct.items() if sha256 not in self._sent]
+        for sha256, image in distinct.items():
+            self._sent[sha256] = len(image.data or b"")
+            self._sent.move_to_end(sha256)
+        dropped, total = [], sum(self._sent.values())
+        for sha256, size in list(self._sent.items())[: len(self._sent) - len(distinct)]:
+            if total <= self._max_bytes:
+                break
+            if size:
+                total -= self._sent.pop(sha256)
+                dropped.append(sha256)
+        return {"new": new, "dropped": dropped} if new else {}
 
-
-def received_image(sha256: str, fields: dict[str, Any]) -> EncodedImage:
-    """Return an image of a message of :class:`SentImages`."""
-    data = None if fields["data"] is None else base64.b64decode(fields["data"])
-    return EncodedImage(sha256, fields["width"], fields["height"], fields["path"], data)
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
         if message["kind"] == "add":
             core.add(message["requests"])
         elif message["kind"] == "images":
-            core.keep_images(message["images"])
+            core.keep_images(message["new"], message["dropped"])
             send("reply", id=message["id"])
         elif message["kind"] == "load":
             if message.get("cut"):

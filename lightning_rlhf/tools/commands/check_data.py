@@ -23,6 +23,7 @@ from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
@@ -287,16 +288,18 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: CheckedD
         RuntimeError: the environment failed.
     """
     environment = make_environment(config)
-    if environment is None or not isinstance(data, PromptDataModule) or data.image_store is not None:
+    if environment is None or not isinstance(data, PromptDataModule):
         return
     calls = example_calls(environment)
     completion = preview(environment, data, [*calls, _MADE_UP_TURN])
     record = completion.conversation
     assert record is not None
     assert completion.sampled is not None
-    text = str(data.tokenizer.decode(record.prompt_ids))
-    text += _marked(completion.token_ids, completion.sampled, data.tokenizer)
-    written = [message["content"] for message in record.messages if message["role"] != "assistant"]
+    ids, sampled = [*record.prompt_ids, *completion.token_ids], [*[False] * len(record.prompt_ids), *completion.sampled]
+    images = DataImages(data)
+    spans = images.spans(ids, (*images.images_of(data.examples["train"][0]), *record.images))
+    text = _marked(ids, sampled, data.tokenizer, spans)
+    written = [text_of_content(each["content"], "") for each in record.messages if each["role"] != "assistant"]
     unknown = Counter(part for content in written for part in unknown_parts(data.tokenizer, content))
     result.conversation = {
         "text": text,

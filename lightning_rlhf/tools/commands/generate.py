@@ -18,6 +18,8 @@ from jsonargparse import Namespace
 from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
+from lightning_rlhf.data.image_parts import converted_images
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.functional.seeding import derive_seed
 from lightning_rlhf.images.reading import ImageSettings
@@ -267,12 +269,16 @@ def _row(prompt: Prompt, responses: list[Response]) -> dict[str, Any]:
     }
 
 
+def _as_part(image: EncodedImage) -> dict[str, Any]:
+    return {"type": "image", "image": image.data_url()}
+
+
 def _conversation_columns(records: list[ConversationRecord]) -> dict[str, list[Any]]:
     """Return the columns of the conversations of a row; nothing without conversations."""
     if not records:
         return {}
     return {
-        RESPONSE_MESSAGES: [record.messages for record in records],
+        RESPONSE_MESSAGES: [converted_images(record.messages, _as_part) for record in records],
         TURNS: [len(record.turn_ends) for record in records],
         # evaluate leaves null out: the failure of an environment is not one of the model.
         ENVIRONMENT_REWARDS: [None if record.fault else sum(record.turn_rewards) for record in records],

@@ -195,9 +195,9 @@ class EngineBackend:
         )
         data.setup("fit")
         self._tokenizer = data.tokenizer
-        self._use_images(data.image_store)
         if sampler:
             self._sampler = conversation_sampler(sampler.settings, data)
+        self._use_images(data.image_store)
         print(replace(data.reports["train"], name="prompts"))
         return data.examples["train"]
 
@@ -205,15 +205,13 @@ class EngineBackend:
         """Prepare for the images of prompts; None without images.
 
         Raises:
-            UsageError: the model or the engine reads texts only, or there is an environment.
+            UsageError: the model or the engine reads texts only.
         """
         self._images = store
         if store is None:
             return
         token = image_token(self._config, f"the model {self._source.path!r}")
         self._sampling = replace(self._sampling, never_sampled=(token,))
-        if self._conversations is not None:
-            raise UsageError("--environment works with prompts without images: remove it, or the images of the prompts")
         if not self._engine.traits.reads_images:
             raise UsageError(f"{type(self._engine).__name__} does not read images: use --engine transformers or vllm")
 
@@ -268,6 +266,7 @@ class EngineBackend:
                 seed=request.environment_seed,
                 turn_seeds=(request.seed, *(derive_seed(request.seed, turn) for turn in later_turns)),
                 sampling=self._sampling,
+                images=None if self._images is None else _images_of(request.prompt),
             )
             for request in requests
         ]

@@ -76,8 +76,8 @@ class Reply:
 
     Args:
         messages: messages that the policy reads next; a text is a single message, from a tool if the turn called one,
-            otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow. Ignored
-            if ``done``.
+            otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow.
+            Ignored if ``done``.
         reward: reward of the turn, or of the start for a reply of ``reset``; finite.
         done: whether the conversation ends.
         metrics: numbers to log, by name; their means over conversations are logged as ``env/<name>``.

@@ -315,7 +315,9 @@ def _images(prompts: PromptBatch, records: Sequence[ConversationRecord | None]) 
     if not prompts.images:
         return None
     samples = len(records) // len(prompts)
-    numbers = torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(samples, 0)
+    numbers = torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(
+        samples, 0
+    )
     for row, record in enumerate(records):
         if record is not None and record.images:
             first = int((numbers[row] >= 0).sum())

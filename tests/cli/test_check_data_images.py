@@ -11,6 +11,7 @@ import yaml
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.environments import Environment, Reply
 from lightning_rlhf.tools.commands import check_data as command
 from lightning_rlhf.tools.commands.data_images import DataImages
 from tests.cli.conftest import LLAMA
@@ -188,7 +189,7 @@ def test_images_with_a_setting_for_texts_are_an_error(check_data):
     teacher = {"teacher_prompt": "prompt"}
     result = check_data("PromptDataModule", [{"prompt": ask("pictures/small.png")}] * 2, loop=teacher)
     assert result.code == 2
-    assert "teacher_prompt works with prompts without images: remove it, or the images of the data" in result.err
+    assert "teacher_prompt works without images: remove it, or the images of the data and environment" in result.err
 
 
 def test_missing_image_is_reported_with_its_row(check_data):
@@ -210,3 +211,30 @@ def test_positions_are_found_in_their_order(models):
     assert [spans[0].start, spans[1].start, spans[2].end] == [0, spans[0].end, len(example.ids)]
     assert spans[2].start == spans[1].end + len(" a ")
     assert images.spans(example.ids[: lengths[0] + 3], images.images_of(example)) == spans[:1]
+
+
+class Draws(Environment):
+    def reset(self, row, seed):
+        return Reply([{"role": "user", "content": ["and ", SMALL]}])
+
+    def step(self, turn):
+        return Reply([{"role": "user", "content": [WIDE, "?"]}], done=turn.number == 1)
+
+
+def test_conversation_with_an_environment_is_shown_with_its_images(check_data):
+    rows = [{"prompt": ask("pictures/wide.png")}] * 2
+    environment = {"factory": f"{__file__}:Draws", "max_images": 2, "timeout_s": None}
+    result = check_data("PromptDataModule", rows, loop={"environment": environment, "max_response_tokens": 200})
+    assert (result.code, result.err) == (0, "")
+    assert "<image 1: 40 x 16, 21 tokens>" in result.out
+    assert "<image 2: 24 x 16, 34 tokens>" in result.out
+    assert "<image 3: 40 x 16, 21 tokens>?" in result.out
+
+
+def test_environment_without_a_number_of_images_is_an_error(check_data):
+    rows = [{"prompt": ask("pictures/wide.png")}] * 2
+    result = check_data(
+        "PromptDataModule", rows, loop={"environment": {"factory": f"{__file__}:Draws", "timeout_s": None}}
+    )
+    assert result.code != 0
+    assert "they have images, and max_images of the environment is 0" in result.err

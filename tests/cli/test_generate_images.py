@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.data.conversations import ConversationDataModule
-from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.tools.commands import evaluate as evaluate_command
 from lightning_rlhf.tools.commands import generate as generate_command
-from lightning_rlhf.tools.commands.response_backends import Conversations, EngineBackend
 from lightning_rlhf.tools.commands.responses_file import read_lines
-from lightning_rlhf.types import SamplingParams
 from tests.cli.test_generate_server import stub
 from tests.vision_models import drawing, write_checkpoint
 
@@ -122,16 +119,55 @@ def test_model_of_texts_is_an_error_before_it_is_loaded(generate, rows, tiny_exp
     assert "processor" in error
 
 
-class Echo:
+WORLD = """
+from PIL import Image
+from lightning_rlhf.environments import Environment, Reply
+
+class Draws(Environment):
     def step(self, turn):
-        return None
+        width = 20 + turn.number
+        return Reply([{"role": "user", "content": ["see ", Image.new("RGB", (width, 20), "red")]}], reward=1.0)
+
+def seen(conversations):
+    parts = [[part for each in messages if isinstance(each["content"], list) for part in each["content"]]
+        for messages in conversations]
+    return [float(sum(part["image"].open().width for part in each if "image" in part)) for each in parts]
+"""
+RUN = """
+model:
+  class_path: lightning_rlhf.GRPOModule
+  init_args: {actor: MODEL}
+data:
+  class_path: lightning_rlhf.PromptDataModule
+  init_args: {train: data/prompts.jsonl, tokenizer: MODEL}
+trainer:
+  callbacks:
+    - class_path: lightning_rlhf.callbacks.RolloutLoop
+      init_args:
+        environment: {factory: "world.py:Draws", bridge: plain, max_turns: 3, max_turn_tokens: 9, max_images: 2}
+        stop_token_ids: [STOP]
+"""
 
 
-def test_environment_is_an_error(model, rows):
-    conversations = Conversations(EnvironmentSettings(Echo), {}, {})
-    backend = EngineBackend(model, "transformers", None, SamplingParams(4), conversations=conversations)
-    with pytest.raises(ValueError, match="--environment works with prompts without images"):
-        backend.read_prompts("data/prompts.jsonl", {}, "error")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+def test_pictures_of_an_environment_are_written_and_evaluated(generate, rows, model, engine, capsys):
+    Path("world.py").write_text(WORLD)
+    Path("run.yaml").write_text(RUN.replace("MODEL", model).replace("STOP", ", ".join(map(str, range(30, 97)))))
+    who = ["--model", model, "--engine", engine, "--environment", "run.yaml"]
+    code, error = generate("--max-tokens", "150", "-n", "2", to="out.jsonl", who=who)
+    assert (code, error) == (0, "")
+    written = read_lines(Path("out.jsonl"))
+    counts = [str(messages).count("data:image/png;base64,") for row in written for messages in row["response_messages"]]
+    assert set(counts) <= {0, 1, 2}
+    assert max(counts) == 2
+    Path("rewards.py").write_text(WORLD)
+    keep = ["--keep", "above", "-1", "--to", "kept.jsonl"]
+    code = evaluate_command.run(["out.jsonl", "--reward", "rewards.py:seen", "--json", "r.json", *keep])
+    assert (code, capsys.readouterr().err) == (0, "")
+    mean = json.loads(Path("r.json").read_text())["sources"]["data"]["rewards"]["seen"]["mean"]
+    widths = [0, 20, 41]
+    assert mean == pytest.approx(sum(widths[count] for count in counts) / len(counts))
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
@@ -218,4 +254,4 @@ def test_kept_rows_have_the_images_of_the_file(evaluate, rows, model):
         tokenizer=model, train="kept.jsonl", batch_size=1, max_tokens=512, images=ImageSettings(folder="data")
     )
     data.setup("fit")
-    assert data.image_store.images == IMAGES
+    assert list(data.image_store.images.values()) == IMAGES

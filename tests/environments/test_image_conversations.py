@@ -1,5 +1,7 @@
 """Conversations with pictures in the prompt and in replies: engine and trainer see the same."""
 
+import json
+
 import pytest
 from PIL import Image, ImageDraw
 
@@ -124,12 +126,20 @@ def test_pictures_of_an_environment(tmp_path, in_prompts, bridge, engine):
     assert not bool((is_image & rollout.response_mask).any())
     counts = [len(record.images) for record in loop.conversations.values()]
     assert max(counts) == 3
-    assert sorted(rollout.written_images) == sorted({image.number for record in loop.conversations.values() for image in record.images})
+    first = json.loads((tmp_path / "rollouts/step-000001.jsonl").read_text().splitlines()[0])
+    assert len(first["images"]) == in_prompts + len(loop.conversations[0].images)
+    assert all((tmp_path / "rollouts" / image["file"]).is_file() for image in first["images"])
+    written = [part["text"] for part in first["segments"] if part["from"] == "environment"]
+    assert any("<image>" in text for text in written)
+    assert not any("<image><image>" in text for text in written)
+    assert sorted(rollout.written_images) == sorted(
+        {image.number for record in loop.conversations.values() for image in record.images}
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_pictures_of_an_environment_with_other_models(tmp_path, name):
     rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
-    trainer, module, loop = run(tmp_path, name, rows, TransformersEngine(), max_images=3)
+    trainer, _, loop = run(tmp_path, name, rows, TransformersEngine(), max_images=3)
     assert float(trainer.callback_metrics["rollout/logprob_diff_max"]) < 1e-4
     assert max(len(record.images) for record in loop.conversations.values()) == 3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_rlhf.calls.references import as_function, load_function
-from lightning_rlhf.environments.protocol import Environment, Reply
+from lightning_rlhf.environments.protocol import Environment, Message, Reply
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 
 _SEEDS = 2**31  # gymnasium's environments have seeds below 2**32, and some of numpy's below 2**31
@@ -25,7 +25,8 @@ class Gymnasium(Environment):
         action: function of a turn's text that returns the action, or its reference; it may raise ValueError for a text
             that is not an action. None passes integers on to discrete action spaces, and texts to others.
         invalid: message for a text that is not an action; None ends the episode.
-        observation: function of an observation that returns its text, or its reference.
+        observation: function of an observation, or its reference, that returns a text, an image of Pillow, or a list of
+            these: ``PIL.Image:fromarray`` for observations that are frames.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Gymnasium(Environment):
         arguments: Mapping[str, Any] | None = None,
         action: str | Callable[[str], Any] | None = None,
         invalid: str | None = "invalid action",
-        observation: str | Callable[[Any], str] = str,
+        observation: str | Callable[[Any], Any] = str,
     ) -> None:
         if make.startswith("gymnasium:") and importlib.util.find_spec("gymnasium") is None:
             raise MissingPackageError("Gymnasium needs gymnasium: run pip install 'lightning-rlhf[gymnasium]'")
@@ -53,7 +54,7 @@ class Gymnasium(Environment):
     def reset(self, seed: int) -> Reply:
         """Start an episode; its first observation is appended to the prompt."""
         observation, info = self._environment.reset(seed=seed % _SEEDS)
-        return Reply(self._text(observation, info))
+        return Reply(self._messages(observation, info))
 
     def step(self, text: str) -> Reply:
         """Take a step."""
@@ -65,11 +66,15 @@ class Gymnasium(Environment):
         if action is None or (contains is not None and not contains(action)):
             return Reply(self._invalid or "", done=self._invalid is None, metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, info = self._environment.step(action)
-        return Reply(self._text(observation, info), float(reward), bool(terminated or truncated))
+        return Reply(self._messages(observation, info), float(reward), bool(terminated or truncated))
 
-    def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Return an observation as text, with the suffix of gem."""
-        return self._observation(observation) + str((info or {}).get("suffix", ""))
+    def _messages(self, observation: Any, info: Mapping[str, Any]) -> str | list[Message]:
+        """Return an observation as text or as parts, with the suffix of gem."""
+        content, suffix = self._observation(observation), str((info or {}).get("suffix", ""))
+        if isinstance(content, str):
+            return content + suffix
+        parts = [*content] if isinstance(content, list | tuple) else [content]
+        return [{"role": "user", "content": [*parts, suffix] if suffix else parts}]
 
     def close(self) -> None:
         """Close the environment."""

@@ -36,6 +36,8 @@ class MCP(Environment):
         role: role of the messages with results; ``user`` for a chat template that has no tools.
         timeout_s: time limit of a call of a tool, seconds, or of each by name, after which the policy reads an error;
             None is limited by ``timeout_s`` of the environment only, which ends the conversation.
+        images: whether the policy gets the images of results, which need ``max_images`` of the environment; otherwise a
+            note takes their place.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class MCP(Environment):
         variables: Mapping[str, str] | None = None,
         role: Literal["tool", "user"] = "tool",
         timeout_s: float | Mapping[str, float] | None = None,
+        images: bool = False,
     ) -> None:
         if (url is None) == (command is None):
             raise UsageError("MCP needs either the url of a server or the command that starts one")
@@ -56,6 +59,7 @@ class MCP(Environment):
         self._command = list(command or [])
         self._variables = dict(variables or {})
         self._role = role
+        self._images = images
         self._limits = time_limits(timeout_s, self._tools)
         self._name = url or " ".join(self._command)
         self._requests: asyncio.Queue[tuple[ToolCall, asyncio.Future[Any]] | None] | None = None
@@ -120,16 +124,28 @@ class MCP(Environment):
         identity = {}
         if self._role == "tool":
             identity = {"name": call.name, "tool_call_id": call.id}
+        parts: list[Any]
         if call.name not in self._tools:
-            text, is_error = f"there is no tool {call.name!r}, only {', '.join(sorted(self._tools))}", True
+            parts, is_error = [f"there is no tool {call.name!r}, only {', '.join(sorted(self._tools))}"], True
         else:
             limit = self._limits.get(call.name)
             try:
                 result = await asyncio.wait_for(self._answer(call), limit)
-                text, is_error = "\n".join(map(_text_of, result.content)), bool(result.is_error)
+                parts, is_error = [self._part(part) for part in result.content], bool(result.is_error)
             except TimeoutError:
-                text, is_error = f"{call.name} took longer than its time limit of {limit:g} s", True
-        return {"role": self._role, **identity, "content": f"Error: {text}" if is_error else text}, is_error
+                parts, is_error = [f"{call.name} took longer than its time limit of {limit:g} s"], True
+        content: str | list[Any] = parts
+        if all(isinstance(part, str) for part in parts):
+            content = "\n".join(parts)
+        if is_error:
+            content = f"Error: {content}" if isinstance(content, str) else ["Error: ", *content]
+        return {"role": self._role, **identity, "content": content}, is_error
+
+    def _part(self, part: Any) -> str | dict[str, Any]:
+        """Return a part of a result as text, or as an image where the policy gets images."""
+        if not self._images or getattr(part, "type", "") != "image":
+            return _text_of(part)
+        return {"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"}
 
     async def _answer(self, call: ToolCall) -> Any:
         """Pass a call to the task with the connection, which a single task must open, use and close."""

@@ -161,7 +161,7 @@ class VLLMCore:
                 raise
 
     def keep_images(self, new: Sequence[dict[str, Any]], dropped: Sequence[str]) -> None:
-        """Keep images for later requests, and drop others; see :class:`~lightning_rlhf.rollout.vllm.requests.SentImages`.
+        """Keep images for later requests, and drop others of :class:`~.requests.SentImages`.
 
         Args:
             new: fields of images.

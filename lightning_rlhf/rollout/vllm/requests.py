@@ -61,7 +61,7 @@ class SentImages:
         self._sent: OrderedDict[str, int] = OrderedDict()  # bytes of each image, which are 0 if they are in a file
 
     def message(self, images: Sequence[PromptImages]) -> dict[str, Any]:
-        """Return what the process needs before requests with some images; empty if it has all of them.
+        """Return the fields of the message before requests with some images; empty if the process has all of them.
 
         Returns:
             ``new``, the fields of the images that the process does not have, and ``dropped``, the SHA-256 of those that
@@ -80,7 +80,6 @@ class SentImages:
                 total -= self._sent.pop(sha256)
                 dropped.append(sha256)
         return {"new": new, "dropped": dropped} if new else {}
-
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:

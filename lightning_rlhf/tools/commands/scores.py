@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_rlhf.data.image_parts import converted_images
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.samples import (
     draw_sizes,
@@ -18,6 +19,7 @@ from lightning_rlhf.functional.samples import (
     number_or_nan,
     passes,
 )
+from lightning_rlhf.images.reading import ImageSettings, read_image
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.tools.commands.response_rows import ALL, ResponseRow, common_columns
@@ -68,6 +70,8 @@ def score_rows(
         "messages": [row.messages_with_images for row in row_of_response] if any(row.messages for row in rows) else [],
         **{name: [value for row in rows for value in row.of_conversations[name]] for name in common_columns(rows)},
     }
+    if "conversations" in offered:
+        offered["conversations"] = [converted_images(each, _read_part) for each in offered["conversations"]]
     columns = sorted({name for row in rows for name in row.columns})
     offered |= {name: [row.columns.get(name) for row in row_of_response] for name in columns}
     if any(row.images for row in rows):
@@ -87,6 +91,11 @@ def score_rows(
         )
         for row in rows
     ]
+
+
+def _read_part(value: Any) -> dict[str, Any]:
+    """Return an image of a conversation, which ``generate`` wrote as a ``data:`` URL, as a part of a message."""
+    return {"type": "image", "image": read_image(value, ImageSettings(), None)}
 
 
 def extract_answers(extract: Extract, responses: list[str]) -> list[Hashable]:

@@ -7,16 +7,24 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from jsonargparse import ArgumentParser
+from torch.testing import assert_close
 
+from lightning_rlhf import Pretrained
+from lightning_rlhf.images.processor import load_processor
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
 from tests.rollout.engines import pushed, setup_of, source_of
+from tests.rollout.test_image_rollouts import SAMPLING, assert_echo, logprobs_of, prompts_of, started
 from tests.rollout.test_vllm_conversations import converse, largest_gap_of_sampled, requests
+from tests.vision_models import write_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,12 +91,19 @@ def test_engine_of_two_workers_serves_two_ranks(tmp_path):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, request):
     """Address and process of the documented server command, on another port and with a guard."""
+    reads_images = getattr(request, "param", False)
     command = next(block for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) if "shared_memory" in block)
     folder, port = tmp_path / "model", free_port()
-    setup_of(source_of(max_position_embeddings=512), folder)
-    for before, after in (("MODEL", folder), ("8000", port), (".venv/bin/python", sys.executable)):
+    changes = [("MODEL", folder), ("8000", port), (".venv/bin/python", sys.executable)]
+    if reads_images:
+        write_checkpoint("idefics3", folder)
+        (change,) = re.findall(r"replace `(--[a-z-]+)` by\s+`(--[a-z-]+)`", DOCUMENT)
+        changes.append(change)
+    else:
+        setup_of(source_of(max_position_embeddings=512), folder)
+    for before, after in changes:
         assert before in command
         command = command.replace(before, str(after))
     command = f"{command.strip()} --middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
@@ -157,6 +172,46 @@ def test_conversations_with_the_documented_server_are_correct_in_any_order(serve
             assert max(len(item.conversation.turn_ends) for item in expected) > 1
             assert any(False in item.sampled for item in expected)
             assert largest_gap_of_sampled(actor, requested, expected) < 1e-5
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("server", [True], indirect=True)
+def test_responses_to_images_of_the_documented_server_are_correct(server, tmp_path):
+    url, _ = server
+    source = Pretrained(str(tmp_path / "model"), train_vision=True)
+    processor, role = load_processor(source.path), source.causal()
+    engine = VLLMServerEngine(url, timeout=120)
+    started(engine, tmp_path, processor, source)
+    sent = []
+    post = engine._connected_server.post
+
+    def spy(path, body=None, **query):
+        sent.extend(part["url"] is not None for part in (body or {}).get("content_parts", ()))
+        return post(path, body, **query)
+
+    engine._connected_server.post = spy
+    try:
+        prompts, images = prompts_of(processor, 40)
+        for version, sends_files in ((1, True), (2, False)):
+            engine.update_weights(whole_tensors(role.lm), version)
+            sent.clear()
+            completions = generate(engine, prompts, SAMPLING, range(40), images=images)
+            assert any(sent) == sends_files
+            expected = logprobs_of(role, processor, prompts, images, completions)
+            for completion, logprobs in zip(completions, expected, strict=True):
+                assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-4)
+            with torch.no_grad():
+                for weights in role.parameters():
+                    weights += 0.02 * torch.randn_like(weights)
+        engine.update_weights(whole_tensors(role.lm), 3)
+        before = generate(engine, prompts, SAMPLING, range(40), images=images)
+        post("/reset_mm_cache")  # as if the server had dropped the images
+        sent.clear()
+        after = generate(engine, prompts, SAMPLING, range(40), images=images)
+        assert any(sent)
+        assert [each.token_ids for each in after] == [each.token_ids for each in before]
+        assert_echo(engine, processor, role, prompts[:6], images[:6], atol=1e-4)
     finally:
         engine.close()
 

@@ -3,16 +3,16 @@
 import json
 
 import pytest
-from PIL import Image, ImageDraw
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
+from lightning_rlhf.environments import Environment, EnvironmentSettings
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from tests.distributed.tasks import share_of_a, with_pictures
+from tests.environments import worlds
 from tests.stand_ins import quiet_trainer
 from tests.vision_models import write_checkpoint
 
@@ -64,24 +64,6 @@ def test_logprobs_of_engine_and_trainer_are_equal(tmp_path, factory, bridge, eng
     assert int((rollout.images >= 0).sum()) > 0
 
 
-class Drawings(Environment):
-    """Shows a picture at the start, and another one after every other turn."""
-
-    def reset(self, row, seed):
-        self.seed = seed
-        return Reply([{"role": "user", "content": [self.picture(0), "look"]}])
-
-    def step(self, turn):
-        if turn.number % 2:
-            return "and?"
-        return Reply([{"role": "user", "content": ["then ", self.picture(turn.number + 1), "<image>"]}])
-
-    def picture(self, number):
-        picture = Image.new("RGB", (20 + 4 * number, 24), (self.seed % 256, 40 * number, 9))
-        ImageDraw.Draw(picture).line((0, 0, 12, 2 + self.seed % 17), fill="white")
-        return picture
-
-
 def run(tmp_path, name, rows, engine, **settings):
     model = str(write_checkpoint(name, tmp_path / "model"))
     data = PromptDataModule(InMemory(rows), tokenizer=model, batch_size=6, max_tokens=110)
@@ -92,7 +74,7 @@ def run(tmp_path, name, rows, engine, **settings):
         group_size=2,
         max_response_tokens=200,
         stop_token_ids=list(range(50, 97)),  # turns end soon
-        environment=EnvironmentSettings(Drawings, max_turns=4, max_turn_tokens=20, timeout_s=None, **settings),
+        environment=EnvironmentSettings(worlds.Drawings, max_turns=4, max_turn_tokens=20, timeout_s=None, **settings),
     )
     module = GRPOModule(Pretrained(model), minibatch_size=12)
     trainer = quiet_trainer(max_steps=2, callbacks=[loop, log], default_root_dir=tmp_path)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+from PIL import Image, ImageDraw
+
 from lightning_rlhf.environments.protocol import Environment, Reply, ToolError
 
 
@@ -471,3 +473,21 @@ async def sleep_async(seconds: float) -> str:
     """
     await asyncio.sleep(seconds)
     return "slept"
+
+
+class Drawings(Environment):
+    """Shows a picture at the start, and another one after every other turn."""
+
+    def reset(self, row, seed):
+        self.seed = seed
+        return Reply([{"role": "user", "content": [self.picture(0), "look"]}])
+
+    def step(self, turn):
+        if turn.number % 2:
+            return "and?"
+        return Reply([{"role": "user", "content": ["then ", self.picture(turn.number + 1), "<image>"]}])
+
+    def picture(self, number):
+        picture = Image.new("RGB", (20 + 4 * number, 24), (self.seed % 256, 40 * number, 9))
+        ImageDraw.Draw(picture).line((0, 0, 12, 2 + self.seed % 17), fill="white")
+        return picture

@@ -258,12 +258,15 @@ def test_processor_without_a_placeholder_is_rejected():
 
 
 def test_store_numbers_equal_images_once_and_pads_rows_to_the_longest_text(qwen):
+    one, two, three = (drawing(n).number for n in (1, 2, 3))
     store = ImageStore(qwen)
-    assert store.add([drawing(1), drawing(2)]) == (0, 1)
-    assert store.add([drawing(3), drawing(1), drawing(3)]) == (2, 0, 2)
+    assert store.add([drawing(1), drawing(2)]) == (one, two)
+    assert store.add([drawing(3), drawing(1), drawing(3)]) == (three, one, three)
     assert store.add([]) == ()
-    assert store.images == [drawing(1), drawing(2), drawing(3)]
-    rows = store.rows([(1,), (), (2, 0, 2)])
+    assert store.images == {one: drawing(1), two: drawing(2), three: drawing(3)}
+    rows = store.rows([(two,), (), (three, one, three)])
     assert rows.dtype == torch.int64
-    assert rows.tolist() == [[1, -1, -1], [-1, -1, -1], [2, 0, 2]]
+    assert rows.tolist() == [[two, -1, -1], [-1, -1, -1], [three, one, three]]
     assert store.rows([()]).shape == (1, 3)
+    store.further = 2
+    assert store.rows([()]).shape == (1, 5)

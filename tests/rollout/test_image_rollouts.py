@@ -155,14 +155,15 @@ def test_each_image_is_sent_once(running):
     prompts, images = prompts_of(processor, 6)
     sent = []
     command = engine._running.command
-    engine._running.command = lambda kind, **fields: sent.append(fields.get("images")) or command(kind, **fields)
+    engine._running.command = lambda kind, **fields: sent.append(fields) or command(kind, **fields)
     try:
         engine._sent_images._sent.clear()
         generate(engine, prompts, SAMPLING, range(6), images=images)
         generate(engine, prompts, SAMPLING, range(6, 12), images=images)
     finally:
         engine._running.command = command
-    assert [sorted(images) for images in sent] == [sorted({i.sha256 for p in images for i in p.images})]
+    (message,) = sent
+    assert sorted(each["sha256"] for each in message["new"]) == sorted({i.sha256 for p in images for i in p.images})
 
 
 @real_vllm

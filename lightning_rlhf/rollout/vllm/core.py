@@ -13,6 +13,7 @@ from vllm.v1.engine import FinishReason
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.rollout.vllm.requests import check_expansion
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION, Slot
 
 _DECODED = 64  # images that are kept decoded
@@ -205,17 +206,11 @@ class VLLMCore:
         """
         states = self._engine.output_processor.request_states.values()
         state = next(state for state in states if request["id"] in (state.request_id, state.external_req_id))
-        ours, theirs = request["prompt"], list(state.prompt_token_ids or ())
-        if ours == theirs:
-            return
-        self._engine.abort_request([state.request_id], internal=True)
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-        raise RunError(
-            f"vLLM expands a prompt with {len(request['images'])} images to {len(theirs)} tokens and the trainer to "
-            f"{len(ours)}; token {first} differs: their versions of the model's processor do not agree. Use "
-            f"TransformersEngine for this model"
-        )
+        try:
+            check_expansion(request["prompt"], list(state.prompt_token_ids or ()), len(request["images"]))
+        except RunError:
+            self._engine.abort_request([state.request_id], internal=True)
+            raise
 
     @property
     def busy(self) -> bool:

@@ -49,6 +49,27 @@ def as_requests(
     return requests
 
 
+def check_expansion(ours: Sequence[int], theirs: Sequence[int], images: int) -> None:
+    """Validate that vLLM puts the same tokens in the place of images as the trainer.
+
+    Args:
+        ours: tokens of the prompt in the trainer.
+        theirs: tokens of the prompt in vLLM.
+        images: number of its images.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if list(ours) == list(theirs):
+        return
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    raise RunError(
+        f"vLLM expands a prompt with {images} images to {len(theirs)} tokens and the trainer to {len(ours)}; token {first} "
+        f"differs: their versions of the model's processor do not agree. Use TransformersEngine for this model"
+    )
+
+
 class SentImages:
     """Images as messages for an engine process, which keeps those that were used last.
 

@@ -84,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-responses", type=int, metavar="N", default=16, help="prompts x n of a request (default: 16)"
     )
     limits.add_argument(
+        "--max-images", type=int, metavar="N", default=0, help="images of a request, as data: URLs (default: 0)"
+    )
+    limits.add_argument(
         "--concurrency", type=int, metavar="N", default=64, help="requests at the same time (default: 64)"
     )
     limits.add_argument("--seconds", type=float, metavar="N", default=600.0, help="time for a request (default: 600)")
@@ -136,6 +139,7 @@ def _limits(options: argparse.Namespace, longest: int) -> Limits:
         max_prompt_tokens=longest if options.max_prompt_tokens is None else options.max_prompt_tokens,
         max_tokens=min(options.max_tokens, longest),
         max_responses=options.max_responses,
+        max_images=options.max_images,
         concurrency=options.concurrency,
         seconds=options.seconds,
         read_seconds=options.read_seconds,
@@ -227,10 +231,25 @@ def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) ->
         dtype=options.dtype,
         max_model_len=longest,
         max_tokens=max_tokens,
+        max_images=_max_images(options),
         tensor_parallel_size=options.tensor_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_bytes=cpu_cache_bytes(Pretrained(options.model).hf_config(), _dtype(options), longest),
     )
+
+
+def _max_images(options: argparse.Namespace) -> int | None:
+    """Return the largest number of images of a request; None for a model that reads none.
+
+    Raises:
+        ValueError: there may be images, and the model reads none.
+    """
+    config = Pretrained(options.model).hf_config()
+    if getattr(config, "image_token_id", None) is not None:
+        return int(options.max_images)
+    if options.max_images:
+        raise UsageError(f"--max-images: {options.model} is a {config.model_type}, which reads texts only")
+    return None
 
 
 def _name_of(model: str) -> str:

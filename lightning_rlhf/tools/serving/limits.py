@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images.reading import ImageSettings, read_image
 
 HEADER_BYTES = 16384  # maximum size of a request's headers and URL together
 HEADERS_TOO_LONG = f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes"
@@ -42,6 +44,7 @@ class Limits:
         max_prompt_tokens: maximum number of tokens of a prompt.
         max_tokens: maximum number of tokens of a response.
         max_responses: maximum number of responses to a request: prompts times ``n``.
+        max_images: maximum number of images of a request, as ``data:`` URLs; 0 for texts only.
         concurrency: maximum number of concurrent requests; further ones are rejected with status 429.
         seconds: maximum time from the first byte of a request to the last byte of its response.
         read_seconds: maximum time to receive the headers of a request, and the same for its body.
@@ -51,13 +54,16 @@ class Limits:
     max_prompt_tokens: int = 4096
     max_tokens: int = 2048
     max_responses: int = 16
+    max_images: int = 0
     concurrency: int = 64
     seconds: float = 600.0
     read_seconds: float = 10.0
 
     def __post_init__(self) -> None:
+        if self.max_images < 0:
+            raise UsageError(f"max_images must be at least 0, got {self.max_images}")
         for name, value in vars(self).items():
-            if not value > 0:
+            if name != "max_images" and not value > 0:
                 raise UsageError(f"{name} must be positive, got {value}")
 
 
@@ -77,9 +83,29 @@ class _TextPart(_Strict):
     text: str
 
 
+class _ImageAddress(_Strict):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class _ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: _ImageAddress
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
+
+
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[_Part], Field(fail_fast=True)]
+
+    @property
+    def images(self) -> list[str]:
+        """Addresses of the images."""
+        if isinstance(self.content, str):
+            return []
+        return [part.image_url.url for part in self.content if isinstance(part, _ImagePart)]
 
 
 class _StreamOptions(_Strict):
@@ -167,6 +193,7 @@ def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callab
         prompts = _prompts(request.prompt)
     else:
         prompts = [_joined_text(request.messages)]
+        _check_images([url for message in request.messages for url in message.images], limits)
     samples = request.n or 1
     if len(prompts) * samples > limits.max_responses:
         exceeded = f"{len(prompts)} prompts x n {str(samples)[:20]} exceed the {limits.max_responses} allowed responses"
@@ -175,6 +202,20 @@ def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callab
     if longest > limits.max_prompt_tokens:
         exceeded = f"a prompt has {longest} tokens, allowed are {limits.max_prompt_tokens}: shorten the prompt"
         raise Rejected(422, exceeded + option_hint("max_prompt_tokens"))
+
+
+def _check_images(urls: list[str], limits: Limits) -> None:
+    """Validate the number of images, and read each; only ``data:`` URLs are read."""
+    if len(urls) > limits.max_images:
+        allowed = f"{len(urls)} images in a request, allowed are {limits.max_images}"
+        raise Rejected(422, allowed + option_hint("max_images"))
+    for url in urls:
+        if not url.startswith("data:"):
+            raise Rejected(422, "an image must be a data: URL with its file in base64; addresses are not fetched")
+        try:
+            read_image(url, ImageSettings(), None)
+        except BadImage as error:
+            raise Rejected(422, f"an image cannot be used: {error.kind}") from error
 
 
 def _first_error(error: ValidationError) -> str:
@@ -206,5 +247,6 @@ def _joined_text(messages: list[_Message]) -> str:
     texts: list[str] = []
     for message in messages:
         content = message.content
-        texts += [content] if isinstance(content, str) else [part.text for part in content]
+        parts = [content] if isinstance(content, str) else content
+        texts += [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, _ImagePart)]
     return "\n".join(texts)

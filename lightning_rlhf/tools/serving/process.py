@@ -44,6 +44,7 @@ class ServedModel:
         dtype: dtype of the weights; ``auto`` is the dtype in the model's config on a GPU, and float32 on a CPU.
         max_model_len: maximum number of tokens of prompt and response together.
         max_tokens: maximum number of tokens of a response, also for requests without a limit.
+        max_images: maximum number of images of a request; None for a model that reads texts only.
         tensor_parallel_size: number of GPUs that share the model.
         gpu_memory_utilization: fraction of each GPU's memory, in (0, 1].
         cpu_cache_bytes: size of the key-value cache on a CPU.
@@ -56,6 +57,7 @@ class ServedModel:
     dtype: str
     max_model_len: int
     max_tokens: int
+    max_images: int | None = None
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 28
@@ -73,6 +75,8 @@ class ServedModel:
             "override-generation-config": json.dumps({"max_new_tokens": self.max_tokens}),
             "tensor-parallel-size": self.tensor_parallel_size,
         }
+        if self.max_images is not None:
+            options["limit-mm-per-prompt"] = json.dumps({"image": self.max_images})
         switches = ["disable-fastapi-docs", "no-enable-log-requests"]
         if torch.cuda.is_available():
             options |= {"dtype": self.dtype, "gpu-memory-utilization": self.gpu_memory_utilization}

@@ -7,21 +7,23 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.calls.threads import DaemonThreads
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
-from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
+from lightning_rlhf.rollout.vllm.requests import as_requests, check_expansion, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import RejectedKey, VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 _COMPARED_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -58,11 +60,12 @@ class VLLMServerEngine(RolloutEngine):
         self._version = -1
         self._threads = DaemonThreads(_CONNECTIONS, "requests")  # a request that has no response yet ends with the run
         self._generating = set[Future[Completion]]()
+        self._served_images = set[str]()  # SHA-256 of those that the server has received
 
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return EngineTraits(ranks=self._ranks, overlaps=True)
+        return EngineTraits(ranks=self._ranks, overlaps=True, reads_images=True)
 
     @property
     def source(self) -> str:
@@ -87,6 +90,7 @@ class VLLMServerEngine(RolloutEngine):
             )
         check_receives(setup.model, setup.max_tokens)
         self._server = server
+        self._served_images.clear()
         self._setup = setup
         self._published = PublishedNames(setup.model)
         self._all_ranks = RankGroup(world_size())
@@ -113,7 +117,7 @@ class VLLMServerEngine(RolloutEngine):
         if (remedy := next(self._remedies(config, backend), None)) is not None:
             raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
         self._compare_models(config["model_config"]["model"])
-        self._push = PUSHES[backend](server)
+        self._push = PUSHES[backend](server, has_images=self._setup.processor is not None)
         return f"vLLM {server.get('/version')['version']} at {server.url}"
 
     def _remedies(self, config: dict[str, Any], backend: str) -> Iterator[str]:
@@ -130,6 +134,8 @@ class VLLMServerEngine(RolloutEngine):
         longrope_limit = rotary_length(
             AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope"
         )
+        if self._setup.processor is not None and model["skip_tokenizer_init"]:
+            yield "--enable-scale-out, not --tokens-only: with it, the server reads no images"
         if backend not in PUSHES:
             yield f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"
         if backend == SHARED_MEMORY and not server.is_local:
@@ -196,15 +202,38 @@ class VLLMServerEngine(RolloutEngine):
 
         A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
         """
+        return self._send(prompts, sampling, seeds, ())
+
+    def request_with_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request_with_images`; images that the server has are not sent again."""
+        return self._send(prompts, sampling, seeds, images)
+
+    def _send(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        images: Sequence[PromptImages],
+    ) -> list[Future[Completion]]:
         server = self._connected_server  # raises before start()
-        requests = as_requests(prompts, sampling, seeds)
-        sent = [self._threads.submit(self._generate, server, request) for request in requests]
+        requests = as_requests(prompts, sampling, seeds, images)
+        of_requests = [of_prompt.images for of_prompt in images] or [()] * len(requests)
+        sent = [
+            self._threads.submit(self._generate, server, request, of_request)
+            for request, of_request in zip(requests, of_requests, strict=True)
+        ]
         self._generating.update(sent)
         for future in sent:
             future.add_done_callback(self._generating.discard)
         return sent
 
-    def _generate(self, server: VLLMServer, request: dict[str, Any]) -> Completion:
+    def _generate(self, server: VLLMServer, request: dict[str, Any], images: Sequence[EncodedImage] = ()) -> Completion:
         """Send one request and wait for its completion."""
         fixed = {
             "logprobs": 0,  # of the sampled token alone
@@ -213,8 +242,30 @@ class VLLMServerEngine(RolloutEngine):
             "seed": request["seed"],
         }
         body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
-        response = server.post("/inference/v1/generate", body)
+        if images:
+            response = self._with_images({**body, "token_ids": request["unexpanded"]}, server, images)
+            check_expansion(request["prompt"], response["prompt_token_ids"], len(images))
+        else:
+            response = server.post("/inference/v1/generate", body)
         return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
+
+    def _with_images(self, body: dict[str, Any], server: VLLMServer, images: Sequence[EncodedImage]) -> Any:
+        """Send one request with images: by their SHA-256 alone, if the server has them, else with their files."""
+
+        def post(with_files: bool) -> Any:
+            parts = [
+                {"type": "image_url", "url": image.data_url() if with_files else None, "uuid": image.sha256}
+                for image in images
+            ]
+            return server.post("/inference/v1/generate", {**body, "content_parts": parts, "return_token_ids": True})
+
+        names = {image.sha256 for image in images}
+        if names <= self._served_images:
+            with suppress(RunError):  # the server keeps some images only
+                return post(with_files=False)
+        response = post(with_files=True)
+        self._served_images |= names
+        return response
 
     def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
         """Return a completion from the server's response.

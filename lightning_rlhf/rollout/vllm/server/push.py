@@ -26,10 +26,12 @@ class WeightPush(ABC, Generic[Prepared]):
 
     Args:
         server: server whose weights are replaced.
+        has_images: whether the server reads images, whose features belong to the old weights.
     """
 
-    def __init__(self, server: VLLMServer) -> None:
+    def __init__(self, server: VLLMServer, has_images: bool = False) -> None:
         self._server = server
+        self._has_images = has_images
         self._connected = False
 
     def __call__(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
@@ -64,6 +66,8 @@ class WeightPush(ABC, Generic[Prepared]):
         # Before the update is finished, because the cache has values of the old weights.
         if not self._server.post("/reset_prefix_cache")["success"]:
             raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of the old weights")
+        if self._has_images:
+            self._server.post("/reset_encoder_cache")
         self._server.post("/finish_weight_update", {"weight_version": label})
 
     def _begin(self) -> None:
@@ -102,8 +106,8 @@ class WeightPush(ABC, Generic[Prepared]):
 class SharedMemoryPush(WeightPush[dict[str, Any]]):
     """Transport through shared memory, for a server on the same machine that runs :mod:`.plugin`."""
 
-    def __init__(self, server: VLLMServer) -> None:
-        super().__init__(server)
+    def __init__(self, server: VLLMServer, has_images: bool = False) -> None:
+        super().__init__(server, has_images)
         self._sender = WeightSender()
 
     def _connect(self) -> None:

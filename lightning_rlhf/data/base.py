@@ -448,7 +448,7 @@ class RowsDataModule(LightningDataModule):
             BadRow: the text is too long, and ``too_long`` is not a cut or the text has images.
         """
         if tokens > self.max_tokens and has_images:
-            raise_too_long(tokens, self.max_tokens, f"{label}, with its images,", "bad_row", _IMAGES_ADVICE)
+            raise_too_long(tokens, self.max_tokens, f"{label}, with its images,", self.too_long, _IMAGES_ADVICE)
         if tokens > self.max_tokens and self.too_long in ("bad_row", "drop"):
             raise_too_long(tokens, self.max_tokens, label, self.too_long)
         return max(tokens - self.max_tokens, 0)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_rlhf.data.columns import Fields
-from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.row import BadRow, TextRow
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.images.bad import BadImage
 
@@ -85,7 +85,7 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[EncodedImage]:
 def given_images(fields: Fields) -> Sequence[Any]:
     """Return the values of the row's column of images; empty without one."""
     value = fields.get("images")
-    if value is None:
+    if value is None or (value == "" and isinstance(fields.row, TextRow)):
         return ()
     return value if isinstance(value, list | tuple) else (value,)
 

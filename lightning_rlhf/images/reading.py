@@ -30,6 +30,8 @@ _MOST_PIXELS = 178_956_970  # Pillow opens no larger image
 _ANIMATED = ("GIF", "PNG", "WEBP")  # a JPEG of several pictures has the photo first, then previews or depths of it
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM")
 _PNG_MODES = ("I;16", "L", "LA", "RGB", "RGBA")
+_KEYS = ("bytes", "base64", "url", "path", "image", "image_url")  # the last two are those of verl and Qwen
+_FILE = "file://"
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -66,8 +68,9 @@ def read_image(value: Any, settings: ImageSettings, folder: Path | None) -> Enco
     """Read an image of a row, and decode it once, so that damaged ones are found before training.
 
     Args:
-        value: path, address, ``data:`` URL, base64, bytes, image of Pillow, or a mapping with one of these under
-            ``bytes``, ``path``, ``url`` or ``base64``; an image that was read already is returned.
+        value: path, also as ``file://``, address, ``data:`` URL, base64, bytes, image of Pillow, or a mapping with one
+            of these under ``bytes``, ``path``, ``url``, ``base64``, ``image`` or ``image_url``; an image that was read
+            already is returned.
         settings: folder of the images, and limits on their size.
         folder: directory of the data file; None if the data are not in a file.
 
@@ -78,9 +81,10 @@ def read_image(value: Any, settings: ImageSettings, folder: Path | None) -> Enco
         return value
     path: Path | None = None
     if isinstance(value, Mapping):
-        keys = [key for key in ("bytes", "base64", "url", "path") if value.get(key) is not None]
+        keys = [key for key in _KEYS if value.get(key) is not None]
         if not keys:
-            raise BadImage(f"an image is a mapping with {sorted(map(str, value))}, expected bytes, path, url or base64")
+            found = sorted(map(str, value))
+            raise BadImage(f"an image is a mapping with {found}, expected one of {', '.join(_KEYS)}")
         value = value[keys[0]]
     if isinstance(value, Image.Image):
         data = _of_pillow(value, settings.max_pixels)
@@ -91,12 +95,13 @@ def read_image(value: Any, settings: ImageSettings, folder: Path | None) -> Enco
         raise BadImage(f"an image is {kind}, expected a path, an address, base64 or bytes")
     elif value.startswith("data:"):
         data = _of_data_url(value)
-    elif "://" in value:
+    elif "://" in value and not value.startswith(_FILE):
         data = fetch(value, settings.remote, settings.max_bytes)
     elif (decoded := _of_base64(value)) is not None:
         data = decoded
     else:
-        path = _expect_inside(value, folder if settings.folder is None else Path(settings.folder).expanduser())
+        root = folder if settings.folder is None else Path(settings.folder).expanduser()
+        path = _expect_inside(value.removeprefix(_FILE), root)
         data = _read_file(path, value, settings.max_bytes)
     name = "the image" if not isinstance(value, str) or len(value) > _SHOWN else f"the image {value!r}"
     if len(data) > settings.max_bytes:

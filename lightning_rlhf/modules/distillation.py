@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -163,6 +164,7 @@ class DistillationModule(RLHFModule):
                 "another teacher"
             )
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._check_images_of_servers(data)
         for server in self.servers.values():
             server.check(getattr(data, "tokenizer", None), next((loop.temperature for loop in loops), 1.0))
         tokens = self._common_tokens
@@ -172,6 +174,18 @@ class DistillationModule(RLHFModule):
                 f"tokens in common: set top_k to at most {tokens}, or to null to compare all tokens"
             )
         self.check_sources()
+
+    def _check_images_of_servers(self, data: Any) -> None:
+        """Raise if a prompt with images has a teacher behind a server."""
+        if not self.servers or getattr(data, "image_store", None) is None:
+            return
+        with_images = {source_of(row.columns) for rows in data.examples.values() for row in rows if row.images}
+        for source in with_images:
+            if self.teachers.get(source, self.teachers.get(None)) in self.servers:
+                raise UsageError(
+                    "a TeacherServer reads texts only, and prompts have images: use a model as the teacher, which this "
+                    "run loads, or prompts without images"
+                )
 
     @property
     def source_names(self) -> list[str]:

@@ -141,15 +141,7 @@ class TeacherServer:
 
         Returns:
             For each row the (T, K) top tokens of its response, T its length.
-
-        Raises:
-            ValueError: prompts have images.
         """
-        if rollout.images is not None and bool((rollout.images >= 0).any()):
-            raise UsageError(
-                "a TeacherServer reads texts only, and prompts have images: use a model as the teacher, which this run "
-                "loads, or prompts without images"
-            )
         prompts = zip(rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist(), strict=True)
         responses = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
         futures = []

@@ -94,6 +94,12 @@ def image_part(value=None):
     return {"type": "image", "image": value}
 
 
+def named(numbers):
+    """Return the names of images by their numbers, with a dash for padding: ``a-`` for one image of at most two."""
+    names = {image.number: name for name, image in IMAGES.items()} | {-1: "-"}
+    return "".join(names[number] for number in numbers)
+
+
 def batches_of(module):
     return list(module.train_dataloader())
 
@@ -151,7 +157,7 @@ def test_every_form_of_a_prompt_gives_the_same_tokens_and_image(make, models, fo
     assert batch.token_ids == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")]
     assert batch.texts == ["user:<image>look?assistant:"]
     assert batch.columns["images"] == [[IMAGES["a"]]]
-    assert (batch.images[0].images, batch.images[0].numbers) == ((IMAGES["a"],), (0,))
+    assert (batch.images[0].images, named(batch.images[0].numbers)) == ((IMAGES["a"],), "a")
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -174,7 +180,7 @@ def test_tokens_of_prompts_are_those_of_the_processor_of_transformers(make, mode
     (batch,) = batches_of(module)
     assert batch.token_ids == [expected_ids(models[model], text, *names) for text, names in texts]
     assert [row.images for row in batch.images] == [tuple(IMAGES[name] for name in names) for _, names in texts]
-    assert [row.numbers for row in batch.images] == [(0, 1, -1), (2, 0, -1), (0, 1, 2)]
+    assert [named(row.numbers) for row in batch.images] == ["ab-", "ca-", "abc"]
     # The engine's tokens have one placeholder for each image.
     placeholder = module.tokenizer.convert_tokens_to_ids("<boi>" if model == "gemma3" else "<image>")
     for row, (text, names) in zip(batch.images, texts, strict=True):
@@ -192,7 +198,7 @@ def test_markers_of_plain_text_become_placeholders(make, models, model):
         expected_ids(models[model], f"{placeholder}?", "c"),
     ]
     assert batch.texts == ["a<image>b<image>", "<image>?"]
-    assert [row.numbers for row in batch.images] == [(0, 1), (2, -1)]
+    assert [named(row.numbers) for row in batch.images] == ["ab", "c-"]
 
 
 def test_markers_of_text_that_becomes_messages_are_parts(make, models):
@@ -260,7 +266,7 @@ def check_texts(module, texts, names, models, model, answer):
     expected = expected_ids(models[model], f"user:{written(model)}look?assistant:{answer}</s>", "a")
     assert dict(zip(names, texts.input_ids.tolist(), strict=True)) == dict.fromkeys(names, expected)
     assert dict(zip(names, texts_of(module, texts)[1], strict=True)) == dict.fromkeys(names, f"{answer}</s>")
-    assert texts.images.tolist() == [[0]] * len(names)
+    assert list(map(named, texts.images.tolist())) == ["a"] * len(names)
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -279,7 +285,7 @@ def test_plain_text_with_markers_and_its_completion(make, models, kind):
     sequences = batch if kind is ConversationDataModule else batch.texts
     assert sequences.input_ids.tolist() == [expected_ids(models["idefics3"], "<image>look? yes</s>", "b")]
     assert texts_of(module, sequences)[1] == [" yes</s>"]
-    assert sequences.images.tolist() == [[0]]
+    assert list(map(named, sequences.images.tolist())) == ["b"]
 
 
 def test_unpaired_answers_have_images(make, models):
@@ -314,7 +320,7 @@ def test_pairs_share_the_images_of_their_prompt(make, models):
     (batch,) = batches_of(module)
     check_texts(module, batch.chosen, names, models, "gemma3", "yes")
     check_texts(module, batch.rejected, names, models, "gemma3", "no")
-    assert module.image_store.images == [IMAGES["a"]]
+    assert list(module.image_store.images.values()) == [IMAGES["a"]]
 
 
 def test_pairs_of_plain_text_have_images(make, models):
@@ -322,7 +328,7 @@ def test_pairs_of_plain_text_have_images(make, models):
     (batch,) = batches_of(make(PreferenceDataModule, row))
     assert batch.chosen.input_ids.tolist() == [expected_ids(models["idefics3"], "<image>look? yes</s>", "a")]
     assert batch.rejected.input_ids.tolist() == [expected_ids(models["idefics3"], "<image>look? no</s>", "a")]
-    assert (batch.chosen.images.tolist(), batch.rejected.images.tolist()) == ([[0]], [[0]])
+    assert [named(*each.images.tolist()) for each in (batch.chosen, batch.rejected)] == ["a", "a"]
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -373,11 +379,11 @@ MIXED = (
 
 def test_every_batch_has_the_same_number_of_images_per_row(make):
     module = make(PromptDataModule, *MIXED)
-    numbers = [row.numbers for batch in batches_of(module) for row in batch.images]
-    assert numbers == [(0, 1), (-1, -1), (2, -1), (1, -1), (-1, -1), (-1, -1)]
+    numbers = [named(row.numbers) for batch in batches_of(module) for row in batch.images]
+    assert numbers == ["ab", "--", "c-", "b-", "--", "--"]
     rows = [{**row, "completion": [assistant("yes")]} for row in MIXED]
     sequences = batches_of(make(ConversationDataModule, *rows, batch_size=2))
-    assert [batch.images.tolist() for batch in sequences] == [[[0, 1], [-1, -1]], [[2, -1], [1, -1]], [[-1, -1]] * 2]
+    assert [named(row) for batch in sequences for row in batch.images.tolist()] == ["ab", "--", "c-", "b-", "--", "--"]
 
 
 def test_rows_without_images_are_those_of_the_tokenizer_alone(make):
@@ -412,15 +418,15 @@ def test_equal_pictures_of_several_rows_and_of_validation_have_one_number(make, 
     (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": [user("x")], "images": ["c.png", "a.png"]}) + "\n")
     rows = [{"prompt": [user("x")], "images": [value]} for value in values]
     module = make(PromptDataModule, *rows, val=str(tmp_path / "val.jsonl"))
-    assert [batch.images[0].numbers for batch in batches_of(module)] == [(0, -1)] * 4 + [(1, -1)]
-    assert [batch.images[0].numbers for batch in module.val_dataloader()] == [(2, 0)]
-    assert module.image_store.images == [IMAGES[name] for name in "abc"]
+    assert [named(batch.images[0].numbers) for batch in batches_of(module)] == ["a-"] * 4 + ["b-"]
+    assert [named(batch.images[0].numbers) for batch in module.val_dataloader()] == ["ca"]
+    assert list(module.image_store.images.values()) == [IMAGES[name] for name in "abc"]
 
 
 def test_data_modules_of_the_same_data_number_images_equally(make):
     rows = [{**row, "completion": [assistant("yes")]} for row in MIXED]
     one, other = make(ConversationDataModule, *rows), make(ConversationDataModule, *rows)
-    assert one.image_store.images == other.image_store.images == [IMAGES[name] for name in "abc"]
+    assert one.image_store.images == other.image_store.images == {IMAGES[name].number: IMAGES[name] for name in "abc"}
     assert [a.images.tolist() for a in batches_of(one)] == [b.images.tolist() for b in batches_of(other)]
     shuffled = make(ConversationDataModule, *rows, shuffle=True)
     assert shuffled.image_store.images == one.image_store.images
@@ -450,13 +456,19 @@ def test_images_of_parquet_files_are_structs_of_bytes_and_path(make, models, tmp
     assert [len(row.images) for row in batch.images] == [1, 1, 0]
 
 
+def test_empty_cell_of_a_csv_file_is_a_row_without_images(make, models, tmp_path):
+    (tmp_path / "x.csv").write_text("prompt,image\n<image>look?,a.png\nonly text,\n")
+    (batch,) = batches_of(make(PromptDataModule, train=str(tmp_path / "x.csv"), batch_size=2))
+    assert [named(row.numbers) for row in batch.images] == ["a", "-"]
+
+
 def test_rows_in_memory_may_have_images_that_are_read_already(make, models):
     values = (IMAGES["a"], IMAGES["a"].open(), FILE_A)
     in_parts = [{"prompt": [user([image_part(value), text_part("look?")])]} for value in values]
     in_column = [{"prompt": [user("<image>look?")], "images": [value]} for value in values]
     (batch,) = batches_of(make(PromptDataModule, train=GivenRows((*in_parts, *in_column)), batch_size=6))
     assert batch.token_ids == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")] * 6
-    assert [row.numbers for row in batch.images] == [(0,)] * 6
+    assert [named(row.numbers) for row in batch.images] == ["a"] * 6
 
 
 def test_folder_of_images_may_be_set(make, error_of, tmp_path):
@@ -466,7 +478,9 @@ def test_folder_of_images_may_be_set(make, error_of, tmp_path):
     settings = ImageSettings(folder=str(tmp_path / "inner"))
     assert batches_of(make(PromptDataModule, row, images=settings))[0].images[0].images == (IMAGES["a"],)
     assert "no image at 'd.png'" in error_of(PromptDataModule, row)
-    assert make(PromptDataModule, train=GivenRows((row,)), images=settings).image_store.images == [IMAGES["a"]]
+    assert make(PromptDataModule, train=GivenRows((row,)), images=settings).image_store.images == {
+        IMAGES["a"].number: IMAGES["a"]
+    }
 
 
 # -- bad rows -----------------------------------------------------------------------------------------------------
@@ -481,7 +495,7 @@ BAD = {
     "null in the column": ({**ASKS, "images": [None]}, "an image is null, expected a path"),
     "empty text in the column": ({**ASKS, "images": [""]}, "an image is empty text, expected a path"),
     "number for the column": ({**ASKS, "images": 7}, "an image is int, expected a path"),
-    "empty mapping in a part": ({"prompt": [user([image_part({})])]}, "an image is a mapping with [], expected bytes"),
+    "empty mapping in a part": ({"prompt": [user([image_part({})])]}, "an image is a mapping with [], expected one"),
     "part without an image": ({"prompt": [user([image_part()])]}, "places for 1 images, and the column images has 0"),
     "too few places": ({**ASKS, "images": ["a.png", "b.png"]}, "places for 1 images, and the column images has 2"),
     "too many places": (
@@ -633,6 +647,9 @@ def test_texts_with_images_are_never_cut(error_of, make, kind, too_long):
     tokens = make(kind, row).longest_text_tokens
     assert len(make(kind, row, max_tokens=tokens, too_long=too_long).examples["train"]) == 1
     message = error_of(kind, row, max_tokens=tokens - 1, too_long=too_long)
+    if too_long == "drop":
+        assert f", with its images, longer than {tokens - 1} tokens" in message
+        return
     assert f", with its images, has {tokens} tokens, the limit is {tokens - 1}" in message
     assert "to use longer rows with images, which are never cut, raise max_tokens" in message
     assert "too_long: " not in message
@@ -665,8 +682,7 @@ def test_tokenizer_that_is_not_read_from_a_directory_is_rejected_in_one_line():
     with pytest.raises(UsageError) as caught:
         module.setup("fit")
     assert str(caught.value) == (
-        "rows have images, which need the processor of a vision-language model: set tokenizer to the directory or hub "
-        "id of one"
+        "images need the processor of a vision-language model: set tokenizer to the directory or hub id of one"
     )
 
 
@@ -681,7 +697,7 @@ def test_bad_rows_are_counted_by_kind_and_good_ones_are_used(make, tmp_path):
     assert str(module.reports["train"]) == (
         "train data: 8 rows read, 3 kept; dropped 3: an image cannot be decoded; dropped 2: an image is missing"
     )
-    assert [batch.images[0].numbers for batch in batches_of(module)] == [(0,), (1,), (0,)]
+    assert [named(batch.images[0].numbers) for batch in batches_of(module)] == ["a", "b", "a"]
 
 
 def test_file_of_bad_rows_describes_images_that_are_no_json(make, tmp_path):

@@ -227,6 +227,11 @@ def test_images_are_equal_if_their_bytes_are(folder):
     assert one != read(encode(picture(), "BMP"))
 
 
+def test_mappings_of_verl_are_read(folder):
+    values = [{"image": "a.png"}, {"image": f"file://{folder / 'a.png'}"}, {"image_url": "a.png"}, "file://a.png"]
+    assert {read(value, folder) for value in values} == {read("a.png", folder)}
+
+
 @pytest.mark.parametrize("value", ["a.png", PNG], ids=["path", "bytes"])
 def test_images_are_pickled(folder, value):
     image = read(value, folder)
@@ -299,9 +304,9 @@ BAD_VALUES = {
     "empty text": ("", f"an image is empty text, {EXPECTED}"),
     "blank text": (" \n", f"an image is empty text, {EXPECTED}"),
     "list": (["a.png"], f"an image is list, {EXPECTED}"),
-    "empty mapping": ({}, "an image is a mapping with [], expected bytes, path, url or base64"),
-    "mapping of other keys": ({"file": "a.png"}, "an image is a mapping with ['file'], expected bytes, path, url"),
-    "mapping of nulls": ({"bytes": None, "path": None}, "an image is a mapping with ['bytes', 'path'], expected bytes"),
+    "empty mapping": ({}, "an image is a mapping with [], expected one of bytes, base64, url, path, image, image_url"),
+    "mapping of other keys": ({"file": "a.png"}, "an image is a mapping with ['file'], expected one of bytes"),
+    "mapping of nulls": ({"bytes": None, "path": None}, "an image is a mapping with ['bytes', 'path'], expected one"),
     "mapping of a number": ({"path": 7}, f"an image is int, {EXPECTED}"),
     "mapping in a mapping": ({"url": {"url": "a.png"}}, f"an image is dict, {EXPECTED}"),
     "invalid base64 in a data URL": ("data:image/png;base64,@@@@", "URL is not valid base64: Only base64 data is"),
@@ -320,7 +325,7 @@ BAD_VALUES = {
     "null character": ("a\0.png", "is not a path: embedded null byte"),
     "half a surrogate pair": ("\ud800.png", "is not a path"),
     "long name": ("a" * 300 + ".png", "aaaaaa"),
-    "file URL": ("file:///etc/hostname", "has another protocol than https or http: use a path for a local file"),
+    "file URL": ("file:///etc/hostname", "the image '/etc/hostname' is outside of"),
     "FTP": ("ftp://pictures.example/a.png", "has another protocol than https or http: use a path for a local file"),
     "address without remote": ("https://pictures.example/a.png", "is not local: set remote: true under images to"),
     "address that is not one": ("http://[::1/a.png", "has an invalid address: Invalid IPv6 URL"),

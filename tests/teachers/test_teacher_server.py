@@ -9,15 +9,21 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf import DistillationModule
+from lightning_rlhf import DistillationModule, Pretrained, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.distillation import Divergence
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.teachers.server import TeacherServer, results
 from lightning_rlhf.types import TopTokens
+from tests.distributed.tasks import share_of_a, with_pictures
 from tests.helpers import assert_close
 from tests.rollout.stub_server import StubServer
-from tests.stand_ins import TinyModel, fit, responses, rollout_of
+from tests.stand_ins import TinyModel, fit, quiet_trainer, responses, rollout_of
+from tests.vision_models import write_checkpoint
 
 TEACHER = TinyModel(seed=7)
 ROWS = responses(5, seed=8, observations=True)
@@ -90,13 +96,15 @@ def test_request_has_the_tokens_of_prompt_and_response(stubs):
         assert_close(each.rest.exp(), 1 - top.values.exp().sum(-1), atol=1e-5)
 
 
-def test_prompts_with_images_are_an_error(stubs):
-    rollout, server = rollout_of(ROWS), TeacherServer([stubs[0].url], model="other")
-    numbers = torch.full((len(ROWS), 2), -1)
-    assert len(server.request(replace(rollout, images=numbers), 2)) == len(ROWS)
-    numbers[1, 0] = 0
+def test_prompts_with_images_are_an_error_before_the_run(stubs, tmp_path):
+    path = str(write_checkpoint("idefics3", tmp_path / "model"))
+    rows = InMemory(with_pictures([{"prompt": "a"}, {"prompt": "b"}]))
+    data = PromptDataModule(rows, tokenizer=path, batch_size=2, max_tokens=110)
+    loop = RolloutLoop([RewardFunction(share_of_a)], TransformersEngine(), group_size=1, max_response_tokens=4)
+    server = TeacherServer([stubs[0].url], model="teacher")
+    module = DistillationModule(Pretrained(path), server, Divergence(0.5, 3), minibatch_size=2)
     with pytest.raises(UsageError, match="a TeacherServer reads texts only, and prompts have images"):
-        server.request(replace(rollout, images=numbers), 2)
+        quiet_trainer(max_steps=1, callbacks=[loop], default_root_dir=tmp_path).fit(module, datamodule=data)
 
 
 def finished(*sizes):

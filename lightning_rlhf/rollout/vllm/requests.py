@@ -65,8 +65,8 @@ def check_expansion(ours: Sequence[int], theirs: Sequence[int], images: int) -> 
     pairs = enumerate(zip(ours, theirs, strict=False))
     first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     raise RunError(
-        f"vLLM expands a prompt with {images} images to {len(theirs)} tokens and the trainer to {len(ours)}; token {first} "
-        f"differs: their versions of the model's processor do not agree. Use TransformersEngine for this model"
+        f"vLLM expands a prompt with {images} images to {len(theirs)} tokens and the trainer to {len(ours)}; token "
+        f"{first} differs: their versions of the model's processor do not agree. Use TransformersEngine for this model"
     )
 
 

@@ -1,12 +1,15 @@
 """Any request is rejected with a message, or is within all limits."""
 
+import base64
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.tools.serving.limits import BODIES, Limits, Rejected, check, parse
+from tests.vision_models import drawing
 
 LIMITS = Limits(max_prompt_tokens=6, max_tokens=8, max_responses=4)
 TEXTS = st.text("ab é\u2028\U0001f600\ud800", max_size=7)  # half a letter too
@@ -64,3 +67,39 @@ def output(body):
     contents = [message["content"] for message in body.get("messages", [])]
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
     return [part["text"] for some in parts for part in some]
+
+
+PNG = "data:image/png;base64," + base64.b64encode(drawing(1).data).decode()
+
+
+def show(*urls, text="x", **more):
+    parts = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+
+
+def test_images_within_the_limit_are_accepted():
+    limits = Limits(max_prompt_tokens=6, max_images=2)
+    check("/v1/chat/completions", show(PNG, PNG, detail="low"), limits, len)  # images do not count as text
+
+
+@pytest.mark.parametrize(
+    ("body", "images", "message"),
+    [
+        (show(PNG), 0, "1 images in a request, allowed are 0; serve --max-images sets the limit"),
+        (show(PNG, PNG), 1, "2 images in a request, allowed are 1"),
+        (show("http://127.0.0.1/x.png"), 1, "an image must be a data: URL"),
+        (show("file:///etc/passwd"), 1, "an image must be a data: URL"),
+        (show("data:image/png;base64,AAAA"), 1, "an image cannot be used: an image cannot be decoded"),
+        (show("data:text/html,x"), 1, "an image cannot be used: an image's data: URL has no base64 content"),
+        (show(PNG, uuid="x"), 1, "messages.0.content"),
+    ],
+)
+def test_other_images_are_rejected(body, images, message):
+    with pytest.raises(Rejected, match=re.escape(message)) as rejected:
+        check("/v1/chat/completions", body, Limits(max_images=images), len)
+    assert rejected.value.status == 422
+
+
+def test_number_of_images_is_not_negative():
+    with pytest.raises(ValueError, match="max_images must be at least 0, got -1"):
+        Limits(max_images=-1)

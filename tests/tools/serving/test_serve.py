@@ -25,6 +25,7 @@ from lightning_rlhf.tools.commands import generate as generating
 from lightning_rlhf.tools.commands.responses_file import read_lines
 from tests.models.test_lora import parameters_of, randomize_adapters
 from tests.rollout.engines import ARCHITECTURE, greedy
+from tests.vision_models import drawing, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "a-key-for-this-test-only"
@@ -282,3 +283,32 @@ def test_requests_select_an_adapter_by_its_name(served_model, tmp_path):
         expected = tokenizer.decode(greedy(source.causal(), ids, 12), skip_special_tokens=True)
         assert texts[name] == expected, name
     assert len(set(texts.values())) == 3
+
+
+def test_chats_with_images_are_answered(tmp_path):
+    model = write_checkpoint("idefics3", tmp_path / "model")
+    arguments = ("--api-key-env", "SERVE_KEY", "--name", "policy", "--max-images", "1", "--max-model-len", "256")
+    with started(tmp_path, model, *arguments) as process:
+        text = printed(process, tmp_path, "curl ")
+        url = re.search(r"http://127\.0\.0\.1:\d+", text)[0]
+
+        def answer(*numbers):
+            parts = [{"type": "image_url", "image_url": {"url": drawing(number).data_url()}} for number in numbers]
+            messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+            return ask(url, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=8, logprobs=True)
+
+        def logprobs(response):
+            return [token["logprob"] for token in response.json()["choices"][0]["logprobs"]["content"]]
+
+        one, again, other, none = (logprobs(answer(*numbers)) for numbers in ((1,), (1,), (2,), ()))
+        assert one == pytest.approx(again, abs=1e-5)
+        assert one != pytest.approx(other, abs=1e-3)
+        assert one != pytest.approx(none, abs=1e-3)
+        rejected = answer(1, 2)
+        assert (rejected.status_code, "allowed are 1" in rejected.text) == (422, True)
+
+
+def test_images_for_a_model_of_texts_are_an_error(tmp_path, served_model):
+    with started(tmp_path, served_model, "--max-images", "2") as process:
+        assert process.wait(timeout=120) == 2
+    assert f"--max-images: {served_model} is a llama, which reads texts only" in (tmp_path / "out").read_text()

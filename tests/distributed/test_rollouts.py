@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from torch.testing import assert_close
 
 from lightning_rlhf import Pretrained
 from lightning_rlhf.images.processor import load_processor
@@ -21,6 +20,7 @@ from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
+from tests.helpers import assert_close
 from tests.rollout.engines import pushed, setup_of, source_of
 from tests.rollout.test_image_rollouts import SAMPLING, assert_echo, logprobs_of, prompts_of, started
 from tests.rollout.test_vllm_conversations import converse, largest_gap_of_sampled, requests

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
@@ -24,10 +25,11 @@ from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.push import NCCLPush, SharedMemoryPush, _chunk_source, _rendezvous
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import PromptImages, SamplingParams
 from tests.environments.worlds import Echo
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 from tests.rollout.stub_server import StubServer
+from tests.vision_models import drawing
 
 SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
 PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
@@ -121,6 +123,41 @@ def test_push_waits_for_requests_and_clears_the_prefix_cache(engine, stub):
     assert stub.requested[-2][1]["weight_version"].endswith(", version 8")
     assert engine.first_difference(PARAMETERS) is None
     assert engine.first_difference([("w", torch.zeros(2, 3)), PARAMETERS[1]]) == "w"
+
+
+def test_push_to_a_server_that_reads_images_keeps_them_and_resets_their_features(stub):
+    push = SharedMemoryPush(VLLMServer(stub.url, None, 20), has_images=True)
+    push(PARAMETERS, "7")
+    push.close()
+    paths = stub.paths()
+    assert paths[0] == "/pause?mode=wait&clear_cache=false"
+    assert paths.index("/reset_prefix_cache") < paths.index("/reset_encoder_cache")
+    assert paths.index("/reset_encoder_cache") < paths.index("/finish_weight_update")
+
+
+def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub):
+    image = EncodedImage("ab" * 32, 8, 8, data=drawing(1).data)
+    answer, known = stub.answers["/inference/v1/generate"], set()
+
+    def generate_with_images(body):
+        parts = body["content_parts"]
+        if any(part["url"] is None and part["uuid"] not in known for part in parts):
+            return 400, {"error": {"message": "cache miss"}}
+        known.update(part["uuid"] for part in parts)
+        status, response = answer(body)
+        return status, {**response, "prompt_token_ids": [4, 9, 9, 5]}
+
+    stub.answers["/inference/v1/generate"] = generate_with_images
+    images = [PromptImages((image,), (0,), (4, 9, 5))]
+    for _ in range(2):
+        generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
+    known.clear()
+    generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
+    bodies = [body for path, body in stub.requested if path.endswith("generate")]
+    assert [body["content_parts"][0]["url"] for body in bodies] == [image.data_url(), None, None, image.data_url()]
+    assert {tuple(body["token_ids"]) for body in bodies} == {(4, 9, 5)}
+    with pytest.raises(RunError, match=r"expands a prompt with 1 images to 4 tokens and the trainer to 5; token 3"):
+        generate(engine, [[4, 9, 9, 9, 5]], SAMPLING, [0], images=images)
 
 
 def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):

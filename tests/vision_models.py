@@ -105,9 +105,10 @@ def _text(name: str) -> dict[str, Any]:
     return text
 
 
-def config(name: str) -> Any:
-    """Return the configuration of a small model."""
+def config(name: str, **text: Any) -> Any:
+    """Return the configuration of a small model, whose text model has other fields."""
     fields = architecture(name)
+    fields["text_config"] |= text
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
@@ -170,10 +171,10 @@ _PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write_checkpoint(name: str, directory: Path, seed: int = 0) -> Path:
+def write_checkpoint(name: str, directory: Path, seed: int = 0, **text: Any) -> Path:
     """Write a small model with random weights, its tokenizer and its processor; return the directory."""
     torch.manual_seed(seed)
-    AutoModelForImageTextToText.from_config(config(name)).save_pretrained(directory)
+    AutoModelForImageTextToText.from_config(config(name, **text)).save_pretrained(directory)
     return write_processor(name, directory)
 
 

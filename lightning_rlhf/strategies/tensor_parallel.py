@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.lora import MAGNITUDE, adapted_parts
 
 # Torch's style for each style name in a plan. The last name is a norm over the width of each head, whose replicated
@@ -65,11 +66,16 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         raise UsageError(f"tensor_parallel_size: {size} does not split the {name}'s dora: use tensor_parallel_size: 1")
     styles = {
         part: _STYLES[style]()
-        for path, module in model.base_model.named_modules()
+        for path, module in text_model_of(model).named_modules()
         for pattern, style in plan.items()
         if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path)
         for part in adapted_parts(module, outputs=style == "colwise")
     }
+    if not styles:
+        raise UsageError(
+            f"tensor_parallel_size: {size} is not supported for the {name}'s {type(model).__name__}: it has none of the "
+            f"layers in the plan of transformers. Use tensor_parallel_size: 1"
+        )
     other = next(
         (m for m, style in styles.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None
     )

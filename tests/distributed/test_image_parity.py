@@ -1,11 +1,15 @@
 """Runs on texts with images under every strategy: the same numbers as in one process, also with trained encoders."""
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
+from lightning_rlhf.models.classes import text_model_of
+from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import largest_differences
 from tests.distributed.test_parity import STRATEGIES, WEIGHTS, assert_equal_metrics
-from tests.vision_models import write_checkpoint
+from tests.vision_models import config, write_checkpoint
 
 KINDS = ("sft", "dpo", "kto", "rm", "grpo", "ppo")
 NAMES = ("rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_2", "rlhf_deepspeed_stage_3")
@@ -54,3 +58,30 @@ def test_two_ranks_train_on_images_like_one_process_and_resume(name, alone):
         reference = folder / f"one/auto-{kind}.safetensors"
         assert max(largest_differences(run["weights"], reference).values()) <= WEIGHTS
         assert max(largest_differences(again["weights"], run["weights"]).values()) <= WEIGHTS
+
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl", "gemma3", "llava", "internvl"])
+def test_tensor_parallelism_splits_the_text_model_alone(name):
+    model = AutoModelForImageTextToText.from_config(config(name, **HEADS))
+    plan = tensor_parallel_plan("actor", model, 2)
+    text = set(text_model_of(model).modules())
+    assert set(plan) <= text
+    assert sum(isinstance(module, torch.nn.Linear) for module in plan) == 2 * 7  # layers, matrices of each
+
+
+@pytest.mark.slow
+def test_two_ranks_that_split_the_text_model_train_like_one_process(tmp_path):
+    write_checkpoint("idefics3", tmp_path / "model", **HEADS)
+    (tmp_path / "x").mkdir()
+    both = {}
+    for name, ranks in (("auto", 1), ("rlhf_fsdp, tensor parallel 2", 2)):
+        runs = [described(kind, name, tmp_path / "x", True, save=None) for kind in ("sft", "grpo", "ppo")]
+        both[ranks] = run_ranks("tests.distributed.tasks:train", ranks, runs), runs
+    for number in range(3):
+        for rank in both[2][0]:
+            assert_equal_metrics(rank[number], both[1][0][0][number])
+        one, two = (both[ranks][1][number]["weights"] for ranks in (1, 2))
+        assert max(largest_differences(two, one).values()) <= WEIGHTS

@@ -105,12 +105,13 @@ class RolloutLog(Callback):
             return
         rollout = last_step_of(self, pl_module).experience.rollout
         rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
-        of_prompts = prompt_images(rollout, batch, _group_size(trainer))
-        conversations = _conversations(trainer)
-        images = [
-            (*of_prompt, *(conversations[position].images if position in conversations else ()))
-            for of_prompt, position in zip(of_prompts, rollout.position.tolist(), strict=True)
-        ]
+        images = prompt_images(rollout, batch, _group_size(trainer))
+        if images:
+            records = map(_conversations(trainer).get, rollout.position.tolist())
+            images = [
+                (*of_prompt, *record.images) if record is not None else of_prompt
+                for of_prompt, record in zip(images, records, strict=True)
+            ]
         rows = self._with_images(rows, images)
         self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:

@@ -151,7 +151,9 @@ class RolloutLoop(Callback):
 
     def _log(self, sampled: SampledRollout, module: RLHFModule) -> None:
         self.conversations = conversations_of(sampled.requests)
-        metrics = rollout_metrics(sampled, module, self.parts.clock, self.max_staleness)
+        engine = self.parts.sampler.engine
+        restarted = engine.restarted if engine.traits.restarts else None
+        metrics = rollout_metrics(sampled, module, self.parts.clock, self.max_staleness, restarted)
         self.tokens_per_s = metrics.get("rollout/tokens_per_s", self.tokens_per_s)
         module.log_step("rollout", metrics)
 

@@ -44,7 +44,9 @@ def reward_metrics(sums: tuple[MetricSums, ...], module: RLHFModule) -> dict[str
     return means_over_ranks(sums if module.role_strategy.is_group_leader else [])
 
 
-def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, max_staleness: int) -> dict[str, float]:
+def rollout_metrics(
+    sampled: SampledRollout, module: RLHFModule, clock: Clock, max_staleness: int, restarted: int | None = None
+) -> dict[str, float]:
     """Return times, speed, staleness and reward metrics of the step over all ranks. All ranks.
 
     Args:
@@ -52,6 +54,7 @@ def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, m
         module: module of the run.
         clock: clock of the step.
         max_staleness: largest allowed difference of the step and the version of a token.
+        restarted: number of times that this rank's engine was started again; None for an engine that is not.
 
     Raises:
         RuntimeError: a token is from older weights than allowed.
@@ -63,7 +66,7 @@ def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, m
         largest.pop("time/reward_s", None)  # LoggedRewards logs it, and the metrics of the rewards
     if not all(request.is_current for request in sampled.requests):
         largest["generation"] = covered([request.interval for request in sampled.requests], -inf, inf)
-    summed = {"tokens": float(tokens)}
+    summed = {"tokens": float(tokens)} | ({} if restarted is None else {"restarts": float(restarted)})
     if max_staleness:
         rollout = sampled.rollout
         versions = rollout.policy_version[rollout.response_mask & rollout.sampled_rows.unsqueeze(1)]
@@ -76,6 +79,8 @@ def rollout_metrics(sampled: SampledRollout, module: RLHFModule, clock: Clock, m
     restored = any(isinstance(request.generation, RestoredGeneration) for request in sampled.requests)
     if not restored and seconds > 0:  # 0 if all responses are given
         metrics["rollout/tokens_per_s"] = total["tokens"] / seconds
+    if restarted is not None:
+        metrics["perf/engine_restarts"] = total["restarts"]
     if max_staleness:
         metrics["rollout/staleness_mean"] = total["staleness"] / max(total["trained"], 1.0)
         if metrics["rollout/staleness_max"] > max_staleness:

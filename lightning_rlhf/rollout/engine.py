@@ -37,6 +37,8 @@ class EngineTraits:
         gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has none.
         sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
         reads_images: whether the engine has :meth:`RolloutEngine.request_with_images`.
+        restarts: whether the engine starts again after a failure; where weights were pushed meanwhile, responses that
+            it generates again may have newer weights than were requested.
     """
 
     ranks: int = 1
@@ -49,6 +51,7 @@ class EngineTraits:
     gpu_fraction: float = 0.0
     sleeps: bool = False
     reads_images: bool = False
+    restarts: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class RolloutEngine(ABC):
     def traits(self) -> EngineTraits:
         """Properties of the engine that a run depends on."""
         return EngineTraits()
+
+    @property
+    def restarted(self) -> int:
+        """Number of times that the engine was started again after a failure."""
+        return 0
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
         """Validate the sampling parameters before the engine starts.

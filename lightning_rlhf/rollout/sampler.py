@@ -100,7 +100,8 @@ class ResponseSampler:
         in_background: bool = False,
     ) -> Generation:
         """See :meth:`Sampler.start`."""
-        check = CompletionCheck(self.max_tokens, version, self.vocabulary, self.engine.traits.mixes_versions)
+        traits = self.engine.traits
+        check = CompletionCheck(self.max_tokens, version, self.vocabulary, traits.mixes_versions or traits.restarts)
         generation = self._generation(prompts, sampling, check, on_finished, in_background)
 
         def checked() -> list[Completion]:

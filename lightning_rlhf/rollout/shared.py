@@ -45,6 +45,11 @@ class SharedEngine(RolloutEngine):
         """See :attr:`RolloutEngine.source`."""
         return self._engine.source
 
+    @property
+    def restarted(self) -> int:
+        """See :attr:`RolloutEngine.restarted`; 0 on other ranks than the first."""
+        return self._engine.restarted
+
     def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`; all ranks wait until the engine sleeps."""
         self._running.run_on_first(self._engine.sleep)

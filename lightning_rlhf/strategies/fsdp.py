@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,6 +29,7 @@ from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_firs
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelStrategy):
@@ -37,6 +40,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
             of processes and of the heads of every model.
+        shard_size: number of data-parallel processes over which weights are sharded; groups of this size have replicas,
+            whose gradients are summed. Larger values need less memory, smaller ones less traffic between nodes. None is
+            one node's processes in a run on several nodes, else all.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         activation_offload: attribute of :class:`RoleStrategy`.
         mlp_tokens: attribute of :class:`RoleStrategy`.
@@ -54,6 +60,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def __init__(
         self,
         tensor_parallel_size: int = 1,
+        shard_size: int | None = None,
         activation_checkpointing: bool = False,
         activation_offload: bool = False,
         mlp_tokens: int | None = None,
@@ -65,10 +72,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     ) -> None:
         if tensor_parallel_size < 1:
             raise UsageError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+        if shard_size is not None and shard_size < 1:
+            raise UsageError(f"shard_size must be at least 1 or null, got {shard_size}")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
         )
         self.tensor_parallel_size = tensor_parallel_size
+        self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
         self.set_activations(activation_offload, mlp_tokens)
         self.cpu_offload = cpu_offload
@@ -78,10 +88,10 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Create a mesh of data-parallel by tensor-parallel processes, the latter with neighbouring ranks.
+        """Create a mesh of replicas by shards by tensor-parallel processes, the last with neighbouring ranks.
 
         Raises:
-            ValueError: ``tensor_parallel_size`` does not divide the number of processes.
+            ValueError: ``tensor_parallel_size`` or ``shard_size`` does not divide the number of processes.
         """
         processes = self.num_nodes * self.num_processes
         if processes % self.tensor_parallel_size:
@@ -91,10 +101,39 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             )
         # Lightning's default is one data rank per node.
         self._data_parallel_size = processes // self.tensor_parallel_size
+        shards = self._data_parallel_size if self.shard_size is None else self.shard_size
+        if self.shard_size is None and self.num_nodes > 1:
+            shards = max(self.num_processes // self.tensor_parallel_size, 1)
+        if self._data_parallel_size % shards:
+            raise UsageError(
+                f"shard_size: {shards} does not divide the {self._data_parallel_size} data-parallel processes of this "
+                f"run; use a divisor"
+            )
         super().setup_environment()
+        self._use_replicas(self._data_parallel_size // shards, shards)
         if self.tensor_parallel_size > 1 and self._timeout is not None:
             for dimension in ("data_parallel", "tensor_parallel"):
                 set_group_timeout(self.device_mesh[dimension].get_group(), self._timeout)
+
+    def _use_replicas(self, replicas: int, shards: int) -> None:
+        """Replace Lightning's mesh by one whose data-parallel dimension is replicas by shards."""
+        if replicas == 1:
+            return
+        names = ("replicate", "shard", "tensor_parallel")
+        mesh = init_device_mesh(
+            self.root_device.type, (replicas, shards, self.tensor_parallel_size), mesh_dim_names=names
+        )
+        mesh["replicate", "shard"]._flatten("data_parallel")
+        assert self.lightning_module is not None
+        self._device_mesh = self.lightning_module._device_mesh = mesh
+        log.info("Weights are sharded over %d processes, with %d replicas (shard_size of rlhf_fsdp).", shards, replicas)
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        """The data-parallel processes: one dimension of shards, or two of replicas and shards."""
+        if "shard" in (self.device_mesh.mesh_dim_names or ()):
+            return self.device_mesh["replicate", "shard"]
+        return self.device_mesh["data_parallel"]
 
     @property
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
@@ -142,11 +181,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         A frozen role must reshard after forward, because there is no backward pass to free its gathered weights.
         """
         options: dict[str, Any] = {
-            "mesh": self.device_mesh["data_parallel"],
+            "mesh": self._shard_mesh,
             "reshard_after_forward": reshard,
             "mp_policy": self._precision_policy,
             "offload_policy": self._offload_policy,
-            "shard_placement_fn": partial(shard_placement, ranks=self.device_mesh["data_parallel"].size()),
+            "shard_placement_fn": partial(shard_placement, ranks=self._shard_mesh.size(-1)),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
         blocks = list(_repeated_blocks(role))

@@ -73,8 +73,8 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
     }
     if not styles:
         raise UsageError(
-            f"tensor_parallel_size: {size} is not supported for the {name}'s {type(model).__name__}: it has none of the "
-            f"layers in the plan of transformers. Use tensor_parallel_size: 1"
+            f"tensor_parallel_size: {size} is not supported for the {name}'s {type(model).__name__}: it has no "
+            f"layer of the plan of transformers. Use tensor_parallel_size: 1"
         )
     other = next(
         (m for m, style in styles.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None

@@ -27,13 +27,14 @@ PLACES = {
     "fsdp 2": ("rlhf_fsdp", 2),
     "fsdp 3": ("rlhf_fsdp", 3),
     "fsdp 4": ("rlhf_fsdp", 4),
+    "fsdp 4, replicas 2": ([FSDP, {"shard_size": 2}], 4),
     "fsdp 4, tp 2": ([FSDP, {"tensor_parallel_size": 2}], 4),
     "zero-1 2": ("rlhf_deepspeed_stage_1", 2),
     "zero-2 2, offload": ("rlhf_deepspeed_stage_2_offload", 2),
     "zero-3 2": ([DEEPSPEED, SHARDED], 2),
     "zero-3 3": ([DEEPSPEED, SHARDED], 3),
 }
-BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "zero-1 2", "zero-3 2")
+BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "fsdp 4, replicas 2", "zero-1 2", "zero-3 2")
 PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"kind": "rm", "heads": 2}
 # Kind of run: options (PPO by default), and pairs of the writer of a checkpoint and its reader.
 WALKS = {
@@ -41,7 +42,8 @@ WALKS = {
     "sizes that do not divide": (PLAIN, [("single", "fsdp 3"), ("zero-3 2", "fsdp 3"), ("single", "zero-3 3"),
                                          ("fsdp 3", "zero-3 3"), ("zero-3 3", "fsdp 2"), ("fsdp 3", "single")]),
     "offload": (PLAIN, [("zero-3 2", "zero-2 2, offload"), ("zero-2 2, offload", "single")]),
-    "tensor parallel": (HEADS, [("single", "fsdp 4, tp 2"), ("fsdp 4, tp 2", "zero-1 2"), ("fsdp 4, tp 2", "single")]),
+    "tensor parallel": (HEADS, [("single", "fsdp 4, tp 2"), ("fsdp 4, tp 2", "zero-1 2"), ("fsdp 4, tp 2", "single"),
+                                 ("fsdp 4, tp 2", "fsdp 4, replicas 2"), ("fsdp 4, replicas 2", "fsdp 4, tp 2")]),
     "tied": (TIED, [("zero-3 2", "fsdp 2"), ("fsdp 2", "ddp 2"), ("ddp 2", "zero-3 2"), ("fsdp 2", "single")]),
     "LoRA": (LORA, [("single", "zero-3 2"), ("zero-3 2", "fsdp 2"), ("fsdp 2", "zero-1 2"), ("zero-1 2", "single")]),
 }  # fmt: skip

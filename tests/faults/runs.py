@@ -1,5 +1,6 @@
 """Tiny runs for the fault tests: their configuration, how to kill and resume them, and how to compare their results."""
 
+import contextlib
 import csv
 import json
 import os
@@ -7,11 +8,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy
+import psutil
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
@@ -290,3 +295,38 @@ def assert_same(directory, reference, names=("last", "best")):
     assert list((directory / "run").rglob("*.new*")) == []
     for folder in (directory / "run/checkpoints").iterdir():
         assert len(list(folder.iterdir())) == 2, f"leftovers in {folder}"
+
+
+class KillsEngine(Callback):
+    """Kills or stops the engine's process at random times of a run.
+
+    Args:
+        seed: seed of the times.
+        deaths: number of deaths.
+        number: signal.
+        every: largest number of seconds between two deaths.
+    """
+
+    def __init__(self, seed: int, deaths: int, number: int = signal.SIGKILL, every: float = 4.0) -> None:
+        self._random = random.Random(seed)
+        self._deaths, self._number, self._every = deaths, number, every
+        self._ended = threading.Event()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._thread = threading.Thread(target=self._kill, daemon=True)
+        self._thread.start()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _kill(self) -> None:
+        killed: set[int] = set()
+        while len(killed) < self._deaths and not self._ended.wait(self._random.random() * self._every):
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.pid not in killed and "lightning_rlhf.rollout.vllm.worker" in child.cmdline():
+                        child.send_signal(self._number)
+                        killed.add(child.pid)
+        with open("killed", "a") as file:
+            file.write(f"{len(killed)}\n")

@@ -11,13 +11,16 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
 
-from lightning_rlhf.expected_errors import EngineDied, ExpectedError
-from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
+from lightning_rlhf.expected_errors import EngineDied, ExpectedError, RunError
+from lightning_rlhf.rollout.vllm.requests import as_completion
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60
@@ -277,7 +280,7 @@ def test_error_of_the_reading_thread_raises_for_all_waiting_callers(start, monke
     monkeypatch.setattr(threading, "excepthook", lambda fault: faults.append(fault.exc_value))
     engine.ready.result(WAIT)
     futures = engine.generate([request(1), request(1, 1, 1)])
-    next(iter(engine._pending.values())).set_result({})  # answered twice, which a future refuses
+    next(iter(engine._pending.values()))[0].set_result({})  # answered twice, which a future refuses
     with pytest.raises(EngineDied, match="SIGKILL"):
         futures[1].result(WAIT)
     engine.close()
@@ -322,7 +325,7 @@ def test_engine_does_not_outlive_its_trainer(tmp_path):
     code = f"""
         import time
         from pathlib import Path
-        from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
+        from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
         engine = EngineProcess("tests.rollout.stub_worker", {{}}, {{}}, Path({str(tmp_path)!r}) / "log")
         engine.ready.result()
         engine.generate([{{"prompt": [1] * 100000, "sampling": {{}}, "seed": 0}}])
@@ -358,3 +361,192 @@ def test_error_of_the_worker_is_an_expected_error(start):
     with pytest.raises(RuntimeError, match="TypeError: no weights") as end:
         engine.results([engine.command("load", weights=None, version=1)], "new weights")
     assert isinstance(end.value, ExpectedError)
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restarted(tmp_path, monkeypatch):
+    """Start a worker that is started again, with weights of version 5 after its first push."""
+    monkeypatch.chdir(ROOT)
+    started = []
+
+    def start(most=3, silent_seconds=None, state=None, **arguments):
+        held = [{"kind": "load", "weights": {}, "version": 5}]
+        restarts = Restarts(state or (lambda: held), as_completion, most, silent_seconds)
+        module = "tests.rollout.stub_worker"
+        started.append(EngineProcess(module, arguments, {}, tmp_path / "new" / "engine.log", restarts))
+        started[0].ready.result(WAIT)
+        started[0].command("load", weights={}, version=5).result(WAIT)
+        return started[0]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+def die(engine):
+    """Kill the worker, and return its process id."""
+    pid = engine.process.pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_killed_worker_is_replaced_and_gets_all_unfinished_messages_in_their_order(restarted, caplog):
+    engine = restarted()
+    requests = [request(*range(1, length)) for length in (500, 100, 300, 20)]
+    replies = engine.generate(requests)
+    engine.results([replies[3]], "the short response")
+    pid = die(engine)
+    loading = engine.command("load", weights={}, version=6)
+    later = engine.generate([request(7)])
+    assert [reply.result(WAIT)["token_ids"] for reply in replies] == [each["prompt"] for each in requests]
+    assert {reply.result()["policy_version"] for reply in replies} == {5}
+    loading.result(WAIT)
+    assert later[0].result(WAIT)["policy_version"] == 6
+    assert (engine.restarted, wait_for_end(pid, 5)) == (1, True)
+    (line,) = lines(caplog)
+    assert f"the engine process {pid} died: killed by signal 9 (SIGKILL)" in line
+    assert line.endswith("with the same weights and requests: 1 of at most 3 times in an hour.")
+
+
+def test_worker_that_dies_at_random_loses_no_request(restarted):
+    engine = restarted(most=20)
+    random = Random(3)
+    for version in range(6, 16):
+        replies = engine.generate([request(*([version] * random.randint(1, 40))) for _ in range(10)])
+        killer = threading.Timer(random.random() * 0.4, die, [engine])
+        killer.start()
+        assert {reply.result(WAIT)["token_ids"][0] for reply in replies} == {version}
+        killer.join()
+        engine.command("load", weights={}, version=version).result(WAIT)
+    assert engine.restarted == 10
+
+
+def test_too_many_deaths_raise_with_the_last_cause(restarted, caplog):
+    engine = restarted(most=2)
+    reply = engine.generate([request(*[1] * 5000)])[0]
+    for _ in range(3):
+        pid = die(engine)
+        end = time.monotonic() + WAIT
+        while engine.process.pid == pid and not reply.done() and time.monotonic() < end:
+            time.sleep(0.02)
+    with pytest.raises(EngineDied, match="killed by signal 9"):
+        reply.result(WAIT)
+    with pytest.raises(EngineDied, match="killed by signal 9"):
+        engine.command("load", weights={}, version=6)
+    assert lines(caplog)[-1] == "The engine was started again 2 times in an hour, and is not again."
+
+
+def test_deaths_count_for_an_hour(restarted, monkeypatch):
+    engine = restarted(most=1)
+    for seconds in (0, 3601):
+        monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor.time.monotonic", partial(_later, seconds))
+        die(engine)
+        assert engine.generate([request(1)])[0].result(WAIT)["token_ids"] == [1]
+    assert engine.restarted == 2
+
+
+_monotonic = time.monotonic
+
+
+def _later(seconds):
+    return _monotonic() + seconds
+
+
+def test_worker_that_was_never_ready_is_not_started_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    restarts = Restarts(list, as_completion)
+    engine = EngineProcess("tests.rollout.stub_worker", {"exit": 3}, {}, tmp_path / "engine.log", restarts)
+    with pytest.raises(EngineDied, match="exit code 3"):
+        engine.ready.result(WAIT)
+    assert engine.restarted == 0
+    engine.close()
+
+
+def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
+    engine = restarted(silent_seconds=1.5)
+    reply = engine.generate([request(*[1] * 30)])[0]
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    assert reply.result(WAIT)["token_ids"] == [1] * 30
+    assert "it did nothing for 1.5 s (silent_seconds)" in lines(caplog)[0]
+    time.sleep(3)  # a worker without work is not silent
+    assert engine.restarted == 1
+
+
+@pytest.mark.parametrize("prompt", [[-1], [-2], [-3, 1]])
+def test_worker_that_sends_nonsense_is_replaced(restarted, prompt, caplog):
+    engine = restarted(most=1)
+    good = engine.generate([request(*[1] * 60)])[0]
+    engine.generate([request(*prompt)])
+    with pytest.raises(EngineDied, match="it sent an invalid message"):  # the stub does so each time
+        good.result(WAIT)
+    assert engine.restarted == 1
+
+
+def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, caplog):
+    engine = restarted()
+    calls = []
+
+    def check(message):
+        calls.append(message)
+        if len(calls) == 1:
+            raise RunError("a completion without tokens")
+
+    engine._restarts.check = check
+    assert engine.generate([request(1)])[0].result(WAIT)["token_ids"] == [1]
+    assert "it sent an invalid message (RunError: a completion without tokens)" in lines(caplog)[0]
+
+
+def test_restart_waits_until_weights_are_written(restarted):
+    held = []
+    engine = restarted(state=lambda: held or None)
+    die(engine)
+    reply = engine.generate([request(1)])[0]
+    time.sleep(1)
+    assert not reply.done()
+    held.append({"kind": "load", "weights": {}, "version": 9})
+    assert reply.result(WAIT)["policy_version"] == 9
+
+
+def test_weights_that_are_not_kept_end_the_engine(restarted, caplog):
+    def lost():
+        raise EngineDied("weights that were pushed within the GPU are not kept")
+
+    engine = restarted(state=lost)
+    reply = engine.generate([request(*[1] * 900)])[0]
+    die(engine)
+    with pytest.raises(EngineDied, match="killed by signal 9"):
+        reply.result(WAIT)
+    assert lines(caplog)[-1].startswith("The engine cannot be started again: weights that were pushed")
+
+
+def test_failing_command_of_a_restart_is_another_death(restarted, caplog):
+    engine = restarted(most=2, state=lambda: [{"kind": "load", "weights": None, "version": 1}])
+    die(engine)
+    with pytest.raises(EngineDied, match="TypeError: no weights"):
+        engine.generate([request(1)])[0].result(WAIT)
+    assert engine.restarted == 2
+
+
+def test_closing_while_a_worker_starts_again_leaves_no_process(restarted):
+    engine = restarted(slow=5)
+    pid = die(engine)
+    while engine.process.pid == pid:
+        time.sleep(0.02)
+    began, pid = time.monotonic(), engine.process.pid
+    engine.close()
+    assert time.monotonic() - began < 15
+    assert wait_for_end(pid, 5)
+
+
+def test_log_has_the_output_of_all_workers(restarted, tmp_path):
+    engine = restarted(chatter="here")
+    die(engine)
+    engine.generate([request(1)])[0].result(WAIT)
+    assert (tmp_path / "new/engine.log").read_text().count("here") == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
+from lightning_rlhf.expected_errors import EngineDied, MissingPackageError, RunError, UsageError
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
@@ -25,7 +25,7 @@ from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
 from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import SentImages, as_completion, as_requests, check_temperature
-from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
@@ -58,6 +58,11 @@ class VLLMEngine(RolloutEngine):
             loads them at once, and the responses continue with the new weights and the keys and values of the old
             ones; ``cut`` loads them at once and ends the responses as truncated. With the last two, responses depend
             on the speed of the machine, so a run cannot be repeated exactly.
+        max_restarts: largest number of times within an hour that the process is started again after it died, hung or
+            sent nonsense; unfinished responses are then generated again from their seeds. 0 ends the run instead, as
+            does a failure with ``push_within_gpu``, whose weights are not kept.
+        silent_seconds: longest time in which the process may load weights or compute a step without a message; a
+            longer one counts as hanging. None: no limit.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class VLLMEngine(RolloutEngine):
         sleep_while_learning: bool = False,
         push_within_gpu: bool = False,
         unfinished: Literal["finish", "continue", "cut"] = "finish",
+        max_restarts: int = 3,
+        silent_seconds: float | None = 900.0,
     ) -> None:
         if not vllm_installed():
             raise MissingPackageError(
@@ -93,7 +100,14 @@ class VLLMEngine(RolloutEngine):
         self._deterministic = deterministic
         self._sleeps = sleep_while_learning
         self._within_gpu = push_within_gpu
+        if max_restarts < 0:
+            raise UsageError(f"max_restarts must be at least 0, got {max_restarts}")
+        if silent_seconds is not None and not silent_seconds > 0:
+            raise UsageError(f"silent_seconds must be positive or null, got {silent_seconds}")
         self._unfinished = unfinished
+        self._max_restarts = max_restarts
+        self._silent_seconds = silent_seconds
+        self._kept: int | None = None  # version of the weights that the sender has completely
         self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
         self._generating = set[Future[Completion]]()
         self._sender = WeightSender()
@@ -116,12 +130,19 @@ class VLLMEngine(RolloutEngine):
             gpu_fraction=share if has_gpu and "kv_cache_memory_bytes" not in self._arguments else 0.0,
             sleeps=self._sleeps,
             reads_images=True,
+            restarts=self._max_restarts > 0,
         )
+
+    @property
+    def restarted(self) -> int:
+        """See :attr:`RolloutEngine.restarted`."""
+        return 0 if self._process is None else self._process.restarted
 
     def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`."""
         if self._sleeps:
             self._running.results([self._running.command("sleep")], "the engine to free its GPU memory")
+            self._asleep = True
 
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
@@ -155,7 +176,24 @@ class VLLMEngine(RolloutEngine):
         if setup.processor is not None:
             setup.processor.save(setup.model)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
-        self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
+        self._kept, self._asleep = None, True  # it needs no weights before the first push
+        restarts = Restarts(self._state, as_completion, self._max_restarts, self._silent_seconds)
+        self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log, restarts)
+
+    def _state(self) -> list[dict[str, Any]] | None:
+        """Return the commands that give a new process the weights and images of the old one; see :class:`Restarts`.
+
+        Raises:
+            EngineDied: the weights of the last push were not kept.
+        """
+        if self._within_gpu:
+            raise EngineDied("weights that were pushed within the GPU are not kept")
+        images = [{"kind": "images", "new": new, "dropped": []}] if (new := self._sent_images.all()) else []
+        if self._asleep:
+            return images
+        if self._kept is None:
+            return None
+        return [*images, {"kind": "load", "weights": self._sender.message, "version": self._kept}]
 
     def _matrix_dtype(self, setup: EngineSetup) -> str:
         return self.traits.matrix_dtype or setup.dtype
@@ -244,7 +282,9 @@ class VLLMEngine(RolloutEngine):
         self._version = version
 
     def _push_through_host(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._kept, self._asleep = None, False
         weights = self._sender.write(self._converted(parameters))
+        self._kept = version
         self._load("load", weights=weights, version=version)
 
     def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
@@ -358,6 +398,8 @@ class VLLMAdapterEngine(VLLMEngine):
         cpu_threads: argument of :class:`VLLMEngine`.
         arguments: argument of :class:`VLLMEngine`.
         deterministic: argument of :class:`VLLMEngine`.
+        max_restarts: argument of :class:`VLLMEngine`.
+        silent_seconds: argument of :class:`VLLMEngine`.
     """
 
     def __init__(
@@ -367,9 +409,20 @@ class VLLMAdapterEngine(VLLMEngine):
         cpu_threads: int | None = None,
         arguments: dict[str, Any] | None = None,
         deterministic: bool = False,
+        max_restarts: int = 3,
+        silent_seconds: float | None = 900.0,
     ) -> None:
-        super().__init__(gpu_memory_utilization, tensor_parallel_size, cpu_threads, arguments, deterministic)
+        super().__init__(
+            gpu_memory_utilization,
+            tensor_parallel_size,
+            cpu_threads,
+            arguments,
+            deterministic,
+            max_restarts=max_restarts,
+            silent_seconds=silent_seconds,
+        )
         self._pushed: dict[str, Tensor] = {}
+        self._swapped: int | None = None  # version of the adapters whose file is complete
 
     @property
     def traits(self) -> EngineTraits:
@@ -384,7 +437,17 @@ class VLLMAdapterEngine(VLLMEngine):
         """
         self._lora = lora_of(setup)
         self._directory = setup.model / "adapter"
+        self._pushed, self._swapped = {}, None
         super().start(setup)
+
+    def _state(self) -> list[dict[str, Any]] | None:
+        """See :meth:`VLLMEngine._state`; the adapters follow the weights."""
+        commands = super()._state()
+        if commands is None or not self._pushed:
+            return commands
+        if self._swapped is None:
+            return None
+        return [*commands, {"kind": "swap", "adapter": str(self._directory), "version": self._swapped}]
 
     def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
         """Return the arguments of ``vllm.LLM``."""
@@ -394,7 +457,9 @@ class VLLMAdapterEngine(VLLMEngine):
         """See :meth:`RolloutEngine.update_adapters`."""
         self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}
         self._finish_loading()  # the engine reads the file that is written next
+        self._swapped = None
         save_adapter(self._lora, self._pushed, self._directory)
+        self._swapped = version
         self._load("swap", adapter=str(self._directory), version=version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:

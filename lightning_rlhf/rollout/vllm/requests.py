@@ -8,6 +8,7 @@ from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
@@ -79,7 +80,7 @@ class SentImages:
 
     def __init__(self, max_bytes: int = 1 << 29) -> None:
         self._max_bytes = max_bytes
-        self._sent: OrderedDict[str, int] = OrderedDict()  # bytes of each image, which are 0 if they are in a file
+        self._sent: OrderedDict[str, EncodedImage] = OrderedDict()
 
     def message(self, images: Sequence[PromptImages]) -> dict[str, Any]:
         """Return the fields of the message before requests with some images; empty if the process has all of them.
@@ -91,16 +92,25 @@ class SentImages:
         distinct = {image.sha256: image for prompt in images for image in prompt.images}
         new = [image.as_fields() for sha256, image in distinct.items() if sha256 not in self._sent]
         for sha256, image in distinct.items():
-            self._sent[sha256] = len(image.data or b"")
+            self._sent[sha256] = image
             self._sent.move_to_end(sha256)
-        dropped, total = [], sum(self._sent.values())
-        for sha256, size in list(self._sent.items())[: len(self._sent) - len(distinct)]:
+        dropped, total = [], sum(map(_size, self._sent.values()))
+        for sha256, image in list(self._sent.items())[: len(self._sent) - len(distinct)]:
             if total <= self._max_bytes:
                 break
-            if size:
-                total -= self._sent.pop(sha256)
+            if _size(image):
+                total -= _size(self._sent.pop(sha256))
                 dropped.append(sha256)
         return {"new": new, "dropped": dropped} if new else {}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return the fields of the images that the process has, for another process."""
+        return [image.as_fields() for image in self._sent.values()]
+
+
+def _size(image: EncodedImage) -> int:
+    """Return the number of bytes that a process keeps; none of an image in a file."""
+    return len(image.data or b"")
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,14 +40,49 @@ _NOT_INHERITED = (
 _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _HEARTBEAT_SECONDS = 60
+_POLL_SECONDS = 0.5  # between looks at a worker that sends nothing
+_WINDOW_SECONDS = 3600.0  # in which restarts are counted
 _LOG_TAIL = 2000
 _MAX_SOCKET_PATH = 107  # longest path of a unix socket in bytes
 _SOCKET_NAME_BYTES = 37  # bytes of vLLM's names of sockets, a slash and a UUID
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
+@dataclass
+class Restarts:
+    """Restarts of an engine process that has died, hangs, or sends messages that are not valid.
+
+    Args:
+        state: function that returns the commands after which a new process has the weights and images of the old one;
+            None while weights are being written. An :class:`EngineDied` that it raises ends the restarts.
+        check: validation of a completion, which raises an error for one that no engine sends.
+        most: largest number of restarts within an hour; 0 for none.
+        silent_seconds: longest time without a message of a process that has something to do; None: no limit.
+    """
+
+    state: Callable[[], list[dict[str, Any]] | None]
+    check: Callable[[dict[str, Any]], object]
+    most: int = 3
+    silent_seconds: float | None = 900.0
+    _times: deque[float] = field(default_factory=deque)
+
+    @property
+    def recent(self) -> int:
+        """Number of restarts within the last hour."""
+        while self._times and time.monotonic() - self._times[0] > _WINDOW_SECONDS:
+            self._times.popleft()
+        return len(self._times)
+
+    def count(self) -> None:
+        """Count a restart."""
+        self._times.append(time.monotonic())
+
+
 class EngineProcess:
     """A child process that runs a worker module; if it ends, all pending futures raise :class:`EngineDied`.
+
+    With restarts, a new process takes its place first: it gets the weights of the last push, and all commands and
+    requests without a reply again, in their order. A process that has never been ready is not started again.
 
     The process has its own directory for temporary files, beside its log with the suffix ``.tmp``, which is removed
     when it is closed. A killed run leaves it, and the next process with the same log removes it.
@@ -56,23 +93,46 @@ class EngineProcess:
         module: module to run, for example ``lightning_rlhf.rollout.vllm.worker``.
         arguments: content of the first message.
         environment: environment variables to add to the inherited ones.
-        log_file: file for the child's output.
+        log_file: file for the child's output, which that of restarted children follows.
+        restarts: restarts of the process; None for none.
     """
 
-    def __init__(self, module: str, arguments: dict[str, Any], environment: dict[str, str], log_file: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: dict[str, Any],
+        environment: dict[str, str],
+        log_file: Path,
+        restarts: Restarts | None = None,
+    ) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log = log_file
         self._temporary = log_file.absolute().with_suffix(".tmp")
+        self._module, self._arguments, self._environment = module, arguments, environment
+        self._restarts = restarts
+        self.restarted = 0  # number of restarts
+        self._closing = False
+        self._lock = threading.RLock()  # of the connection and the order of pending messages
+        self._ids = itertools.count()
+        self._pending: dict[str, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}  # with their commands or requests
+        self._death: EngineDied | None = None
+        self.ready: Future[dict[str, Any]] = Future()
+        self._start()
+        self._reader = threading.Thread(target=self._read, name="engine messages", daemon=True)
+        self._reader.start()
+
+    def _start(self, messages: Iterable[dict[str, Any]] = ()) -> None:
+        """Start a child, and send it its arguments and further messages."""
         ours, theirs = socket.socketpair()
         inherited = {
             name: value
             for name, value in os.environ.items()
             if name not in _NOT_INHERITED and not name.startswith(LAUNCHER_PREFIXES)
         }
-        with log_file.open("wb") as output, theirs:
+        with self._log.open("ab" if self.restarted else "wb") as output, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                env={**inherited, **environment, **_temporary_files(self._temporary)},
+                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                env={**inherited, **self._environment, **_temporary_files(self._temporary)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -80,29 +140,25 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._send_lock = threading.Lock()
-        self._pending_lock = threading.Lock()
-        self._ids = itertools.count()
-        self._pending: dict[str, Future[dict[str, Any]]] = {}
-        self._death: EngineDied | None = None
-        self.ready: Future[dict[str, Any]] = Future()
-        self._send({"kind": "start", "arguments": arguments})
-        self._reader = threading.Thread(target=self._read, name="engine messages", daemon=True)
-        self._reader.start()
+        for message in ({"kind": "start", "arguments": self._arguments}, *messages):
+            self._send(message)
 
     def command(self, kind: str, **fields: Any) -> Future[dict[str, Any]]:
         """Send a command; return the future of its reply."""
-        identity, future = self._new_future()
-        self._send({"kind": kind, "id": identity, **fields})
+        with self._lock:
+            identity = str(next(self._ids))
+            message = {"kind": kind, "id": identity, **fields}
+            future = self._new_future(identity, message)
+            self._send(message)
         return future
 
     def generate(self, requests: list[dict[str, Any]]) -> list[Future[dict[str, Any]]]:
         """Queue requests; return the futures of the completions."""
-        futures = []
-        for request in requests:
-            request["id"], future = self._new_future()
-            futures.append(future)
-        self._send({"kind": "add", "requests": requests})
+        with self._lock:
+            for request in requests:
+                request["id"] = str(next(self._ids))
+            futures = [self._new_future(request["id"], {"kind": "add", "requests": [request]}) for request in requests]
+            self._send({"kind": "add", "requests": requests})
         return futures
 
     def results(
@@ -144,10 +200,16 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the worker, and kill it if it is still starting or does not end in time."""
-        if self.ready.done():
-            self._send({"kind": "close"})
-        else:
-            self._kill()
+        self._closing = True
+        while not self._lock.acquire(timeout=_POLL_SECONDS):
+            self._signal_group(signal.SIGKILL)  # it does not read what a thread sends
+        try:
+            if self.ready.done():
+                self._send({"kind": "close"})
+            else:
+                self._kill()
+        finally:
+            self._lock.release()
         try:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -176,45 +238,109 @@ class EngineProcess:
             time.sleep(0.02)
         self._signal_group(signal.SIGKILL)
 
-    def _new_future(self) -> tuple[str, Future[dict[str, Any]]]:
-        with self._pending_lock:  # otherwise a future could be added after _fail_all, and never finish
-            if self._death is not None:
-                raise self._death
-            identity = str(next(self._ids))
-            future: Future[dict[str, Any]] = Future()
-            self._pending[identity] = future
-            return identity, future
+    def _new_future(self, identity: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Return the future of a command or request; called with the lock, so that none is added after the death."""
+        if self._death is not None:
+            raise self._death
+        future: Future[dict[str, Any]] = Future()
+        self._pending[identity] = future, message
+        return future
 
     def _send(self, message: dict[str, Any]) -> None:
         # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
-        with self._send_lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
 
     def _read(self) -> None:
-        reason = None
+        death: EngineDied | None = None
         try:
             while True:
-                message = json.loads(self._connection.recv_bytes())
-                if message["kind"] == "ready":
-                    self.ready.set_result(message)
-                elif message["kind"] == "fatal":
-                    reason = message["message"]
-                elif future := self._pending.pop(message["id"], None):
-                    if message["kind"] == "error":
-                        future.set_exception(RunError(message["message"]))
-                    else:
-                        future.set_result(message)
-        except (EOFError, OSError):
-            pass
-        except (ValueError, TypeError, KeyError) as error:
-            reason = f"it sent an invalid message ({type(error).__name__}: {error})"
-            self._kill()
+                reason = self._receive()
+                death = self._describe(reason)
+                self._end_group()
+                if not self._start_again(death):
+                    break
         finally:
-            self._fail_all(reason)
+            self._fail_all(death or self._describe(None))
             self._end_group()
 
-    def _fail_all(self, reason: str | None) -> None:
-        """Set :class:`EngineDied` on all futures."""
+    def _receive(self) -> str | None:
+        """Handle the messages of the worker until it ends; return the reason, if it is known."""
+        reason, silent, step = None, 0.0, _POLL_SECONDS
+        limit = self._restarts.silent_seconds if self._restarts is not None else None
+        try:
+            while True:
+                if limit is not None and not self._connection.poll(min(step, limit)):
+                    silent += min(step, limit)
+                    if silent >= limit and self.ready.done() and self._pending:
+                        reason = f"it did nothing for {limit:g} s (silent_seconds)"
+                        self._kill()
+                    continue
+                silent = 0.0
+                message = json.loads(self._connection.recv_bytes())
+                reason = self._handle(message) or reason
+        except (EOFError, OSError):
+            return reason
+        except (ValueError, TypeError, KeyError, RunError) as error:
+            self._kill()
+            return f"it sent an invalid message ({type(error).__name__}: {error})"
+
+    def _handle(self, message: dict[str, Any]) -> str | None:
+        """Handle one message; return the reason of the worker's end if it has one."""
+        kind = message["kind"]
+        if kind == "ready":
+            if not self.ready.done():
+                self.ready.set_result(message)
+        elif kind == "fatal":
+            return str(message["message"])
+        elif kind == "alive":
+            return None
+        elif message["id"] is None:  # reply to a command of a restart
+            if kind == "error":
+                raise RunError(message["message"])
+        elif message["id"] in self._pending:
+            if kind == "finished" and self._restarts is not None:
+                self._restarts.check(message)
+            future, _ = self._pending.pop(message["id"])
+            if kind == "error":
+                future.set_exception(RunError(message["message"]))
+            else:
+                future.set_result(message)
+        return None
+
+    def _start_again(self, death: EngineDied) -> bool:
+        """Start a new worker in place of one that has died; return whether that is possible."""
+        restarts = self._restarts
+        if restarts is None or self._closing or not self.ready.done():
+            return False
+        if restarts.recent >= restarts.most:
+            if restarts.most:
+                log.warning("The engine was started again %d times in an hour, and is not again.", restarts.most)
+            return False
+        restarts.count()
+        log.warning(
+            "%s\nIt is started again, with the same weights and requests: %d of at most %d times in an hour.",
+            death, restarts.recent, restarts.most,
+        )  # fmt: skip
+        try:
+            while True:
+                with self._lock:
+                    if self._closing:
+                        return False
+                    state = restarts.state()
+                    if state is not None:
+                        self.restarted += 1
+                        self._connection.close()
+                        pending = [message for _, message in self._pending.values()]
+                        self._start([*({**message, "id": None} for message in state), *pending])
+                        return True
+                time.sleep(_POLL_SECONDS)
+        except EngineDied as error:
+            log.warning("The engine cannot be started again: %s", error)
+            return False
+
+    def _describe(self, reason: str | None) -> EngineDied:
+        """Return the error of a worker that has ended, after its end."""
         try:
             code = self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
@@ -226,14 +352,17 @@ class EngineProcess:
             cause = f"{missing[1]} (the first missing module in its log), then {cause}"
         tail = "" if reason else text[-_LOG_TAIL:].strip()
         shown = f", and ends:\n{tail}" if tail else ""
-        with self._pending_lock:
-            self._death = EngineDied(
-                f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}"
-            )
-        for future in [self.ready, *self._pending.values()]:
+        return EngineDied(f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}")
+
+    def _fail_all(self, death: EngineDied) -> None:
+        """Set :class:`EngineDied` on all futures."""
+        with self._lock:
+            self._death = death
+            futures = [self.ready, *(future for future, _ in self._pending.values())]
+            self._pending.clear()
+        for future in futures:
             if not future.done():
-                future.set_exception(self._death)
-        self._pending.clear()
+                future.set_exception(death)
 
 
 def _temporary_files(directory: Path) -> dict[str, str]:

@@ -6,7 +6,8 @@ are loaded at once: unfinished responses continue with them, or end if ``cut`` i
 
 Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffer``, ``load_part``,
 ``finish_parts``, ``swap``, ``sleep``, ``trace``, ``images``, ``add``, ``close``. To the trainer: ``ready``,
-``finished``, ``reply``, ``error`` (a command failed), ``fatal`` (the engine failed and the process ends).
+``finished``, ``reply``, ``error`` (a command failed), ``alive`` (at intervals while it computes), ``fatal`` (the engine
+failed and the process ends).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_ALIVE_SECONDS = 10.0
 _NEED_IDLE_ENGINE = ("load", "open_buffer", "load_part", "finish_parts", "swap", "sleep", "trace")
 
 
@@ -45,6 +48,7 @@ def main(descriptor: int) -> int:
         core = VLLMCore(arguments)
         send("ready", version=version, pid=os.getpid(), **core.cache_size)
         commands = deque[Any]()
+        shown = time.monotonic()
         while True:
             while connection.poll(0 if core.busy or commands else None):
                 commands.append(json.loads(connection.recv_bytes()))
@@ -54,6 +58,9 @@ def main(descriptor: int) -> int:
                 _execute(core, commands.popleft(), send)
             for completion in core.step():
                 send("finished", **completion)
+            if time.monotonic() - shown > _ALIVE_SECONDS:
+                shown = time.monotonic()
+                send("alive")
     except EOFError:
         return 0
     except Exception as error:

@@ -48,8 +48,8 @@ class WeightPush(ABC, Generic[Prepared]):
         weights = self._prepare(parameters)
         try:
             # Without clear_cache, vLLM 0.32 keeps the pictures; the caches that depend on weights are emptied below.
-            kept = {"clear_cache": "false"} if self._has_images else {}
-            self._server.post("/pause", mode="wait", **kept)
+            query = {"mode": "wait"} | ({"clear_cache": "false"} if self._has_images else {})
+            self._server.post("/pause", None, **query)
             self._replace(weights, label)
         except BaseException:  # also an interrupt: the server may be shared, and must not stay paused
             with suppress(RuntimeError, ValueError):  # report the first error

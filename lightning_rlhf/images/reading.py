@@ -83,8 +83,8 @@ def read_image(value: Any, settings: ImageSettings, folder: Path | None) -> Enco
     if isinstance(value, Mapping):
         keys = [key for key in _KEYS if value.get(key) is not None]
         if not keys:
-            found = sorted(map(str, value))
-            raise BadImage(f"an image is a mapping with {found}, expected one of {', '.join(_KEYS)}")
+            others = sorted(map(str, value))
+            raise BadImage(f"an image is a mapping with {others}, expected one of {', '.join(_KEYS)}")
         value = value[keys[0]]
     if isinstance(value, Image.Image):
         data = _of_pillow(value, settings.max_pixels)

@@ -50,7 +50,7 @@ def rolled(engine, actor, rank, ranks=2):
 def own_and_shared(folder):
     """Return the results of an engine per rank and of a shared engine."""
     rank = joined()
-    single, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
+    single, shared = VLLMEngine(), SharedEngine(VLLMEngine(max_restarts=0), 2)
     single.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
     shared.start(setup_of(source_of(), Path(folder, f"shared{rank}")))
     result = {"ready": [single.wait(), shared.wait()]}
@@ -80,7 +80,7 @@ def tensor_parallel(folder):
     rank = joined()
     # Two heads for keys, or both workers would hold the same one.
     sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
-    engine = SharedEngine(VLLMEngine(tensor_parallel_size=2), 2)
+    engine = SharedEngine(VLLMEngine(tensor_parallel_size=2, max_restarts=0), 2)
     engine.start(setup_of(sources[0], Path(folder, f"rank{rank}")))
     result = {"ready": engine.wait()}
     result["rolled"] = [rolled(engine, pushed(engine, source, n), rank) for n, source in enumerate(sources)]

@@ -182,7 +182,7 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_death_of_the_engine_is_raised_when_the_completions_are_read(tmp_path):
-    engine = VLLMEngine()
+    engine = VLLMEngine(max_restarts=0)
     engine.start(setup_of(source_of(), tmp_path))
     try:
         pushed(engine, source_of())

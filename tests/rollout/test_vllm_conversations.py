@@ -162,7 +162,7 @@ class _Busy:
 
 @pytest.mark.slow
 def test_death_of_the_engine_ends_the_conversations(tmp_path):
-    engine = VLLMEngine()
+    engine = VLLMEngine(max_restarts=0)
     engine.start(setup_of(source_of(), tmp_path))
     try:
         pushed(engine, source_of())

@@ -257,6 +257,7 @@ def test_engine_that_cannot_start_reports_the_reason_and_its_log(engines):
 @pytest.mark.slow
 def test_killed_engine_raises_within_a_second(engines):
     engine = engines.fresh
+    engine._process._restarts = None
     pushed(engine, source_of())
     pid = engine._process.process.pid
     with ThreadPoolExecutor(1) as thread:

@@ -108,7 +108,9 @@ class EngineProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log = log_file
         self._temporary = log_file.absolute().with_suffix(".tmp")
-        self._module, self._arguments, self._environment = module, arguments, environment
+        self._module = module
+        self._arguments = arguments
+        self._environment = environment
         self._restarts = restarts
         self.restarted = 0  # number of restarts
         self._closing = False
@@ -202,7 +204,7 @@ class EngineProcess:
         """End the worker, and kill it if it is still starting or does not end in time."""
         self._closing = True
         while not self._lock.acquire(timeout=_POLL_SECONDS):
-            self._signal_group(signal.SIGKILL)  # it does not read what a thread sends
+            self._signal_group(signal.SIGKILL)  # a thread that has the lock waits for it to read
         try:
             if self.ready.done():
                 self._send({"kind": "close"})
@@ -266,12 +268,12 @@ class EngineProcess:
 
     def _receive(self) -> str | None:
         """Handle the messages of the worker until it ends; return the reason, if it is known."""
-        reason, silent, step = None, 0.0, _POLL_SECONDS
-        limit = self._restarts.silent_seconds if self._restarts is not None else None
+        reason, silent = None, 0.0
+        limit = None if self._restarts is None else self._restarts.silent_seconds
         try:
             while True:
-                if limit is not None and not self._connection.poll(min(step, limit)):
-                    silent += min(step, limit)
+                if limit is not None and not self._connection.poll(_POLL_SECONDS):
+                    silent += _POLL_SECONDS
                     if silent >= limit and self.ready.done() and self._pending:
                         reason = f"it did nothing for {limit:g} s (silent_seconds)"
                         self._kill()

@@ -1,23 +1,30 @@
 """The engine of a run is killed or stopped at random times: the run has the same bits as an undisturbed one."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
+import yaml
 
-from tests.faults.runs import CONVERSATIONS, assert_same, output, ppo
+from tests.faults.runs import CONVERSATIONS, ROOT, assert_same, output, ppo, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 def disturbed(config, forge, directory, **killer):
     """Run with an engine that dies, and return the number of its deaths."""
-    trainer = config["trainer"]
-    killing = {"class_path": "tests.faults.runs.KillsEngine", "init_args": killer}
-    config = {**config, "trainer": {**trainer, "callbacks": [*trainer["callbacks"], killing]}}
-    assert forge.attempt(directory, config) == 0, output(directory)[-4000:]
+    assert forge.attempt(directory, with_killer(config, **killer)) == 0, output(directory)[-4000:]
     deaths = int((directory / "killed").read_text())
     assert output(directory).count("It is started again, with the same weights and requests") == deaths
     return deaths
+
+
+def with_killer(config, **killer):
+    trainer = config["trainer"]
+    killing = {"class_path": "tests.faults.runs.KillsEngine", "init_args": killer}
+    return {**config, "trainer": {**trainer, "callbacks": [*trainer["callbacks"], killing]}}
 
 
 def config_of(max_staleness, environment, **engine):
@@ -39,3 +46,27 @@ def test_stopped_engines_are_replaced(forge, undisturbed, tmp_path):
     assert disturbed(config, forge, tmp_path, seed=1, deaths=2, number=int(signal.SIGSTOP), every=2.0) >= 1
     assert "it did nothing for 15 s (silent_seconds)" in output(tmp_path)
     assert_same(tmp_path, undisturbed(config))
+
+
+def run_two_ranks(config, directory):
+    """Run the command with two processes, and return its output."""
+    directory.mkdir()
+    config = {**config, "trainer": {**config["trainer"], "devices": 2, "strategy": "rlhf_ddp"}}
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "config.yaml"]
+    done = subprocess.run(line, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_killed_engines_of_two_ranks_change_no_result(tmp_path, max_staleness):
+    config = config_of(max_staleness, None)
+    run_two_ranks(config, tmp_path / "undisturbed")
+    shown = run_two_ranks(with_killer(config, seed=max_staleness, deaths=3, every=2.0), tmp_path / "disturbed")
+    deaths = sum(map(int, (tmp_path / "disturbed/killed").read_text().split()))
+    assert shown.count("It is started again, with the same weights and requests") == deaths >= 2
+    assert rows(tmp_path / "disturbed") == rows(tmp_path / "undisturbed")
+    last = [float(dict(row)["step"]) for row in rows(tmp_path / "disturbed")][-1]
+    assert last >= 11

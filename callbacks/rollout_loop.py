@@ -23,7 +23,8 @@ from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
 from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.rollout.weights import check_finite
-from lightning_rlhf.types import ConversationRecord, PromptBatch, SamplingParams
+from lightning_rlhf.strategies import ranks
+from lightning_rlhf.types import ConversationRecord, PromptBatch, Rollout, SamplingParams
 
 from .checks import check_at_least
 from .rollout_parts import RolloutParts, make_parts, make_sampler
@@ -139,9 +140,17 @@ class RolloutLoop(Callback):
         sampled = parts.rollouts(batch, trainer.global_step)
         check_finite(sampled.rollout)
         parts.weights.let_engine_sleep()
+        sampled = replace(sampled, rollout=self._with_all_images(sampled.rollout))
         sampled = self._with_rewards(sampled, pl_module)
         pl_module.receive(sampled)
         self._log(sampled, pl_module)
+
+    def _with_all_images(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with the images that environments of all ranks wrote, because ranks exchange rows."""
+        if self.environment is None or not self.environment.max_images:
+            return rollout
+        of_ranks = ranks.from_all_ranks(dict(rollout.written_images))
+        return replace(rollout, written_images={number: each for images in of_ranks for number, each in images.items()})
 
     def _with_rewards(self, sampled: SampledRollout, module: RLHFModule) -> SampledRollout:
         """Return the rollout with its rewards, or with pending ones, for which the module waits in ``evaluate``."""

@@ -77,7 +77,7 @@ class RunEngine:
         if getattr(trainer.datamodule, "image_store", None) is not None and not self.engine.traits.reads_images:
             raise UsageError(
                 f"{type(self.engine).__name__} does not read images, and prompts or the environment have some: use "
-                f"VLLMEngine or TransformersEngine"
+                f"VLLMEngine, VLLMServerEngine or TransformersEngine"
             )
         own_threads, threads = divided_threads(torch.get_num_threads(), self._takes_turns)
         setup = EngineSetup(

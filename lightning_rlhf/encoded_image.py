@@ -84,7 +84,7 @@ class EncodedImage:
         """Return the image as a ``data:`` URL, for requests to servers.
 
         It contains the file, or the result of :meth:`open` as PNG for a file that servers may reject or show in another
-        way: BMP, transparent parts, or EXIF data that turn the image.
+        way: BMP, 16 bits, transparent parts, or EXIF data that turn the image.
         """
         data = self.read()
         with warnings.catch_warnings():
@@ -92,7 +92,8 @@ class EncodedImage:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 media_type = _MEDIA_TYPES.get(str(image.format))
                 is_turned = image.getexif().get(_ORIENTATION, 1) != 1
-                if media_type is None or is_turned or image.has_transparency_data:
+                is_deep = image.mode[0] in "IF"  # of 16 bits, which programs convert in different ways
+                if media_type is None or is_turned or is_deep or image.has_transparency_data:
                     media_type, buffer = "image/png", io.BytesIO()
                     decode(data).save(buffer, "PNG")
                     data = buffer.getvalue()

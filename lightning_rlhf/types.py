@@ -146,6 +146,7 @@ class ConversationRecord:
         text_starts: number of tokens after the prompt before each further branch of an agent, which begins there with
             its prompt.
         images: images that the environment wrote, in their order.
+        images_in_prompt: number of those that it appended to the prompt at the start.
     """
 
     prompt_ids: list[int]
@@ -160,6 +161,7 @@ class ConversationRecord:
     environment_s: float = 0.0
     text_starts: list[int] = dataclasses.field(default_factory=list)
     images: tuple[EncodedImage, ...] = ()
+    images_in_prompt: int = 0
 
 
 _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
@@ -337,6 +339,8 @@ class Rollout(TensorBatch):
         is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
         images: (B, K) int64, numbers of each row's images in their order, padded by -1; None without images.
+        prompt_images: (B,) int64, number of the images in each row's prompt; the others are in the response. None
+            without images.
         written_images: images that an environment wrote, by their numbers; others are in the data.
     """
 
@@ -361,6 +365,7 @@ class Rollout(TensorBatch):
     source: Tensor | None = None
     is_given: Tensor | None = None
     images: Tensor | None = None
+    prompt_images: Tensor | None = None
     written_images: Mapping[int, EncodedImage] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -411,12 +416,17 @@ class Rollout(TensorBatch):
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.
 
-        The number is the first row of the group with the same tokens. A row of several texts does not share its prompt.
+        The number is the first row of the group with the same tokens and images. A row of several texts does not share
+        its prompt.
         """
         first = (self.group.unsqueeze(1) == self.group).long().argmax(dim=1)
         is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(
             dim=1
         )
+        if self.images is not None and self.prompt_images is not None:  # other images may have equal tokens
+            columns = torch.arange(self.images.shape[1], device=first.device)
+            of_response = columns >= self.prompt_images.unsqueeze(1)
+            is_same &= ((self.images == self.images[first]) | of_response).all(dim=1)
         rows = torch.arange(len(first), device=first.device)
         if self.text_starts is not None:
             has_several = self.text_starts.any(dim=1)

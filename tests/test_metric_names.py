@@ -37,6 +37,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.report.definitions import definitions, expanded
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
+from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.types import SequenceBatch
 from tests.environments import worlds
@@ -96,8 +97,16 @@ def dynamic_sampling(directory):
     return run(directory, RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4), data, [loop])
 
 
+class RestartedEngine(ScriptedEngine):
+    """Engine that starts again after a failure."""
+
+    @property
+    def traits(self):
+        return EngineTraits(restarts=True)
+
+
 def rollouts_ahead(directory):
-    engine = ScriptedEngine("ab", LETTERS.load())
+    engine = RestartedEngine("ab", LETTERS.load())
     loop = RolloutLoop([RewardFunction(right)], engine, max_response_tokens=4, check_rows=0, max_staleness=1)
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=2, max_tokens=4)
     module = RLHFModule(TinyModel(), correction=RolloutCorrection("token"), minibatch_size=2)

@@ -13,6 +13,8 @@ from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_message
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.image_parts import MARKER
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images.bad import BadImage
 from lightning_rlhf.types import PromptBatch, PromptImages
 
 
@@ -172,9 +174,11 @@ class PromptDataModule(RowsDataModule):
         if self.image_store is None:
             self._unchecked = False
             processor = self._store.processor
-            for examples in self.examples.values():
-                for example in examples:
+            for example in (example for examples in self.examples.values() for example in examples):
+                try:
                     processor.expand(example.text, ())
+                except BadImage as error:
+                    raise UsageError(f"the environment has max_images, and a prompt: {error}") from error
         self._store.further = most
 
     def count_tokens(self, example: Prompt) -> int:

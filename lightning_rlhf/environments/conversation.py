@@ -75,6 +75,7 @@ class Conversation:
         self.stop: StopReason | None = None
         self._versions: list[int] = []
         self._shown = len(self._written_images)  # number of written images before the last turn
+        self.images_in_prompt = len(self._written_images)
 
     @property
     def request(self) -> list[int]:
@@ -136,6 +137,10 @@ class Conversation:
         if completion.finish_reason == "length" and not may_be_cut:
             self.stop = "truncated"
 
+    def may_have(self, images: int) -> bool:
+        """Return whether the environment may write a number of further images."""
+        return len(self._written_images) + images <= self.limits.max_images
+
     def add_written(
         self, ids: Sequence[int] | None, images: Sequence[EncodedImage] = (), unexpanded: Sequence[int] | None = None
     ) -> None:
@@ -151,7 +156,7 @@ class Conversation:
             self.stop = "max_turns"
         elif ids is None:
             self.stop = "malformed"
-        elif len(self._written_images) + len(images) > self.limits.max_images:
+        elif not self.may_have(len(images)):
             self.stop = "images"
         elif len(self.token_ids) + len(ids) >= self.limits.max_response_tokens:
             self.stop = "tokens"

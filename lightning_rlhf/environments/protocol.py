@@ -23,6 +23,7 @@ from lightning_rlhf.images.reading import ImageSettings, read_image
 Message = dict[str, Any]
 ROLES = ("user", "tool", "system")  # roles that messages of an environment may have
 LARGEST_TEXT = 1_000_000  # characters of all messages of a reply; the rest is cut
+_LIMITS = ImageSettings()
 _FLOAT32_MAX = 3.4028234663852886e38
 _EXPECTED = {
     "reset": "a Reply, a text or None",
@@ -120,9 +121,9 @@ class Environment:
         """Return the reward of a conversation that a limit has ended: ``finish(self, stop, turn)``.
 
         It is called once, before ``close``, if neither ``step`` nor an error has ended the conversation. ``stop`` is
-        ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn) or
-        ``malformed`` (the turn cannot be rendered in the chat template). ``turn``, or ``text``, is the last turn; a
-        turn that was cut was never passed to ``step``.
+        ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn),
+        ``images`` (a reply had more than ``max_images`` allows) or ``malformed`` (the turn cannot be rendered in the
+        chat template). ``turn``, or ``text``, is the last turn; a turn that was cut was never passed to ``step``.
 
         Returns:
             Number, which is added to the reward of the last turn, ``Reply`` with reward and metrics, or None.
@@ -193,7 +194,8 @@ def as_reply(value: Any, method: str) -> Reply:
                 f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
             )
         metrics[name] = float(number)
-    return Reply(_bounded(_messages(value.messages, method)), float(reward), done, metrics)
+    messages = "" if done else _bounded(_messages(value.messages, method))
+    return Reply(messages, float(reward), done, metrics)
 
 
 def _is_within(number: Any, largest: float) -> bool:
@@ -237,7 +239,15 @@ def _parts(content: list[Any], method: str) -> str | list[dict[str, Any]]:
         )
     if isinstance(parts, str):
         return parts
-    return [{**part, "image": _image(part["image"], method)} if is_image(part) else part for part in parts]
+    merged: list[dict[str, Any]] = []  # successive texts are one, in which special tokens are found
+    for part in parts:
+        if is_image(part):
+            merged.append({**part, "image": _image(part["image"], method)})
+        elif merged and not is_image(merged[-1]):
+            merged[-1] = {**merged[-1], "text": merged[-1]["text"] + part["text"]}
+        else:
+            merged.append(part)
+    return merged
 
 
 def is_picture(value: Any) -> bool:
@@ -249,15 +259,17 @@ def _image(value: Any, method: str) -> EncodedImage:
     """Read an image of a reply; no file or address, because a policy may have chosen it."""
     if isinstance(value, Mapping):
         value = value.get("url") or value.get("bytes")
-    if isinstance(value, str) and not value.startswith("data:"):
+    if not (is_picture(value) or isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:"))):
         raise InvalidReplyError(
             f"{method}() returned an image as {_shown(value)}, expected an image of Pillow, its bytes or a data: URL: "
-            f"open files and addresses in the environment, where it is known which ones may be read"
+            f"open files and addresses in the environment, where it is known which ones may be read, and convert "
+            f"arrays by PIL.Image.fromarray"
         )
     try:
-        return read_image(value, ImageSettings(), None)
+        return read_image(value, _LIMITS, None)
     except BadImage as error:
-        raise InvalidReplyError(f"{method}() returned an image that cannot be used: {error}") from error
+        limits = f"at most {_LIMITS.max_pixels} pixels and {_LIMITS.max_bytes} bytes are allowed"
+        raise InvalidReplyError(f"{method}() returned an image that cannot be used: {error.kind}; {limits}") from error
 
 
 def _bounded(messages: str | list[Message]) -> str | list[Message]:

@@ -104,8 +104,8 @@ class Tools(Environment):
                 result = asyncio.run(_awaited(result))
         if is_picture(result):
             return [result]
-        if isinstance(result, list | tuple) and any(map(is_picture, result)):
-            return [part if is_picture(part) else _as_text(part) for part in result]
+        if isinstance(result, list | tuple) and any(map(_is_image, result)):
+            return [part if _is_image(part) or _is_text(part) else _as_text(part) for part in result]
         return _as_text(result)
 
 
@@ -192,7 +192,27 @@ def _as_text(result: Any) -> str:
     """Return a result as text: a text itself, or the JSON of another value."""
     if isinstance(result, str):
         return result
-    return json.dumps(result, ensure_ascii=False, default=str)
+    return json.dumps(result, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> str:
+    """Return another value than those of JSON as text.
+
+    Raises:
+        ValueError: it is an image.
+    """
+    if is_picture(value):
+        raise UsageError("a tool returned an image inside of another value: return it alone, or in a list of texts")
+    return str(value)
+
+
+def _is_image(part: Any) -> bool:
+    """Return whether a part of a result is an image, or a part of a message with one."""
+    return is_picture(part) or (isinstance(part, Mapping) and part.get("type") in ("image", "image_url"))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
 
 
 class _TooLong(BaseException):

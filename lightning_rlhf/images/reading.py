@@ -166,6 +166,11 @@ def _decoding(name: str, max_pixels: int) -> Iterator[None]:
 
 def _of_pillow(image: Image.Image, max_pixels: int) -> bytes:
     """Return an image of Pillow, which may not be decoded yet, as PNG."""
+    if image.mode in ("F", "I"):
+        raise BadImage(
+            f"an image of Pillow has the mode {image.mode}, whose range of values is not known: convert it to RGB, by "
+            f"PIL.Image.fromarray of an array of uint8"
+        )
     buffer = io.BytesIO()
     with _decoding("the image", max_pixels):
         _check_header(image, "the image", max_pixels)

@@ -109,7 +109,9 @@ class JudgeReward:
         if self.needs_truth and ground_truth is None:
             raise UsageError("the judge's template contains {ground_truth}, but the data has no such column")
         truths = ground_truth or [""] * len(completions)
-        rows = zip(prompts, completions, truths, images or map(images_in, prompts), strict=True)
+        of_prompts = images or map(images_in, prompts)
+        shown = [[*(of_prompt or ()), *images_in(c)] for of_prompt, c in zip(of_prompts, completions, strict=True)]
+        rows = zip(prompts, completions, truths, shown, strict=True)
         return list(await asyncio.gather(*(self._grade(*row) for row in rows)))
 
     def close(self) -> None:

@@ -322,6 +322,9 @@ class ConversationLoop:
             role = "tool" if running.turns[-1].calls else "user"
             written = _as_messages(reply.messages, role) or [{"role": role, "content": ""}]
             images = self._images_of(written)
+            if not conversation.may_have(len(images)):  # before they are expanded to tokens
+                conversation.end("images")
+                return reply
             turn, before = conversation.last_turn
             ids = self._bridge.between(turn, written, before)
             unexpanded = self._bridge.between(turn, written, before, expanded=False) if images else None
@@ -459,6 +462,7 @@ class ConversationLoop:
             environment_s=running.environment_s,
             text_starts=running.text_starts,
             images=running.conversation.written_images,
+            images_in_prompt=running.conversation.images_in_prompt,
         )
         completion = replace(running.conversation.completion, conversation=record)
         self._completions[running.index] = completion

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rollout.clock import Clock
@@ -306,15 +306,22 @@ def assemble(
         text_starts=_text_starts(completions, environment, response_ids.shape[1]),
         source=torch.tensor(prompts.sources).repeat_interleave(samples) if prompts.sources else None,
         images=_images(prompts, records),
+        prompt_images=_prompt_images(prompts, records),
         written_images={image.number: image for record in records if record is not None for image in record.images},
     )
 
 
 def _images(prompts: PromptBatch, records: Sequence[ConversationRecord | None]) -> Tensor | None:
     """Return (B, K) int64 numbers of the images of each row; None without images."""
-    if not prompts.images:
+    if not prompts.images and not any(record is not None and record.images for record in records):
         return None
     samples = len(records) // len(prompts)
+    most = max(len(record.images) if record is not None else 0 for record in records)
+    if not prompts.images or most > (torch.tensor([each.numbers for each in prompts.images]) < 0).sum(1).min():
+        raise UsageError(
+            f"a conversation of the checkpoint has {counted(most, 'image')}, more than max_images of the environment "
+            f"allows: resume with the max_images with which it was generated"
+        )
     numbers = torch.tensor([images.numbers for images in prompts.images], dtype=torch.int64).repeat_interleave(
         samples, 0
     )
@@ -323,6 +330,16 @@ def _images(prompts: PromptBatch, records: Sequence[ConversationRecord | None]) 
             first = int((numbers[row] >= 0).sum())
             numbers[row, first : first + len(record.images)] = torch.tensor([image.number for image in record.images])
     return numbers
+
+
+def _prompt_images(prompts: PromptBatch, records: Sequence[ConversationRecord | None]) -> Tensor | None:
+    """Return the (B,) int64 number of the images in each row's prompt; None without images."""
+    if not prompts.images:
+        return None
+    samples = len(records) // len(prompts)
+    counts = [len(images.images) for images in prompts.images for _ in range(samples)]
+    pairs = zip(counts, records, strict=True)
+    return torch.tensor([count if record is None else count + record.images_in_prompt for count, record in pairs])
 
 
 def _sampled(completion: Completion) -> Sequence[bool]:

@@ -54,7 +54,7 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
-from tests.environments.worlds import CountsLetters
+from tests.environments.worlds import CountsLetters, DrawsSome
 from tests.stand_ins import TinyModel, quiet_trainer
 from tests.vision_models import drawing
 
@@ -112,6 +112,13 @@ class SeededEngine(RolloutEngine):
 
     def close(self) -> None:
         pass
+
+
+def environment_of(turns: int, images: bool) -> EnvironmentSettings:
+    """Return an environment, which shows images to some conversations if prompts have some."""
+    kind: Any = DrawsSome if images else CountsLetters
+    limits = {"max_turns": turns, "max_turn_tokens": 5, "max_images": 3 if images else 0}
+    return EnvironmentSettings(kind, bridge="plain", timeout_s=None, **limits)
 
 
 def share_of_a(completions: list[str]) -> list[float]:
@@ -217,9 +224,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             [RewardFunction(reward)],
             SeededEngine((71, 79) if images else (3, 11)),
             group_size=2,
-            max_response_tokens=6 * (turns or 1),
-            environment=turns
-            and EnvironmentSettings(CountsLetters, bridge="plain", max_turns=turns, max_turn_tokens=5, timeout_s=None),
+            max_response_tokens=(30 if images else 6) * (turns or 1),
+            environment=turns and environment_of(turns, images),
             check_rows=0,
             val_metric=reward.__name__,
             validate_at_ends=False,

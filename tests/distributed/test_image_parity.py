@@ -85,3 +85,20 @@ def test_two_ranks_that_split_the_text_model_train_like_one_process(tmp_path):
             assert_equal_metrics(rank[number], both[1][0][0][number])
         one, two = (both[ranks][1][number]["weights"] for ranks in (1, 2))
         assert max(largest_differences(two, one).values()) <= WEIGHTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_images_of_an_environment_are_known_to_all_ranks(kind, tmp_path):
+    write_checkpoint("idefics3", tmp_path / "model")
+    (tmp_path / "x").mkdir()
+    results, files = [], []
+    for name, ranks in (("auto", 1), ("rlhf_ddp", 2), ("rlhf_fsdp", 2)):
+        run = described(kind, name, tmp_path / "x", True, save=None)
+        run["module"] |= {"turns": 4}
+        results.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
+        files.append(run["weights"])
+    assert all(step["env/turns"] > 1.2 for step in results[0]["steps"])
+    for result, file in zip(results[1:], files[1:], strict=True):
+        assert_equal_metrics(result, results[0])
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS

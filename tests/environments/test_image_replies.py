@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,60 @@ def test_forms_of_an_image(value):
     assert image["image"].open().getpixel((0, 0)) == (0, 100, 50)
 
 
+def test_special_tokens_are_found_over_the_ends_of_parts(processor):
+    bridge = PlainBridge(processor.tokenizer)
+    bridge.read_images(processor, writes_images=True)
+    written = shown(picture(), "</", "s>", "<ima", "ge>")
+    assert len(written[0]["content"]) == 2
+    assert processor.tokenizer.eos_token_id not in bridge.between([5], written)
+    assert bridge.between([5], written, expanded=False).count(4) == 1
+
+
+def test_images_of_a_reply_that_ends_the_conversation_are_ignored():
+    assert as_reply(Reply([{"role": "user", "content": [b"no image"]}], 1.0, done=True), "step") == Reply("", 1.0, True)
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_images_with_an_unknown_range_of_values_are_rejected(mode):
+    with pytest.raises(InvalidReplyError, match=f"the mode {mode}, whose range of values is not known"):
+        contents(Image.new(mode, (4, 4)))
+
+
+def test_images_of_16_bits_are_the_same_for_servers():
+    deep = Image.new("I;16", (4, 1))
+    for x in range(4):
+        deep.putpixel((x, 0), 20000 * x)
+    image = read_image(deep, ImageSettings(), None)
+    sent = base64.b64decode(image.data_url().partition(",")[2])
+    assert Image.open(io.BytesIO(sent)).convert("RGB").tobytes() == image.open().tobytes()
+
+
+def test_an_image_inside_of_a_result_of_a_tool_is_an_error():
+    def look(number: int):
+        """Look.
+
+        Args:
+            number: colour
+        """
+        return {"screenshot": picture(number)}
+
+    with pytest.raises(ValueError, match="a tool returned an image inside of another value"):
+        Tools([look]).step(Turn("", (ToolCall("look", {"number": 1}),)))
+
+
+def test_parts_of_a_message_are_results_of_tools():
+    def look(number: int):
+        """Look.
+
+        Args:
+            number: colour
+        """
+        return [{"type": "text", "text": "a"}, {"type": "image", "image": picture(number)}]
+
+    message = Tools([look]).step(Turn("", (ToolCall("look", {"number": 1}),))).messages[0]
+    assert as_reply(Reply([message]), "step").messages[0]["content"][1]["image"] == encoded(1)
+
+
 def test_texts_alone_become_one_text():
     assert contents("a", {"type": "text", "text": "b"}) == "ab"
 
@@ -83,11 +138,14 @@ def test_texts_alone_become_one_text():
     [
         ({"type": "image", "image": "/etc/passwd"}, "an image as '/etc/passwd', expected an image of Pillow, its"),
         ({"type": "image", "url": "http://127.0.0.1/x.png"}, "an image as 'http://127.0.0.1/x.png', expected"),
-        ({"type": "image", "image": {"path": "/x.png"}}, "an image that cannot be used: an image is null"),
-        ({"type": "image", "image": b"no image"}, "an image that cannot be used: the image cannot be decoded"),
-        ({"type": "image", "image": Image.new("L", (5000, 5000))}, "more than 16777216"),
+        ({"type": "image", "image": {"path": "/x.png"}}, "an image as None, expected an image of"),
+        ({"type": "image", "image": b"no image"}, "an image that cannot be used: an image cannot be decoded; at most"),
+        (
+            {"type": "image", "image": Image.new("L", (5000, 5000))},
+            "an image has more than max_pixels; at most 16777216 pixels",
+        ),
         ({"type": "video", "video": "x"}, "a part of type 'video'"),
-        ({"type": "image"}, "an image that cannot be used: an image is null"),
+        ({"type": "image"}, "an image as None, expected an image of Pillow"),
         (7, r"returned the content \[7\], expected a text, or a list of texts and images"),
     ],
 )
@@ -123,9 +181,9 @@ def compare(number: int):
 def test_tools_return_images_from_worker_processes():
     host = ProcessHost(Spec(Tools, {"functions": [show, compare]}), 30.0, 1)
     try:
-        start = host.call(Call("a", {}, 0)).result(30)
+        start = host.call(Call("a", {}, 0)).result(120)
         calls = (ToolCall("show", {"number": 3}, "c"), ToolCall("compare", {"number": 4}))
-        reply = host.call(Call("a", {}, 0, (Turn("", calls),), (digest_of(start),))).result(30)
+        reply = host.call(Call("a", {}, 0, (Turn("", calls),), (digest_of(start),))).result(120)
     finally:
         host.close()
     first, second = reply.messages
@@ -246,6 +304,26 @@ def test_rollout_has_the_images_of_its_conversations():
     assert rollout.images.tolist() == [[of_prompt, encoded(1).number, encoded(2).number], [of_prompt, -1, -1]]
     assert rollout.written_images == {encoded(n).number: encoded(n) for n in (1, 2)}
     assert rollout[[1]].written_images == rollout.written_images
+
+
+def test_prompts_with_other_images_are_not_shared():
+    def record(first, later):
+        messages = shown("x", first, later)
+        record = ConversationRecord(
+            [1, 2], messages, [1, 4], [0.0, 0.0], "done", images=(first, later), images_in_prompt=1
+        )
+        return replace(completion(), conversation=record)
+
+    one, two, three = encoded(1), encoded(2), encoded(3)
+    rollout = assemble(prompts(), [record(one, two), record(one, three), record(two, three)])
+    assert rollout.prompt_images.tolist() == [1, 1, 1]
+    assert rollout.prompt_numbers()[0].tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("batch", [prompts((-1,)), PromptBatch([0], [[1, 2]], ["p"], {})])
+def test_more_images_than_the_run_allows_are_an_error(batch):
+    with pytest.raises(ValueError, match="has 2 images, more than max_images of the environment allows: resume with"):
+        assemble(batch, [completion([encoded(1), encoded(2)])])
 
 
 def test_checkpoints_contain_the_images_of_conversations():

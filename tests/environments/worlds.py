@@ -491,3 +491,14 @@ class Drawings(Environment):
         picture = Image.new("RGB", (20 + 4 * number, 24), (self.seed % 256, 40 * number, 9))
         ImageDraw.Draw(picture).line((0, 0, 12, 2 + self.seed % 17), fill="white")
         return picture
+
+
+class DrawsSome(Drawings):
+    """Draws as :class:`Drawings`, in half of the conversations."""
+
+    def reset(self, row, seed):
+        first = super().reset(row, seed)
+        return first if seed % 2 else None
+
+    def step(self, turn):
+        return super().step(turn) if self.seed % 2 else "and?"

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, Turn
 from lightning_rlhf.environments.tools import time_limits
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
+from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images.reading import ImageSettings, read_image
 
 _LARGEST_RESPONSE = 10_000_000  # bytes
 _LARGEST_SCHEMA = 100_000  # characters
@@ -134,9 +136,11 @@ class MCP(Environment):
                 parts, is_error = [self._part(part) for part in result.content], bool(result.is_error)
             except TimeoutError:
                 parts, is_error = [f"{call.name} took longer than its time limit of {limit:g} s"], True
+        pairs = zip(parts, [*parts[1:], None], strict=True)  # successive texts are separate lines
+        parts = [f"{part}\n" if isinstance(part, str) and isinstance(after, str) else part for part, after in pairs]
         content: str | list[Any] = parts
         if all(isinstance(part, str) for part in parts):
-            content = "\n".join(parts)
+            content = "".join(parts)
         if is_error:
             content = f"Error: {content}" if isinstance(content, str) else ["Error: ", *content]
         return {"role": self._role, **identity, "content": content}, is_error
@@ -145,7 +149,11 @@ class MCP(Environment):
         """Return a part of a result as text, or as an image where the policy gets images."""
         if not self._images or getattr(part, "type", "") != "image":
             return _text_of(part)
-        return {"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"}
+        try:
+            image = read_image(f"data:{part.mime_type};base64,{part.data}", ImageSettings(), None)
+        except BadImage as error:
+            return f"(an image was left out: {error.kind})"
+        return {"type": "image", "image": image}
 
     async def _answer(self, call: ToolCall) -> Any:
         """Pass a call to the task with the connection, which a single task must open, use and close."""

@@ -151,6 +151,9 @@ def run_of(config: Namespace) -> Run:
     """
     module = make_module(config)
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
+    nodes = config["nodes"] or config["trainer"]["num_nodes"]
+    if chosen.kind == "fsdp" and chosen.shard_size is None and nodes > 1:  # as the strategy does
+        chosen = replace(chosen, shard_size=max(config["gpus"] // nodes // chosen.tensor_parallel_size, 1))
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]
@@ -274,6 +277,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
         field: options[option]
         for option, field in (
             ("tensor_parallel_size", "tensor_parallel_size"),
+            ("shard_size", "shard_size"),
             ("activation_checkpointing", "checkpointing"),
             ("reduce_every_micro_batch", "reduce_every"),
             ("cpu_offload", "offload_optimizer"),

@@ -102,7 +102,7 @@ def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, sp
     """
     assert run.engine is not None
     weights = run.engine.element_bytes(run.actor) * run.actor.model.elements
-    across = speeds.link if gpus <= gpus_per_node else speeds.network
+    across = _link(run, traffic_.PUSH, gpus, gpus_per_node, speeds)
     part = weights // run.engine.tensor_parallel_size
     return sent[traffic_.PUSH] / across + (weights + part) / speeds.bus
 
@@ -131,9 +131,20 @@ def learning_seconds(
         trained = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
         passes = evaluated + (4 if run.strategy.checkpointing else 3) * trained
         operations += passes * work.row_tokens * _forward_operations(role, work.longest)
-    across = speeds.link if gpus <= gpus_per_node else speeds.network
-    inside = sum(size for term, size in sent.items() if term not in (traffic_.PUSH, traffic_.ENGINE))
-    return operations / run.strategy.tensor_parallel_size / speeds.arithmetic, inside / across
+    seconds = sum(
+        size / _link(run, term, gpus, gpus_per_node, speeds)
+        for term, size in sent.items()
+        if term not in (traffic_.PUSH, traffic_.ENGINE)
+    )
+    return operations / run.strategy.tensor_parallel_size / speeds.arithmetic, seconds
+
+
+def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+    """Return the bytes per second of the slowest link of a term: groups of shards may be within a node."""
+    group = gpus
+    if term != traffic_.REPLICAS:
+        group //= run.strategy.replicas(run.ranks(gpus))
+    return speeds.link if group <= gpus_per_node else speeds.network
 
 
 def _forward_operations(role: Role, longest: int) -> int:

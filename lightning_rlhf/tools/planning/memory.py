@@ -60,14 +60,22 @@ class Shard:
     Args:
         role: the model.
         strategy: strategy of the run.
-        ranks: number N of data-parallel ranks.
+        ranks: number N of ranks over which it is sharded.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
+        replicas: number of replicas of each shard.
     """
 
     role: Role
     strategy: Strategy
     ranks: int
     mixed: bool
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, role: Role, run: Run, ranks: int) -> Shard:
+        """Return the shard of a role in a run with a number of data-parallel ranks."""
+        replicas = run.strategy.replicas(ranks)
+        return cls(role, run.strategy, ranks // replicas, run.work.mixed, replicas)
 
     @cached_property
     def precision(self) -> Precision:
@@ -277,7 +285,7 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
     work, strategy = run.work, run.strategy
     peaks = {}
     for role in run.roles:
-        shard = Shard(role, strategy, ranks, work.mixed)
+        shard = Shard.of(role, run, ranks)
         texts = work.minibatch_size if role.trained else work.responses
         one_pass = Pass(
             model=role.model,
@@ -374,7 +382,7 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
     host = Counter[str]()
     micro_batches = run.work.micro_batches(run.work.minibatch_size, ranks)
     for role in run.roles:
-        shard = Shard(role, run.strategy, ranks, run.work.mixed)
+        shard = Shard.of(role, run, ranks)
         resting = shard.resting()
         resting[GRADIENTS] = shard.gradients(micro_batches).always
         if GRADIENTS in shard.offloaded:

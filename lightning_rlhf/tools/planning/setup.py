@@ -48,6 +48,7 @@ class Strategy:
         kind: one process, DDP, FSDP2 or DeepSpeed's ZeRO.
         stage: stage of ZeRO, 1 to 3; 0 for other kinds.
         tensor_parallel_size: GPUs that split the matrices of a layer, at least 1.
+        shard_size: data-parallel ranks over which FSDP shards weights; None is all.
         checkpointing: whether the backward pass recomputes the activations of a layer.
         reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
         offload_optimizer: whether gradients and optimizer state are in host memory.
@@ -61,6 +62,7 @@ class Strategy:
     kind: Kind
     stage: int = 0
     tensor_parallel_size: int = 1
+    shard_size: int | None = None
     checkpointing: bool = False
     reduce_every: bool = True
     offload_optimizer: bool = False
@@ -73,6 +75,21 @@ class Strategy:
     def shards_weights(self) -> bool:
         """Whether each GPU holds only a part of each model."""
         return self.kind == "fsdp" or self.stage == 3
+
+    def replicas(self, ranks: int) -> int:
+        """Return the number of replicas of each shard.
+
+        Args:
+            ranks: number of data-parallel ranks.
+
+        Raises:
+            ValueError: ``shard_size`` does not divide it.
+        """
+        if self.shard_size is None:
+            return 1
+        if ranks % self.shard_size:
+            raise UsageError(f"shard_size {self.shard_size} does not divide {ranks} data-parallel ranks")
+        return ranks // self.shard_size
 
 
 def strategy(name: str, **options: Any) -> Strategy:

@@ -12,11 +12,12 @@ from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Work
 FORWARD = "weights gathered, forward"
 BACKWARD = "weights gathered, backward"
 SUMS = "gradients summed"
+REPLICAS = "gradients summed, replicas"
 UPDATED = "updated weights shared"
 TENSORS = "tensor-parallel sums"
 PUSH = "weights gathered for the engine"
 ENGINE = "weights copied to the engine"
-TERMS = (FORWARD, BACKWARD, SUMS, UPDATED, TENSORS, PUSH, ENGINE)
+TERMS = (FORWARD, BACKWARD, SUMS, REPLICAS, UPDATED, TENSORS, PUSH, ENGINE)
 
 
 def all_gather(total: int, ranks: int) -> int:
@@ -47,7 +48,8 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         ZeRO-1         trained   E (R or 2 R (4 T) + R(c T))
         ZeRO-2         trained   E M R(c T) + E R(c T)
         ZeRO-3         trained   (A + 2 E M) R(c P) + E M R(c T)
-        rlhf_fsdp      trained   (A + 2 E M) R(c P) - E M R(c r) + E R(s T), or E M R(s T) with reduce_every_micro_batch
+        rlhf_fsdp      trained   (A + 2 E M) R(c P) - E M R(c r) + E R(s T), or E M R(s T) with reduce_every_micro_batch;
+                                 with N ranks of a shard_size and K replicas also E M 2 (s T / N) (K - 1) / K
         both           frozen    A R(c P)
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
 
@@ -62,7 +64,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
     ranks = run.ranks(gpus)
     sent = Counter[str]()
     for role in run.roles:
-        shard = Shard(role, run.strategy, ranks, run.work.mixed)
+        shard = Shard.of(role, run, ranks)
         passes = counts(role, run.work, ranks)
         sent += _weights(shard, passes)
         if role.trained:
@@ -71,7 +73,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
                 size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
-                sent[PUSH] += all_gather(size, gpus)
+                sent[PUSH] += all_gather(size, gpus // shard.replicas)
             sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
     return +sent
 
@@ -145,8 +147,9 @@ def _gradients(shard: Shard, counts: PassCounts) -> Counter[str]:
     whole = shard.role.adapters or shard.role.model.elements
     if strategy.kind == "fsdp":
         reductions = counts.trained if strategy.reduce_every else counts.updates
-        size = precision.reduce * shard.ranks * shard.trained_elements
-        return Counter({SUMS: reductions * all_gather(size, shard.ranks)})
+        part = precision.reduce * shard.trained_elements
+        between = reductions * all_reduce(part, shard.replicas)
+        return Counter({SUMS: reductions * all_gather(shard.ranks * part, shard.ranks), REPLICAS: between})
     if strategy.kind != "zero":
         return Counter({SUMS: counts.updates * all_reduce(precision.reduce * whole, shard.ranks)})
     part = all_gather(whole, shard.ranks)
@@ -170,8 +173,9 @@ def _tensors(shard: Shard, counts: PassCounts, work: Work) -> int:
     texts = work.minibatch_size if shard.role.trained else work.responses
     forward = 2
     backward = 6 if shard.strategy.checkpointing else 5
-    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, shard.ranks)
-    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, shard.ranks)
+    ranks = shard.ranks * shard.replicas
+    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, ranks)
+    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, ranks)
     row = shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
     return all_reduce(row * rows, shard.strategy.tensor_parallel_size)
 

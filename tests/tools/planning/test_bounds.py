@@ -86,3 +86,24 @@ def test_bounds_for_seven_billion_parameters_on_eight_gpus_by_hand():
 def test_small_models_have_bounds(kind):
     small = Role("actor", architecture(source(kind).hf_config()), trained=True)
     assert bounds._forward_operations(small, 32) > 0
+
+
+def test_replicas_store_as_few_ranks_do_and_send_only_gradients_over_the_network():
+    whole, replicated = run(engine=None), run(engine=None)
+    replicated = replace(replicated, strategy=replace(replicated.strategy, shard_size=8))
+    assert memory.Shard.of(ACTOR, replicated, 64).elements == memory.Shard.of(ACTOR, run(engine=None), 8).elements
+    sent, all_sharded = traffic.traffic(replicated, 64), traffic.traffic(whole, 64)
+    assert all_sharded[traffic.REPLICAS] == 0
+    # WORK has one update, whose 16 texts of a rank are two micro-batches of 10 texts; float32 gradients of P / 8.
+    assert sent[traffic.REPLICAS] == pytest.approx(2 * 4 * 2 * P / 8 * 7 / 8, rel=1e-4)
+    assert sent[traffic.FORWARD] == pytest.approx(all_sharded[traffic.FORWARD] * (7 / 8) / (63 / 64), rel=1e-4)
+    _, seconds = bounds.learning_seconds(replicated, sent, 64, 8, SPEEDS)
+    inside = sent.total() - sent[traffic.REPLICAS]
+    assert seconds == pytest.approx(inside / SPEEDS.link + sent[traffic.REPLICAS] / SPEEDS.network)
+    assert seconds < bounds.learning_seconds(whole, all_sharded, 64, 8, SPEEDS)[1] / 2
+
+
+def test_shard_size_must_divide_the_ranks():
+    chosen = strategy("rlhf_fsdp", shard_size=8)
+    with pytest.raises(ValueError, match="shard_size 8 does not divide 12 data-parallel ranks"):
+        chosen.replicas(12)

@@ -87,7 +87,7 @@ def test_close_ends_the_server_and_its_children(tmp_path):
     assert server.alive
     server.close()
     assert not server.alive
-    assert not any(runs(pid) for pid in pids)
+    wait_for(lambda: not any(runs(pid) for pid in pids), 5)
     assert not server.folder.exists()
     server.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,12 +21,13 @@ class LostCall:
     """Reason why a call in a worker process has no result of its function.
 
     Args:
-        kind: ``timeout`` for a call that took too long, ``died`` for a call that ended its process, ``broken`` for a
-            call whose process was ended by something else, such as another call.
+        kind: ``timeout`` for a call that took too long, ``died`` for a call that ended its process, ``killed`` for one
+            during which its process received SIGKILL, perhaps for another reason, ``broken`` for a call whose process
+            was ended by something else, such as another call.
         message: description; follows the name of the function.
     """
 
-    kind: Literal["timeout", "died", "broken"]
+    kind: Literal["timeout", "died", "killed", "broken"]
     message: str
 
 
@@ -39,7 +41,8 @@ def lost_call(error: BaseException, timeout_s: float | None) -> LostCall | None:
     if isinstance(error, FutureTimeoutError) and timeout_s is not None:
         return LostCall("timeout", timeout_message(timeout_s))
     if isinstance(error, ProcessExpired):
-        return LostCall("died", f"ended its worker process ({describe_exit(error.exitcode)})")
+        kind: Literal["died", "killed"] = "killed" if error.exitcode == -signal.SIGKILL else "died"
+        return LostCall(kind, f"ended its worker process ({describe_exit(error.exitcode)})")
     if isinstance(error, BrokenProcessPool):
         return LostCall("broken", "lost its worker process")
     return None

@@ -167,13 +167,14 @@ class ProcessHost(Host):
         lost = lost_call(error, self._timeout_s)
         if lost is None:  # for example a reply that cannot be sent between processes
             result.set_result(Fault("invalid", f"returned a value that cannot be sent between processes: {error}"))
-        elif lost.kind != "broken":
-            slot.killed += 1
-            result.set_result(Fault(lost.kind, lost.message))
-        elif repeats and slot.answered:
+            return
+        slot.killed += lost.kind != "broken"
+        if lost.kind in ("broken", "killed") and repeats and slot.answered:
             self._schedule(call, result, repeats - 1)
-        else:
+        elif lost.kind == "broken":
             result.set_result(_lost_process(slot))
+        else:
+            result.set_result(Fault("timeout" if lost.kind == "timeout" else "died", lost.message))
 
     def end_overdue(self) -> None:
         """End the threads of pools that were replaced; calls are ended by their pools."""

@@ -47,7 +47,7 @@ class RewardWorkers:
         Args:
             function: function of the call.
             future: future of the call.
-            repeats: number of times that a call is repeated whose process was ended by something else.
+            repeats: number of times that a call is repeated whose process was killed, or ended by something else.
         """
         error = future.exception()
         if error is None:
@@ -55,7 +55,7 @@ class RewardWorkers:
         lost = lost_call(error, function.timeout_s)
         if lost is None:
             return RewardFailure.from_error(error)
-        if lost.kind != "broken":
+        if lost.kind in ("timeout", "died") or (lost.kind == "killed" and not repeats):
             return RewardFailure(lost.message, timed_out=lost.kind == "timeout")
         if not repeats:
             return RewardFailure("lost its worker process twice")

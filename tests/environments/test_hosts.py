@@ -395,3 +395,17 @@ def test_script_that_its_workers_would_run_again_is_reported(tmp_path):
     assert ran.stdout.startswith("has no worker process: the process ended while it started")
     assert "if __name__ == '__main__':" in ran.stdout
     assert "before the\n        current process has finished its bootstrapping phase" in ran.stderr
+
+
+def test_call_whose_process_is_killed_is_repeated(tmp_path):
+    host = ProcessHost(Spec("tests.environments.worlds:KilledOnce", {"path": str(tmp_path / "killed")}), 60.0, 1)
+    try:
+        replies, turns = [host.call(Call("a", {}, 0)).result(120)], []
+        for number in range(3):
+            turns.append(Turn("x", number=number))
+            call = Call("a", {}, 0, tuple(turns), tuple(map(digest_of, replies)))
+            replies.append(host.call(call).result(120))
+    finally:
+        host.close()
+    assert (tmp_path / "killed").exists()
+    assert [reply.messages for reply in replies[1:]] == ["reply 0", "reply 1", "reply 2"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from PIL import Image, ImageDraw
 
@@ -164,7 +165,7 @@ class Misbehaves(Environment):
         return Reply([{"role": "user"}])
 
     def do_content_list(self):
-        return Reply([{"role": "user", "content": ["a"]}])
+        return Reply([{"role": "user", "content": ["a", 7]}])
 
     def do_bad_metric(self):
         return Reply("a", metrics={"x": math.inf})
@@ -502,3 +503,16 @@ class DrawsSome(Drawings):
 
     def step(self, turn):
         return super().step(turn) if self.seed % 2 else "and?"
+
+
+class KilledOnce(Environment):
+    """Its process is killed at the second turn of the first conversation that has one, as by the system."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def step(self, turn):
+        if turn.number == 1 and not self.path.exists():
+            self.path.write_text("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f"reply {turn.number}"

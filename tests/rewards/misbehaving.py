@@ -250,3 +250,11 @@ def judge(solution_str, ground_truth):
     """Return 1, or call the function above that the response names."""
     function = globals().get(solution_str)
     return 1.0 if function is None else function()
+
+
+def killed_once(completions, path):
+    """Be killed in the first call, as by the system."""
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(text)) for text in completions]

@@ -509,3 +509,11 @@ def test_changed_working_directory_is_an_error_and_restored(options):
     ):
         compute_reward(RewardFunction(moves, **options), completions=["a"])
     assert Path.cwd() == here
+
+
+def test_call_whose_process_is_killed_once_is_repeated(tmp_path):
+    path = tmp_path / "killed"
+    reward = RewardFunction("tests.rewards.misbehaving:killed_once", timeout_s=60.0, arguments={"path": str(path)})
+    with RewardExecutor([reward]) as executor:
+        assert score_texts(executor, ["a", "bcd"]).rewards["killed_once"].tolist() == [1.0, 3.0]
+    assert path.exists()

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 class Unsendable(Exception):
@@ -253,8 +254,8 @@ def judge(solution_str, ground_truth):
 
 
 def killed_once(completions, path):
-    """Be killed in the first call, as by the system."""
-    if not os.path.exists(path):
-        open(path, "w").close()
+    """Kill the process in the first call, as the system may."""
+    if not Path(path).exists():
+        Path(path).write_text("killed")
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(len(text)) for text in completions]

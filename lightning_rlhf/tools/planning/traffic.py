@@ -49,7 +49,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         ZeRO-2         trained   E M R(c T) + E R(c T)
         ZeRO-3         trained   (A + 2 E M) R(c P) + E M R(c T)
         rlhf_fsdp      trained   (A + 2 E M) R(c P) - E M R(c r) + E R(s T), or E M R(s T) with reduce_every_micro_batch
-                                 ; with N ranks of a shard_size and K replicas also E M 2 (s T / N) (K - 1) / K
+                                 and, with N ranks of a shard_size and K replicas, E M 2 (s T / N) (K - 1) / K
         both           frozen    A R(c P)
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
 

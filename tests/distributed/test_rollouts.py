@@ -197,6 +197,8 @@ def test_responses_to_images_of_the_documented_server_are_correct(server, tmp_pa
             engine.update_weights(whole_tensors(role.lm), version)
             sent.clear()
             completions = generate(engine, prompts, SAMPLING, range(40), images=images)
+            sets = {frozenset(image.sha256 for image in each.images) for each in images if each.images}
+            assert sum(sent) <= sends_files * sum(map(len, sets))  # each once, not for each response
             assert any(sent) == sends_files
             expected = logprobs_of(role, processor, prompts, images, completions)
             for completion, logprobs in zip(completions, expected, strict=True):

@@ -149,12 +149,14 @@ def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub
 
     stub.answers["/inference/v1/generate"] = generate_with_images
     images = [PromptImages((image,), (0,), (4, 9, 5))]
-    for _ in range(2):
-        generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
+    generate(engine, [[4, 9, 9, 5]] * 5, SAMPLING, range(5), images=images * 5)
+    generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
     known.clear()
     generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
     bodies = [body for path, body in stub.requested if path.endswith("generate")]
-    assert [body["content_parts"][0]["url"] for body in bodies] == [image.data_url(), None, None, image.data_url()]
+    urls = [body["content_parts"][0]["url"] for body in bodies]
+    assert urls == [image.data_url(), *[None] * 7, image.data_url()]
+    assert bodies[0]["sampling_params"] == {**bodies[1]["sampling_params"], "max_tokens": 1, "prompt_logprobs": None}
     assert {tuple(body["token_ids"]) for body in bodies} == {(4, 9, 5)}
     with pytest.raises(RunError, match=r"expands a prompt with 1 images to 4 tokens and the trainer to 5; token 3"):
         generate(engine, [[4, 9, 9, 9, 5]], SAMPLING, [0], images=images)

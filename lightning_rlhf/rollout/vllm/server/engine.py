@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +62,7 @@ class VLLMServerEngine(RolloutEngine):
         self._threads = DaemonThreads(_CONNECTIONS, "requests")  # a request that has no response yet ends with the run
         self._generating = set[Future[Completion]]()
         self._served_images = set[str]()  # SHA-256 of those that the server has received
+        self._image_locks: dict[frozenset[str], Lock] = {}  # of those that are being sent
 
     @property
     def traits(self) -> EngineTraits:
@@ -250,22 +252,26 @@ class VLLMServerEngine(RolloutEngine):
         return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
 
     def _with_images(self, body: dict[str, Any], server: VLLMServer, images: Sequence[EncodedImage]) -> Any:
-        """Send one request with images: by their SHA-256 alone, if the server has them, else with their files."""
+        """Send one request with images by their SHA-256; a request of one token has sent their files before."""
 
-        def post(with_files: bool) -> Any:
+        def post(with_files: bool, **sampling: Any) -> Any:
             parts = [
                 {"type": "image_url", "url": image.data_url() if with_files else None, "uuid": image.sha256}
                 for image in images
             ]
-            return server.post("/inference/v1/generate", {**body, "content_parts": parts, "return_token_ids": True})
+            fields = {"sampling_params": {**body["sampling_params"], **sampling}}
+            sent = {**body, **fields, "content_parts": parts, "return_token_ids": True}
+            return server.post("/inference/v1/generate", sent)
 
-        names = {image.sha256 for image in images}
-        if names <= self._served_images:
-            with suppress(RunError):  # the server keeps some images only
-                return post(with_files=False)
-        response = post(with_files=True)
-        self._served_images |= names
-        return response
+        names = frozenset(image.sha256 for image in images)
+        with self._image_locks.setdefault(names, Lock()):  # the other responses to the prompt wait
+            if not names <= self._served_images:
+                post(with_files=True, max_tokens=1, prompt_logprobs=None)
+                self._served_images |= names
+        self._image_locks.pop(names, None)
+        with suppress(RunError):  # the server keeps some images only
+            return post(with_files=False)
+        return post(with_files=True)
 
     def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
         """Return a completion from the server's response.

@@ -12,9 +12,8 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.images.processor import ImageProcessor
 from lightning_rlhf.images.reading import ImageSettings, read_image
 
-BLANK = read_image(
-    Image.new("RGB", (64, 64), "white"), ImageSettings(), None
-)  # where an image is needed, but none shown
+# For a rank whose texts have no image, where all ranks must encode one.
+BLANK = read_image(Image.new("RGB", (64, 64), "white"), ImageSettings(), None)
 
 
 class ImageStore:
@@ -27,9 +26,7 @@ class ImageStore:
     def __init__(self, processor: ImageProcessor) -> None:
         self.processor = processor
         self.images: dict[int, EncodedImage] = {}
-        self.further = (
-            0  # largest number of images that are not in the data, such as those of an environment, of a text
-        )
+        self.further = 0  # largest number of images of a text that are not in the data, but an environment's
         self._longest = 0  # largest number of images of a text of the data
 
     @property

@@ -170,7 +170,7 @@ class VLLMCore:
         """
         self._images |= {fields["sha256"]: EncodedImage.of_fields(fields) for fields in new}
         for sha256 in dropped:
-            del self._images[sha256]
+            self._images.pop(sha256, None)  # a restarted process never had it
 
     def _add(self, request: dict[str, Any]) -> None:
         fields = dict(request["sampling"])

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -269,9 +268,12 @@ class VLLMServerEngine(RolloutEngine):
                 post(with_files=True, max_tokens=1, prompt_logprobs=None)
                 self._served_images |= names
         self._image_locks.pop(names, None)
-        with suppress(RunError):  # the server keeps some images only
+        try:
             return post(with_files=False)
-        return post(with_files=True)
+        except EngineDied:
+            raise
+        except RunError:  # the server keeps some images only
+            return post(with_files=True)
 
     def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
         """Return a completion from the server's response.

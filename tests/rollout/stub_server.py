@@ -4,12 +4,15 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
+
 
 class StubServer:
     """Answers with ``answers[path]``: (status, body), bytes before a break, or a function of the request's body."""
 
     def __init__(self):
         self.requested, self.answers, self.key, self.version = [], {}, None, "default"
+        self.breaks = False  # whether all connections break
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,7 +32,7 @@ class StubServer:
                     answer = 401, {"error": "Unauthorized"}
                 if callable(answer):
                     answer = answer(body)
-                if answer is None:  # breaks off
+                if answer is None or stub.breaks:
                     self.close_connection = True
                     return
                 status, result = answer
@@ -59,3 +62,55 @@ class StubServer:
     def close(self):
         self._server.shutdown()
         self._server.server_close()
+
+
+def valid_server(folder):
+    """Return a server whose completions repeat the first token of the prompt as often as the prompt has tokens.
+
+    Args:
+        folder: folder for the config of its model.
+    """
+    server = StubServer()
+    setup_of(source_of(), folder / "served")
+    server.config = {
+        "model_config": {
+            "model": str(folder / "served"),
+            "dtype": "torch.float32",
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": MAX_TOKENS,
+        },
+        "device_config": {"device": "cpu"},
+        "scheduler_config": {"enable_chunked_prefill": False},
+        "weight_transfer_config": {"backend": "shared_memory"},
+    }
+
+    def relabel(name):
+        def answer(body):
+            server.version = body.get(name, server.version)
+            return 200, {}
+
+        return answer
+
+    def generate(body):
+        ids = body["token_ids"]
+        choice = {
+            "token_ids": ids[:1] * len(ids),
+            "finish_reason": "stop",
+            "weight_versions": [{"version": server.version, "start": 0, "end": len(ids)}],
+            "logprobs": {"content": [{"token_id": ids[0], "logprob": -0.5}] * len(ids)},
+        }
+        response = {"choices": [choice]}
+        if "prompt_logprobs" in body.get("sampling_params", {}):
+            response["prompt_logprobs"] = [None, *({str(token): {"logprob": -1.0}} for token in ids[1:])]
+        return 200, response
+
+    server.answers = {
+        "/version": (200, {"version": "0.32.0"}),
+        "/weight_info": lambda body: (200, {"weight_version": server.version}),
+        "/server_info": lambda body: (200, {"vllm_config": server.config}),
+        "/update_weight_version": relabel("new_version"),
+        "/finish_weight_update": relabel("weight_version"),
+        "/reset_prefix_cache": (200, {"success": True}),
+        "/inference/v1/generate": generate,
+    }
+    return server

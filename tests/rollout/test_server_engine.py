@@ -24,11 +24,17 @@ from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm.server.push import NCCLPush, SharedMemoryPush, _chunk_source, _rendezvous
+from lightning_rlhf.rollout.vllm.server.push import (
+    NCCLTransport,
+    SharedMemoryTransport,
+    WeightPush,
+    _chunk_source,
+    _rendezvous,
+)
 from lightning_rlhf.types import PromptImages, SamplingParams
 from tests.environments.worlds import Echo
-from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
-from tests.rollout.stub_server import StubServer
+from tests.rollout.engines import setup_of, source_of
+from tests.rollout.stub_server import valid_server
 from tests.vision_models import drawing
 
 SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
@@ -37,47 +43,8 @@ PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
 
 @pytest.fixture
 def stub(tmp_path):
-    """A valid server whose completions repeat the first token of the prompt as often as the prompt has tokens."""
-    server = StubServer()
-    setup_of(source_of(), tmp_path / "served")
-    config = {
-        "model_config": {
-            "model": str(tmp_path / "served"),
-            "dtype": "torch.float32",
-            "logprobs_mode": "processed_logprobs",
-            "max_model_len": MAX_TOKENS,
-        },
-        "device_config": {"device": "cpu"},
-        "scheduler_config": {"enable_chunked_prefill": False},
-        "weight_transfer_config": {"backend": "shared_memory"},
-    }
-
-    def relabel(name):
-        def answer(body):
-            server.version = body.get(name, server.version)
-            return 200, {}
-
-        return answer
-
-    def generate(body):
-        ids = body["token_ids"]
-        choice = {
-            "token_ids": ids[:1] * len(ids),
-            "finish_reason": "stop",
-            "weight_versions": [{"version": server.version, "start": 0, "end": len(ids)}],
-            "logprobs": {"content": [{"token_id": ids[0], "logprob": -0.5}] * len(ids)},
-        }
-        return 200, {"choices": [choice]}
-
-    server.config = config
-    server.answers = {
-        "/version": (200, {"version": "0.32.0"}),
-        "/server_info": lambda body: (200, {"vllm_config": server.config}),
-        "/update_weight_version": relabel("new_version"),
-        "/finish_weight_update": relabel("weight_version"),
-        "/reset_prefix_cache": (200, {"success": True}),
-        "/inference/v1/generate": generate,
-    }
+    """A valid server."""
+    server = valid_server(tmp_path)
     yield server
     server.close()
 
@@ -101,7 +68,7 @@ def make(stub, tmp_path):
 def engine(make):
     """An engine whose server has received weights."""
     engine = make()
-    assert engine.wait() == f"vLLM 0.32.0 at {engine._url}"
+    assert engine.wait() == f"vLLM 0.32.0 at {engine._addresses}"
     engine.update_weights(PARAMETERS, 7)
     return engine
 
@@ -126,8 +93,8 @@ def test_push_waits_for_requests_and_clears_the_prefix_cache(engine, stub):
 
 
 def test_push_to_a_server_that_reads_images_keeps_them_and_resets_their_features(stub):
-    push = SharedMemoryPush(VLLMServer(stub.url, None, 20), has_images=True)
-    push(PARAMETERS, "7")
+    push = WeightPush(SharedMemoryTransport(), has_images=True)
+    push([VLLMServer(stub.url, None, 20)], PARAMETERS, "7")
     push.close()
     paths = stub.paths()
     assert paths[0] == "/pause?mode=wait&clear_cache=false"
@@ -253,12 +220,16 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
         assert (row.policy_version, row.conversation.turn_ends, row.sampled.count(False)) == (7, [3, 8], 2)
 
 
-@pytest.mark.parametrize("label", ["default", "run of another, version 7"])
-def test_answers_of_other_weights_are_rejected(engine, stub, label):
-    stub.version = label
-    with pytest.raises(
-        EngineDied, match=f"generated with the weights .'{label}'., not with those of 'run .*, version 7'"
-    ):
+def test_server_that_was_restarted_gets_the_weights_of_the_last_push_again(engine, stub):
+    stub.version = "default"
+    assert generate(engine, [[5]], SAMPLING, [0])[0].policy_version == 7
+    assert stub.paths().count("/update_weights") == 2
+    assert engine.restarted == 1
+
+
+def test_server_to_which_another_run_pushes_is_rejected(engine, stub):
+    stub.version = "run 1234, version 7"
+    with pytest.raises(EngineDied, match=r"another run pushes weights to the vLLM server .* .'run 1234, version 7'."):
         generate(engine, [[5]], SAMPLING, [0])
 
 
@@ -278,7 +249,7 @@ def test_answer_that_started_with_old_weights_is_rejected(engine, stub):
 def test_generation_before_the_first_push_raises(make):
     engine = make()
     engine.wait()
-    with pytest.raises(EngineDied, match=r"generated with the weights \['default'\]"):
+    with pytest.raises(RunError, match="have no weights yet: call update_weights"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
@@ -403,7 +374,7 @@ def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0, got 3"):
         engine.check(SamplingParams(1, 3.0))
     with pytest.raises(RuntimeError, match="not running"):
-        engine._connected_server.get("/health")
+        engine.request([[5]], [SAMPLING], [0])
 
 
 def test_unreachable_server_is_retried_until_the_timeout(make):
@@ -417,13 +388,13 @@ def test_unreachable_server_is_retried_until_the_timeout(make):
 
 @pytest.mark.slow
 def test_waiting_for_a_server_is_logged(make, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.engine._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
     requested = []
     stub.answers["/health"] = lambda body: (200, {}) if len(requested) > 1 else requested.append(1)
     assert make().wait()
-    assert f"Waiting for the vLLM server at {stub.url} for " in caplog.text
+    assert f"s: the vLLM server at {stub.url} cannot be reached" in caplog.text
 
 
 def test_broken_connection_raises_immediately(engine, stub):
@@ -437,12 +408,12 @@ def test_broken_connection_raises_immediately(engine, stub):
 def test_hanging_server_raises_after_the_timeout_and_waiting_is_logged(engine, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.generation._HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
-    monkeypatch.setattr(engine._server, "_timeout", 1.0)
+    monkeypatch.setattr(engine._running.members[0].server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")
-    stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
+    stub.answers["/inference/v1/generate"] = lambda body: time.sleep(2)
     with pytest.raises(EngineDied, match="no response for 1 s"):
         generate(engine, [[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 completions for 0 s; the server is {stub.url}." in caplog.text
+    assert f"Waiting for 2 of 2 completions for 0 s; the vLLM servers are {stub.url}." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -472,23 +443,26 @@ def test_error_message_of_the_server_is_shown(engine, stub, status, body, kind, 
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_old_weights_are_rejected_after_a_failed_push(engine, stub, path):
+def test_failed_push_is_repeated_up_to_max_restarts(engine, stub, path, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.servers._RETRY_SECONDS", 0.02)
     stub.answers[path] = 500, {"error": {"message": "out of cheese"}}
     with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
         engine.update_weights(PARAMETERS, 8)
     assert stub.paths()[-1] == "/resume"
-    with pytest.raises(EngineDied, match=r"generated with the weights \['unfinished run .*, version 8'\]"):
+    assert stub.paths().count(path) == 5  # the first push, the second one, and three after failures
+    assert stub.version.startswith("unfinished run ")
+    with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("vllm"), OSError("no address"), KeyboardInterrupt()])
 def test_server_continues_after_a_push_that_ends_with_any_error(stub, monkeypatch, error):
-    def connect(push):
+    def connect(transport, server):
         raise error
 
-    monkeypatch.setattr(SharedMemoryPush, "_connect", connect)
+    monkeypatch.setattr(SharedMemoryTransport, "connect", connect)
     with pytest.raises(type(error)):
-        SharedMemoryPush(VLLMServer(stub.url, None, 10))(PARAMETERS, "one")
+        WeightPush(SharedMemoryTransport())([VLLMServer(stub.url, None, 10)], PARAMETERS, "one")
     assert stub.paths()[-1] == "/resume"
 
 
@@ -505,7 +479,8 @@ def test_rendezvous_has_the_address_family_of_the_server(address):
         assert _rendezvous(server)[0] == address
 
 
-def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):
+def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub, monkeypatch):
+    monkeypatch.setattr(engine._running, "_timeout", 0.5)
     stub.close()
     parameters = iter(PARAMETERS)
     with pytest.raises(EngineDied, match="cannot be reached"):
@@ -556,9 +531,9 @@ def test_parameters_are_sent_by_nccl_in_chunks_within_one_update(stub, monkeypat
         "_broadcast",
         lambda self, source, meta: sent.append([(name, tensor.tolist()) for name, tensor in source]),
     )
-    push = NCCLPush(VLLMServer(stub.url, None, 10))
-    push([*PARAMETERS, ("c", torch.zeros(1).bfloat16())], "one")
-    push(PARAMETERS[:1], "two")
+    push, servers = WeightPush(NCCLTransport()), [VLLMServer(stub.url, None, 10)]
+    push(servers, [*PARAMETERS, ("c", torch.zeros(1).bfloat16())], "one")
+    push(servers, PARAMETERS[:1], "two")
     assert sent == [
         [("w", [[0, 1, 2], [3, 4, 5]])],
         [("b", [1, 1]), ("c", [0])],

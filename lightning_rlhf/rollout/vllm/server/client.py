@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import logging
-import time
-from http.client import HTTPException
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from threading import Lock
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 
-log = logging.getLogger(__name__)
-_GET_SECONDS = 30
-_HEARTBEAT_SECONDS = 60
-_HOW_TO_START = "the page Engines of the documentation has the command that starts one"
+_GET_SECONDS = 30.0
+_CONNECT_SECONDS = 30.0
+HOW_TO_START = "the page Engines of the documentation has the command that starts one"
 
 
 class RejectedKey(UsageError):
@@ -25,7 +24,7 @@ class RejectedKey(UsageError):
 
 
 class VLLMServer:
-    """Client of a vLLM server.
+    """Client of a vLLM server, for any number of threads. Each request has a separate connection, without a proxy.
 
     Args:
         url: address, ``http://host:port``.
@@ -45,8 +44,9 @@ class VLLMServer:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._timeout = timeout
         self._key = key
-        # Ignore proxies in the environment.
-        self._opener: OpenerDirector = build_opener(ProxyHandler({}))
+        self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._lock = Lock()
+        self._waiting = set[socket.socket]()  # of requests without a response
 
     @property
     def is_local(self) -> bool:
@@ -56,32 +56,25 @@ class VLLMServer:
         except ValueError:
             return self.host == "localhost"
 
-    def wait_until_up(self) -> None:
-        """Wait until the server responds; log a line every minute.
+    def get(self, path: str, with_key: bool = True, seconds: float = _GET_SECONDS, **query: str) -> Any:
+        """Send a GET request and return the decoded response; raises as :meth:`post`.
 
-        Raises:
-            EngineDied: the server did not respond in time.
+        Args:
+            path: route.
+            with_key: whether to send the key.
+            seconds: longest wait for the response.
+            query: parameters of the URL.
         """
-        began = time.monotonic()
-        last_logged = began
-        while True:
-            try:
-                return self.get("/health")
-            except EngineDied as error:
-                now = time.monotonic()
-                if now - began > self._timeout:
-                    raise EngineDied(f"{error}; {_HOW_TO_START}") from error
-                if now - last_logged > _HEARTBEAT_SECONDS:
-                    last_logged = now
-                    log.info("Waiting for the vLLM server at %s for %.0f s.", self.url, now - began)
-            time.sleep(min(1.0, self._timeout))
+        return self._send("GET", path, query, None, with_key, seconds)
 
-    def get(self, path: str, with_key: bool = True, **query: str) -> Any:
-        """Send a GET request and return the decoded response; raises as :meth:`post`."""
-        return self._send(self._request(path, query, None, with_key), _GET_SECONDS)
-
-    def post(self, path: str, body: dict[str, Any] | None = None, **query: str) -> Any:
+    def post(self, path: str, body: Any = None, seconds: float | None = None, **query: str) -> Any:
         """Send a POST request and return the decoded response.
+
+        Args:
+            path: route.
+            body: content of the request, which becomes JSON; None for no fields.
+            seconds: longest wait for the response; None is the timeout of the constructor.
+            query: parameters of the URL.
 
         Raises:
             RejectedKey: the server rejects the key.
@@ -89,29 +82,49 @@ class VLLMServer:
             RuntimeError: the server rejects the request.
             EngineDied: the server cannot be reached, or failed.
         """
-        return self._send(self._request(path, query, json.dumps(body or {}).encode(), True), self._timeout)
+        return self._send("POST", path, query, json.dumps(body or {}).encode(), True, seconds or self._timeout)
 
-    def _request(self, path: str, query: dict[str, str], data: bytes | None, with_key: bool) -> Request:
+    def abort(self) -> None:
+        """End all requests that have no response yet; they raise :class:`EngineDied`."""
+        with self._lock:
+            for waiting in self._waiting:
+                with suppress(OSError):
+                    waiting.shutdown(socket.SHUT_RDWR)
+
+    def _send(
+        self, method: str, path: str, query: dict[str, str], data: bytes | None, with_key: bool, seconds: float
+    ) -> Any:
         headers = {"Content-Type": "application/json"}
         if self._key and with_key:
             headers["Authorization"] = f"Bearer {self._key}"
-        query_string = f"?{urlencode(query)}" if query else ""
-        return Request(f"{self.url}{path}{query_string}", data, headers)
-
-    def _send(self, request: Request, seconds: float) -> Any:
+        connection = self._connection_class(self.host, self.port, timeout=min(_CONNECT_SECONDS, seconds))
         try:
-            with self._opener.open(request, timeout=seconds) as response:
+            connection.connect()
+            connection.sock.settimeout(seconds)
+            with closing(connection), self._can_be_aborted(connection.sock):
+                connection.request(method, f"{path}?{urlencode(query)}" if query else path, data, headers)
+                response = connection.getresponse()
                 body = response.read()
-                if body:
-                    return json.loads(body)
-                return None
-        except HTTPError as error:
-            with error:
-                raise self._error(request.selector, error.code, error.read().decode(errors="replace")) from error
         except TimeoutError as error:
             raise self._unreachable(f"no response for {seconds:g} s") from error
         except (OSError, HTTPException) as error:
-            raise self._unreachable(getattr(error, "reason", error)) from error
+            raise self._unreachable(error) from error
+        if response.status >= 300:
+            raise self._error(path, response.status, body.decode(errors="replace"))
+        try:
+            return json.loads(body) if body else None
+        except ValueError as error:
+            raise self._unreachable(f"its response is not JSON: {error}") from error
+
+    @contextmanager
+    def _can_be_aborted(self, sent_by: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._waiting.add(sent_by)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.discard(sent_by)
 
     def _unreachable(self, reason: object) -> EngineDied:
         return EngineDied(f"the vLLM server at {self.url} cannot be reached ({reason})")
@@ -122,7 +135,7 @@ class VLLMServer:
             return RejectedKey(f"the vLLM server at {self.url} rejected the API key")
         if status in (403, 404, 405):
             return UsageError(
-                f"the vLLM server at {self.url} does not have the route {path} ({message}): {_HOW_TO_START}"
+                f"the vLLM server at {self.url} does not have the route {path} ({message}): {HOW_TO_START}"
             )
         if status < 500:
             return RunError(f"the vLLM server at {self.url} rejected the request: {message}")

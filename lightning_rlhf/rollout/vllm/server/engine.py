@@ -1,9 +1,11 @@
-"""Rollout engine for a vLLM server that the user starts and all ranks share."""
+"""Rollout engine for vLLM servers that the user starts and all ranks share."""
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -20,115 +22,179 @@ from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_expansion, check_temperature
-from lightning_rlhf.rollout.vllm.server.client import RejectedKey, VLLMServer
-from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
+from lightning_rlhf.rollout.vllm.server.client import HOW_TO_START, RejectedKey, VLLMServer
+from lightning_rlhf.rollout.vllm.server.push import TRANSPORTS, WeightPush
+from lightning_rlhf.rollout.vllm.server.servers import Addresses, Member, Servers, label_of
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
+log = logging.getLogger(__name__)
 _COMPARED_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
 _CONNECTIONS = 256  # largest number of concurrent requests of one rank
+_HEARTBEAT_SECONDS = 60
+_HEALTH_SECONDS = 5.0  # longest wait for one server while another may respond
+_ROUTE = "/inference/v1/generate"
+_PROOF_TOKENS = 32
+_PROOF_BOUNDS = {"float32": 1e-2, "bfloat16": 1.0}  # largest differences of log-probs between servers, nats
 
 
 class VLLMServerEngine(RolloutEngine):
-    """Engine for a vLLM server that the user starts; docs/rollouts.md has the command.
+    """Engine for one or more vLLM servers that the user starts; docs/rollouts.md has the command.
 
-    The first rank pushes the weights, every rank sends its own prompts. The server labels each token with the version
-    of the weights that generated it; a label other than that of the last push raises an error.
+    The first rank pushes the weights to all servers, every rank distributes its own prompts between them. A server
+    labels each token with the version of the weights that generated it. One that dies, hangs or has other weights is
+    left out until it works again and has the weights of the last push; its requests are generated again from their
+    seeds.
 
     Args:
-        url: address, for example ``http://127.0.0.1:8000``.
-        key_variable: environment variable with the server's API key; required for a server on another machine.
+        urls: address, for example ``http://127.0.0.1:8000``, several addresses, or the path of a file ``*.txt`` with
+            one in each line, which is read again before each push.
+        key_variable: environment variable with the servers' API key; required for a server on another machine.
         ranks: number of consecutive ranks that split the trained model and so have the same prompts.
-        timeout: longest wait for the server to start, and for one response, in seconds.
+        timeout: longest wait for a server to start, for one to be used again, and for one response, in seconds.
+        silent_seconds: longest time in which a server may not respond although it works, in seconds.
+        max_restarts: largest number of failures of a server within an hour after which it is used again.
     """
 
-    def __init__(self, url: str, key_variable: str = "VLLM_API_KEY", ranks: int = 1, timeout: float = 1800.0) -> None:
+    def __init__(
+        self,
+        urls: str | list[str],
+        key_variable: str = "VLLM_API_KEY",
+        ranks: int = 1,
+        timeout: float = 1800.0,
+        silent_seconds: float = 900.0,
+        max_restarts: int = 3,
+    ) -> None:
         if ranks < 1:
             raise UsageError(f"ranks must be at least 1, got {ranks}")
-        if not timeout > 0:
-            raise UsageError(f"timeout must be positive, got {timeout}")
-        VLLMServer(url, None, timeout)  # validates the url
-        self._url = url
+        for name, seconds in (("timeout", timeout), ("silent_seconds", silent_seconds)):
+            if not seconds > 0:
+                raise UsageError(f"{name} must be positive, got {seconds}")
+        if max_restarts < 0:
+            raise UsageError(f"max_restarts must be at least 0, got {max_restarts}")
+        self._addresses = Addresses(urls)
         self._key_variable = key_variable
         self._ranks = ranks
         self._timeout = timeout
-        self._server: VLLMServer | None = None
-        self._push: WeightPush[Any] | None = None  # of the first rank, once the server responds
+        self._silent_seconds = silent_seconds
+        self._max_restarts = max_restarts
+        self._servers: Servers | None = None
+        self._push: WeightPush | None = None  # of the first rank, once a server responds
+        self._push_lock = Lock()  # of the pushed weights and their label
+        self._backend: str | None = None  # of the servers' weight transfer
+        self._proof: list[float] | None = None  # log-probs of a text with the weights of the last push
         self._version = -1
         self._threads = DaemonThreads(_CONNECTIONS, "requests")  # a request that has no response yet ends with the run
         self._generating = set[Future[Completion]]()
-        self._served_images = set[str]()  # SHA-256 of those that the server has received
-        self._image_locks: dict[frozenset[str], Lock] = {}  # of those that are being sent
 
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return EngineTraits(ranks=self._ranks, overlaps=True, reads_images=True)
+        return EngineTraits(ranks=self._ranks, overlaps=True, reads_images=True, restarts=True)
 
     @property
     def source(self) -> str:
         """See :attr:`RolloutEngine.source`."""
-        return f"; the server is {self._url}"
+        return f"; the vLLM servers are {self._addresses}"
+
+    @property
+    def restarted(self) -> int:
+        """Number of times that this rank left out a server."""
+        return 0 if self._servers is None else self._servers.left_out
 
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""
         check_temperature(sampling)
 
     def start(self, setup: EngineSetup) -> None:
-        """Connect the ranks; the server may start later. Called by all ranks of the run.
+        """Connect the ranks; the servers may start later. Called by all ranks of the run.
 
         Raises:
-            ValueError: the server is on another machine, but no key is set.
+            ValueError: a server is on another machine, but no key is set.
         """
-        key = os.environ.get(self._key_variable)
-        server = VLLMServer(self._url, key, self._timeout)
-        if not key and not server.is_local:
-            raise UsageError(
-                f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
-            )
         check_receives(setup.model, setup.max_tokens)
-        self._server = server
-        self._served_images.clear()
         self._setup = setup
         self._published = PublishedNames(setup.model)
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
+        give_weights = self._give_weights if self._all_ranks.is_first else None
+        self._servers = Servers(
+            self._addresses, self._client, give_weights, self._timeout, self._silent_seconds, self._max_restarts
+        )
         # Distinguishes the labels of several runs that push to one server.
         self._run_id = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
+    def _client(self, url: str) -> VLLMServer:
+        key = os.environ.get(self._key_variable)
+        server = VLLMServer(url, key, self._timeout)
+        if not key and not server.is_local:
+            raise UsageError(f"{url} is not on this machine, so it needs an API key: set it in {self._key_variable}")
+        return server
+
     def wait(self) -> str:
-        """Wait for the server and validate its settings.
+        """Wait for a server, and validate the settings of all that respond; others may start later.
 
         Raises:
-            EngineDied: the server does not start in time.
-            ValueError: the server's settings do not fit this run.
+            EngineDied: no server starts in time.
+            ValueError: the settings of a server do not fit this run.
         """
-        return self._all_ranks.run_on_first(self._inspect)
+        description, urls = self._all_ranks.run_on_first(self._wait_for_servers)
+        for member in self._running.members:
+            if member.server.url in urls:
+                self._running.use(member)
+        return description
 
-    def _inspect(self) -> str:
-        server = self._connected_server
-        server.wait_until_up()
+    def _wait_for_servers(self) -> tuple[str, list[str]]:
+        """Wait for a server; return a description of those that respond, and their addresses."""
+        began = last_logged = time.monotonic()
+        while True:
+            self._running.refresh()
+            members, cause = self._running.members, EngineDied(f"there is no address yet in {self._addresses}")
+            for member in members:
+                try:
+                    member.server.get("/health", seconds=_HEALTH_SECONDS)
+                    member.is_up = True
+                except EngineDied as error:
+                    cause = error
+            up = [member for member in members if member.is_up]
+            if up:
+                descriptions = [self._inspect(member.server) for member in up]
+                missing = f" ({len(up)} of {len(members)} servers)" if len(members) > 1 else ""
+                return f"{', '.join(descriptions)}{missing}", [member.server.url for member in up]
+            now = time.monotonic()
+            if now - began > self._timeout:
+                raise EngineDied(f"{cause}; {HOW_TO_START}")
+            if now - last_logged > _HEARTBEAT_SECONDS:
+                last_logged = now
+                log.info("Waiting for a vLLM server for %.0f s: %s.", now - began, cause)
+            time.sleep(min(1.0, self._timeout))
+
+    def _inspect(self, server: VLLMServer) -> str:
+        """Validate the settings of a server; return its description."""
         if not server.is_local:
             self._check_key_is_required(server)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         backend = str((config.get("weight_transfer_config") or {}).get("backend"))
-        if (remedy := next(self._remedies(config, backend), None)) is not None:
+        if (remedy := next(self._remedies(server, config, backend), None)) is not None:
             raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
-        self._compare_models(config["model_config"]["model"])
-        self._push = PUSHES[backend](server, has_images=self._setup.processor is not None)
+        self._compare_models(server, config["model_config"]["model"])
+        if self._push is None:
+            self._backend = backend
+            self._push = WeightPush(TRANSPORTS[backend](), has_images=self._setup.processor is not None)
         return f"vLLM {server.get('/version')['version']} at {server.url}"
 
-    def _remedies(self, config: dict[str, Any], backend: str) -> Iterator[str]:
-        """Yield the option that corrects each setting of the server that does not fit this run.
+    def _remedies(self, server: VLLMServer, config: dict[str, Any], backend: str) -> Iterator[str]:
+        """Yield the option that corrects each setting of a server that does not fit this run.
 
         Args:
-            config: the server's settings.
+            server: the server.
+            config: its settings.
             backend: its transport of weights.
         """
-        server, model = self._connected_server, config["model_config"]
+        model = config["model_config"]
         dtype = self._setup.dtype
         needed_tokens, served_tokens = self._setup.max_tokens, model["max_model_len"]
         # Above this length, vLLM computes all texts with the Long-RoPE factors of long ones; None for other models.
@@ -137,8 +203,10 @@ class VLLMServerEngine(RolloutEngine):
         )
         if self._setup.processor is not None and model["skip_tokenizer_init"]:
             yield "--enable-scale-out, not --tokens-only: with it, the server reads no images"
-        if backend not in PUSHES:
-            yield f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"
+        if backend not in TRANSPORTS:
+            yield f"--weight-transfer-config with the backend {' or '.join(TRANSPORTS)}, not {backend}"
+        elif self._backend not in (None, backend):
+            yield f"--weight-transfer-config with the backend {self._backend} of the other servers, not {backend}"
         if backend == SHARED_MEMORY and not server.is_local:
             yield f"--weight-transfer-config with the backend nccl, not {backend}: it is on another machine"
         if model["logprobs_mode"] != "processed_logprobs":
@@ -166,8 +234,8 @@ class VLLMServerEngine(RolloutEngine):
             f"--middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
         )
 
-    def _compare_models(self, name: str) -> None:
-        """Raise if the server's model has another architecture; skipped if its config is not on this machine."""
+    def _compare_models(self, server: VLLMServer, name: str) -> None:
+        """Raise if a server's model has another architecture; skipped if its config is not on this machine."""
         ours = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).to_dict()
         try:
             theirs = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True).to_dict()
@@ -176,25 +244,99 @@ class VLLMServerEngine(RolloutEngine):
         for key in _COMPARED_KEYS:
             if ours.get(key) != theirs.get(key):
                 raise UsageError(
-                    f"the vLLM server at {self._url} serves another model, {name}: its {key} is {theirs.get(key)}, but "
-                    f"the actor's is {ours.get(key)}; start it with the actor's model"
+                    f"the vLLM server at {server.url} serves another model, {name}: its {key} is {theirs.get(key)}, "
+                    f"but the actor's is {ours.get(key)}; start it with the actor's model"
                 )
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them."""
+        """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them.
+
+        Raises:
+            EngineDied: no server can be used.
+            RuntimeError: two servers compute different log-probs with these weights.
+        """
         futures.wait(list(self._generating))
         self._all_ranks.gather(None)  # the first rank pushes only after all ranks have received their responses
-        self._version = version
+        servers, self._version = self._running, version
+        servers.refresh()
+        if not self._all_ranks.is_first:
+            servers.start_push(self._label)
+        failed = self._all_ranks.run_on_first_with(parameters, self._push_to_all)
+        for member in servers.members:
+            if (message := failed.get(member.server.url)) is not None:
+                servers.leave_out(member, member.uses, EngineDied(message))
+        servers.end_push()
+        self._all_ranks.run_on_first(servers.wait_for_one)
 
-        def push(remaining: Iterable[tuple[str, Tensor]]) -> None:
-            assert self._push is not None
-            self._push(in_dtype(self._published(remaining), self._setup.dtype), self._label)
+    def _push_to_all(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Push weights to all servers that respond; return the errors of those that fail, by their addresses."""
+        assert self._push is not None
+        servers = self._running
+        with self._push_lock:
+            servers.start_push(self._label)
+            members = {member.server: member for member in servers.members if self._can_be_pushed_to(member)}
+            pushed = in_dtype(self._published(parameters), self._setup.dtype)
+            errors = self._push(list(members), pushed, self._label)
+            self._proof = None
+            for server, member in members.items():
+                try:
+                    if server not in errors:
+                        self._prove(server)
+                        servers.use(member)
+                except EngineDied as error:
+                    errors[server] = error
+        if errors and len(errors) == len(members) and not self._push.transport.keeps_weights:
+            raise next(iter(errors.values()))
+        return {server.url: str(error) for server, error in errors.items()}
 
-        self._all_ranks.run_on_first_with(parameters, push)
+    def _can_be_pushed_to(self, member: Member) -> bool:
+        """Return whether a server responds, and its settings fit this run."""
+        if member.is_used or member.given_up or not member.is_up:
+            return member.is_used
+        try:
+            self._inspect(member.server)
+        except (RunError, UsageError) as error:
+            log.warning("The vLLM server at %s gets no weights: %s", member.server.url, error)
+            return False
+        return True
+
+    def _give_weights(self, member: Member) -> None:
+        """Give the weights of the last push to a server that lacks them, if they were kept."""
+        with self._push_lock:
+            if self._push is None or not self._push.transport.keeps_weights:
+                return  # the run has ended, or the server gets the weights of the next push
+            self._inspect(member.server)
+            self._push.repeat(member.server, self._label)
+            self._prove(member.server)
+            self._running.use(member)
+
+    def _prove(self, server: VLLMServer) -> None:
+        """Compare the log-probs of a short text with those of the other servers with the same weights.
+
+        The check of a run compares log-probs of responses with the actor's, but these may all be of one server.
+
+        Raises:
+            RuntimeError: they differ, so the server has damaged the weights.
+        """
+        if len(self._running.members) == 1:
+            return
+        vocabulary = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).get_text_config().vocab_size
+        text = [3 + token % max(vocabulary - 3, 1) for token in range(_PROOF_TOKENS)]
+        sampling = SamplingParams(1, echo=True)
+        (request,) = as_requests([text], [sampling], [0])
+        logprobs = self._post(server, request).logprobs[: len(text) - 1]
+        self._proof = self._proof or logprobs
+        gap = max(abs(ours - theirs) for ours, theirs in zip(logprobs, self._proof, strict=True))
+        if not gap <= _PROOF_BOUNDS[self._setup.dtype]:
+            raise RunError(
+                f"the vLLM server at {server.url} has the same weights as the others, but its log-probabilities of the "
+                f"same text differ by {gap:.3g} nats (allowed: {_PROOF_BOUNDS[self._setup.dtype]:g}): it has damaged "
+                f"them, or has other settings"
+            )
 
     @property
     def _label(self) -> str:
-        return f"run {self._run_id}, version {self._version}"
+        return label_of(self._run_id, self._version)
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
@@ -222,11 +364,11 @@ class VLLMServerEngine(RolloutEngine):
         seeds: Sequence[int],
         images: Sequence[PromptImages],
     ) -> list[Future[Completion]]:
-        server = self._connected_server  # raises before start()
+        servers = self._running  # raises before start()
         requests = as_requests(prompts, sampling, seeds, images)
         of_requests = [of_prompt.images for of_prompt in images] or [()] * len(requests)
         sent = [
-            self._threads.submit(self._generate, server, request, of_request)
+            self._threads.submit(self._generate, servers, request, of_request)
             for request, of_request in zip(requests, of_requests, strict=True)
         ]
         self._generating.update(sent)
@@ -234,23 +376,20 @@ class VLLMServerEngine(RolloutEngine):
             future.add_done_callback(self._generating.discard)
         return sent
 
-    def _generate(self, server: VLLMServer, request: dict[str, Any], images: Sequence[EncodedImage] = ()) -> Completion:
-        """Send one request and wait for its completion."""
-        fixed = {
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-            "ignore_eos": True,  # the tokens that end a response are in stop_token_ids
-            "seed": request["seed"],
-        }
-        body = {"token_ids": request["prompt"], "sampling_params": {**request["sampling"], **fixed}}
-        if images:
-            response = self._with_images({**body, "token_ids": request["unexpanded"]}, server, images)
-            check_expansion(request["prompt"], response["prompt_token_ids"], len(images))
-        else:
-            response = server.post("/inference/v1/generate", body)
-        return self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
+    def _generate(self, servers: Servers, request: dict[str, Any], images: Sequence[EncodedImage] = ()) -> Completion:
+        """Send one request to a server, and wait for its completion."""
 
-    def _with_images(self, body: dict[str, Any], server: VLLMServer, images: Sequence[EncodedImage]) -> Any:
+        def send(member: Member) -> Completion:
+            return self._post(member.server, request) if not images else self._post_with_images(member, request, images)
+
+        return servers.call(request["prompt"], send)
+
+    def _post(self, server: VLLMServer, request: dict[str, Any]) -> Completion:
+        """Send one request without images."""
+        response = server.post(_ROUTE, {"token_ids": request["prompt"], "sampling_params": _sampling(request)})
+        return self._completion(server, response)
+
+    def _post_with_images(self, member: Member, request: dict[str, Any], images: Sequence[EncodedImage]) -> Completion:
         """Send one request with images by their SHA-256; a request of one token has sent their files before."""
 
         def post(with_files: bool, **sampling: Any) -> Any:
@@ -258,68 +397,88 @@ class VLLMServerEngine(RolloutEngine):
                 {"type": "image_url", "url": image.data_url() if with_files else None, "uuid": image.sha256}
                 for image in images
             ]
-            fields = {"sampling_params": {**body["sampling_params"], **sampling}}
-            sent = {**body, **fields, "content_parts": parts, "return_token_ids": True}
-            return server.post("/inference/v1/generate", sent)
+            body = {"token_ids": request["unexpanded"], "sampling_params": {**_sampling(request), **sampling}}
+            return member.server.post(_ROUTE, {**body, "content_parts": parts, "return_token_ids": True})
 
         names = frozenset(image.sha256 for image in images)
-        with self._image_locks.setdefault(names, Lock()):  # the other responses to the prompt wait
-            if not names <= self._served_images:
+        with member.image_locks.setdefault(names, Lock()):  # the other responses to the prompt wait
+            if not names <= member.images:
                 post(with_files=True, max_tokens=1, prompt_logprobs=None)
-                self._served_images |= names
-        self._image_locks.pop(names, None)
+                member.images |= names
+        member.image_locks.pop(names, None)
         try:
-            return post(with_files=False)
+            response = post(with_files=False)
         except EngineDied:
             raise
         except RunError:  # the server keeps some images only
-            return post(with_files=True)
+            response = post(with_files=True)
+        completion = self._completion(member.server, response)
+        check_expansion(request["prompt"], response["prompt_token_ids"], len(images))
+        return completion
 
-    def _completion(self, choice: dict[str, Any], prompt_logprobs: list[dict[str, Any] | None]) -> Completion:
-        """Return a completion from the server's response.
+    def _completion(self, server: VLLMServer, response: Any) -> Completion:
+        """Return the completion in a server's response.
 
-        Args:
-            choice: the response.
-            prompt_logprobs: log-probs of the prompt's tokens, if ``echo`` requested them: for each token a mapping
-                from its id as text to its log-prob, None for the first one.
+        Raises:
+            EngineDied: the response is invalid, or is from other weights than those of the last push.
         """
-        versions = {span["version"] for span in choice["weight_versions"] or []}
-        if not versions:
-            raise EngineDied(f"the vLLM server at {self._url} returned no version of the weights with a response")
+        try:
+            (choice,) = response["choices"]
+            versions = {span["version"] for span in choice["weight_versions"] or []}
+            reason = choice["finish_reason"]
+            # Log-probs of the prompt, if ``echo`` requested them: for each token a mapping from its id as text to the
+            # fields of its log-prob, None for the first one.
+            of_prompt = response.get("prompt_logprobs") or []
+            echoed = [item for position in of_prompt for item in (position or {}).items()]
+            sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+            tokens = [(int(token), float(fields["logprob"])) for token, fields in (*echoed, *sampled)]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineDied(
+                f"the vLLM server at {server.url} sent an invalid response ({type(error).__name__}: {error})"
+            ) from error
         if versions != {self._label}:
             raise EngineDied(
-                f"the vLLM server at {self._url} generated with the weights {sorted(versions)}, not with those of "
+                f"the vLLM server at {server.url} generated with the weights {sorted(versions)}, not with those of "
                 f"{self._label!r}: it was restarted, or another run pushed weights"
             )
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        # (token id, fields with its log-prob): those of a requested prompt without its first token, then sampled ones.
-        echoed = [item for position in prompt_logprobs for item in (position or {}).items()]
-        sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
-        tokens = [*echoed, *sampled]
-        logprobs = [float(fields["logprob"]) for _, fields in tokens]
-        token_ids = [int(token) for token, _ in tokens]
-        return Completion(token_ids, logprobs, choice["finish_reason"], self._version)
+        if reason not in ("stop", "length"):
+            raise EngineDied(f"the vLLM server at {server.url} aborted a response ({reason})")
+        return Completion([token for token, _ in tokens], [logprob for _, logprob in tokens], reason, self._version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
 
         def compare(remaining: Iterable[tuple[str, Tensor]]) -> str | None:
             assert self._push is not None
-            return self._push.first_difference(in_dtype(self._published(remaining), self._setup.dtype))
+            return self._push.transport.first_difference(in_dtype(self._published(remaining), self._setup.dtype))
 
         return self._all_ranks.run_on_first_with(parameters, compare)
 
     def close(self) -> None:
-        """Close the connection; the server keeps running."""
+        """Close the connections; the servers keep running."""
+        if self._servers is not None:
+            self._servers.close()
         if self._push is not None:
-            self._push.close()
+            with self._push_lock:
+                self._push.close()
         self._threads.close()
-        self._server = None
+        self._servers = None
         self._push = None
+        self._backend = None
 
     @property
-    def _connected_server(self) -> VLLMServer:
-        if self._server is None:
+    def _running(self) -> Servers:
+        if self._servers is None:
             raise RunError("the engine is not running: call start() first")
-        return self._server
+        return self._servers
+
+
+def _sampling(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a request, as the server expects them."""
+    fixed = {
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+        "ignore_eos": True,  # the tokens that end a response are in stop_token_ids
+        "seed": request["seed"],
+    }
+    return {**request["sampling"], **fixed}

@@ -1,98 +1,55 @@
-"""Transfer of weights from the trainer's first rank to a vLLM server, with vLLM's weight-transfer API."""
+"""Transfer of weights from the trainer's first rank to vLLM servers, with vLLM's weight-transfer API."""
 
 from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, WeightSender
 
 _CHUNK_BYTES = 256 * 2**20
 _ALREADY_ACTIVE = "already active"  # in vLLM's answer to /start_weight_update while an update has not finished
-Prepared = TypeVar("Prepared")  # weights as a transport sends them
+_RESUME_SECONDS = 30.0
+_THREADS = 64  # largest number of servers that load weights at the same time
+Part = TypeVar("Part")  # what one request for an update sends
 
 
-class WeightPush(ABC, Generic[Prepared]):
-    """One transport of the weight-transfer API.
+class Transport(ABC, Generic[Part]):
+    """One transport of the weight-transfer API, for any number of servers."""
 
-    Args:
-        server: server whose weights are replaced.
-        has_images: whether the server reads images, whose features belong to the old weights.
-    """
+    at_once: ClassVar[bool]  # whether several servers receive a part at the same time, each in a separate thread
+    keeps_weights: ClassVar[bool]  # whether the last weights can be sent again
 
-    def __init__(self, server: VLLMServer, has_images: bool = False) -> None:
-        self._server = server
-        self._has_images = has_images
-        self._connected = False
-
-    def __call__(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
-        """Replace all weights between requests and reset the prefix cache.
+    @abstractmethod
+    def parts(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
+        """Yield at least one part of the weights; the servers are paused after the first one is prepared.
 
         Args:
             parameters: (transformers name, tensor); each tensor is valid only until the next one.
-            label: version label of tokens that are generated with the new weights.
-
-        Raises:
-            RuntimeError: the prefix cache could not be reset.
-            EngineDied: the server failed; tokens that it generates later are labelled ``unfinished``.
         """
-        weights = self._prepare(parameters)
-        try:
-            # Without clear_cache, vLLM 0.32 keeps the pictures; the caches that depend on weights are emptied below.
-            query = {"mode": "wait"} | ({"clear_cache": "false"} if self._has_images else {})
-            self._server.post("/pause", None, **query)
-            self._replace(weights, label)
-        except BaseException:  # also an interrupt: the server may be shared, and must not stay paused
-            with suppress(RuntimeError, ValueError):  # report the first error
-                self._server.post("/resume")
-            raise
-        self._server.post("/resume")
-
-    def _replace(self, weights: Prepared, label: str) -> None:
-        # The version is "unfinished" until the update is, so that tokens of a push that fails belong to no version.
-        self._server.post("/update_weight_version", {"new_version": f"unfinished {label}"})
-        if not self._connected:
-            self._connect()
-            self._connected = True
-        self._begin()
-        self._send(weights)
-        # Before the update is finished, because the cache has values of the old weights.
-        if not self._server.post("/reset_prefix_cache")["success"]:
-            raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of the old weights")
-        if self._has_images:
-            self._server.post("/reset_encoder_cache")
-        self._server.post("/finish_weight_update", {"weight_version": label})
-
-    def _begin(self) -> None:
-        try:
-            self._server.post("/start_weight_update")
-        except EngineDied as error:
-            if _ALREADY_ACTIVE not in str(error):
-                raise
-            # An earlier push did not finish: end its update, whose weights are replaced now.
-            self._server.post("/finish_weight_update")
-            self._server.post("/start_weight_update")
 
     @abstractmethod
-    def _connect(self) -> None:
-        """Set up the transport on the server."""
+    def connect(self, server: VLLMServer) -> None:
+        """Set up the transport on a server, before its first update."""
 
     @abstractmethod
-    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Prepared:
-        """Prepare the weights before the server is paused; return the argument of :meth:`_send`."""
+    def send(self, server: VLLMServer, part: Part) -> None:
+        """Send a part; called between start and end of an update."""
 
-    @abstractmethod
-    def _send(self, weights: Prepared) -> None:
-        """Send the weights; called between start and end of an update."""
+    def kept(self) -> Part:
+        """Return the last weights as one part; only for transports that keep them."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no weights")
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last push; None if none does.
@@ -101,28 +58,40 @@ class WeightPush(ABC, Generic[Prepared]):
         """
         return None
 
+    def disconnect(self, server: VLLMServer) -> None:
+        """Free local resources for a server."""
+
     def close(self) -> None:
-        """Free local resources; the server keeps running."""
+        """Free local resources; the servers keep running."""
 
 
-class SharedMemoryPush(WeightPush[dict[str, Any]]):
-    """Transport through shared memory, for a server on the same machine that runs :mod:`.plugin`."""
+class SharedMemoryTransport(Transport[dict[str, Any]]):
+    """Transport through shared memory, for servers on the same machine that run :mod:`.plugin`."""
 
-    def __init__(self, server: VLLMServer, has_images: bool = False) -> None:
-        super().__init__(server, has_images)
+    at_once = True
+    keeps_weights = True
+
+    def __init__(self) -> None:
         self._sender = WeightSender()
 
-    def _connect(self) -> None:
-        self._server.post("/init_weight_transfer_engine", {"init_info": {}})
+    def parts(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+        """See :meth:`Transport.parts`; all weights are one part."""
+        yield self._sender.write(parameters)
 
-    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        return self._sender.write(parameters)
+    def connect(self, server: VLLMServer) -> None:
+        """See :meth:`Transport.connect`."""
+        server.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    def _send(self, weights: dict[str, Any]) -> None:
-        self._server.post("/update_weights", {"update_info": weights})
+    def send(self, server: VLLMServer, part: dict[str, Any]) -> None:
+        """See :meth:`Transport.send`."""
+        server.post("/update_weights", {"update_info": part})
+
+    def kept(self) -> dict[str, Any]:
+        """See :meth:`Transport.kept`."""
+        return self._sender.message
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`WeightPush.first_difference`."""
+        """See :meth:`Transport.first_difference`."""
         return self._sender.first_difference(parameters)
 
     def close(self) -> None:
@@ -130,38 +99,180 @@ class SharedMemoryPush(WeightPush[dict[str, Any]]):
         self._sender.close()
 
 
-class NCCLPush(WeightPush[Iterable[tuple[str, Tensor]]]):
-    """Transport from the first rank's GPU to the server's GPUs over NCCL; imports vLLM in the trainer's process."""
+class NCCLTransport(Transport[list[tuple[str, Tensor]]]):
+    """Transport from the first rank's GPU to the GPUs of each server by NCCL; imports vLLM in the trainer's process."""
 
-    def _connect(self) -> None:
+    at_once = False  # CUDA's current device is that of the trainer's thread
+    keeps_weights = False
+
+    def __init__(self) -> None:
+        self._engines: dict[VLLMServer, Any] = {}
+
+    def parts(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """See :meth:`Transport.parts`; a part has at most 256 MiB or is one parameter."""
+        return chunks(parameters, _CHUNK_BYTES)
+
+    def connect(self, server: VLLMServer) -> None:
+        """See :meth:`Transport.connect`; trainer and workers of the server form a group of NCCL."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        workers = self._server.get("/get_world_size")["world_size"]
-        address, port = _rendezvous(self._server)
+        workers = server.get("/get_world_size")["world_size"]
+        address, port = _rendezvous(server)
         # Not packed, because packing needs two buffers of 1 GB.
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed=False, rank=0)
-        self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            info,
-            client=_ChunkClient(self._server),
-            source=_chunk_source([]),
+        self._engines[server] = WeightTransferTrainerFactory.trainer_init(
+            info, client=_ChunkClient(server), source=_chunk_source([])
         )
 
-    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return parameters
+    def send(self, server: VLLMServer, part: list[tuple[str, Tensor]]) -> None:
+        """See :meth:`Transport.send`."""
+        engine = self._engines[server]
+        engine.source = _chunk_source(part)
+        engine.send_weights()
+        engine.source = _chunk_source([])  # frees the chunk before the next parameter is gathered
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for pairs in chunks(weights, _CHUNK_BYTES):
-            self._engine.source = _chunk_source(pairs)
-            self._engine.send_weights()
-            self._engine.source = _chunk_source([])  # frees the chunk before the next parameter is gathered
-            del pairs
+    def disconnect(self, server: VLLMServer) -> None:
+        """Close the group with a server."""
+        if (engine := self._engines.pop(server, None)) is not None:
+            engine.shutdown()
 
     def close(self) -> None:
-        """Close the NCCL group."""
-        if self._connected:
-            self._engine.shutdown()
-            self._connected = False
+        """Close all groups."""
+        for server in list(self._engines):
+            self.disconnect(server)
+
+
+class WeightPush:
+    """Replaces the weights of servers.
+
+    Args:
+        transport: way of the weights to all servers.
+        has_images: whether the servers read images, whose features belong to the old weights.
+    """
+
+    def __init__(self, transport: Transport[Any], has_images: bool = False) -> None:
+        self.transport = transport
+        self._has_images = has_images
+        self._connected = set[VLLMServer]()
+        self._threads = DaemonThreads(_THREADS, "weight push")
+
+    def __call__(
+        self, servers: Sequence[VLLMServer], parameters: Iterable[tuple[str, Tensor]], label: str
+    ) -> dict[VLLMServer, EngineDied]:
+        """Replace all weights of some servers between their requests, and reset their prefix caches.
+
+        Args:
+            servers: servers; without any, a transport that keeps weights keeps these.
+            parameters: (transformers name, tensor); each tensor is valid only until the next one.
+            label: version label of tokens that are generated with the new weights.
+
+        Returns:
+            The servers that failed, with their errors; tokens that they generate later are labelled ``unfinished``.
+
+        Raises:
+            RuntimeError: a prefix cache could not be reset.
+        """
+        return self._replace(servers, self.transport.parts(parameters), label)
+
+    def repeat(self, server: VLLMServer, label: str) -> None:
+        """Replace the weights of one server by those of the last push, if the transport keeps them.
+
+        Args:
+            server: a server that was started again, or has joined the run.
+            label: version label of the last push.
+
+        Raises:
+            EngineDied: the server failed.
+        """
+        self.disconnect(server)
+        for error in self._replace([server], iter([self.transport.kept()]), label).values():
+            raise error
+
+    def _replace(self, servers: Sequence[VLLMServer], parts: Iterator[Any], label: str) -> dict[VLLMServer, EngineDied]:
+        failed: dict[VLLMServer, EngineDied] = {}
+        begun = False
+        try:
+            for part in parts:
+                if not begun:
+                    begun = True
+                    self._each(servers, partial(self._begin, label=label), failed)
+                self._each(servers, partial(self.transport.send, part=part), failed)
+                del part  # free it before the next one is gathered
+            self._each(servers, partial(self._finish, label=label), failed)
+        finally:  # also after an interrupt: a server may be shared, and must not stay paused
+            if begun:
+                for server in servers:
+                    if server in failed:
+                        self.disconnect(server)
+                    with suppress(RuntimeError, ValueError):  # the first error is reported
+                        server.post("/resume", seconds=_RESUME_SECONDS)
+        return failed
+
+    def _each(
+        self, servers: Sequence[VLLMServer], action: Callable[[VLLMServer], None], failed: dict[VLLMServer, EngineDied]
+    ) -> None:
+        """Call an action for each server that has not failed; add those that fail."""
+        remaining = [server for server in servers if server not in failed]
+        submit = self._threads.submit if self.transport.at_once and len(remaining) > 1 else _called
+        results = [(server, submit(action, server)) for server in remaining]
+        errors = [(server, error) for server, result in results if (error := result.exception()) is not None]
+        for server, error in errors:
+            if not isinstance(error, EngineDied):
+                raise error
+            failed[server] = error
+
+    def _begin(self, server: VLLMServer, label: str) -> None:
+        # Without clear_cache, vLLM 0.32 keeps the pictures; the caches that depend on weights are emptied below.
+        if self._has_images:
+            server.post("/pause", mode="wait", clear_cache="false")
+        else:
+            server.post("/pause", mode="wait")
+        # The version is "unfinished" until the update is, so that tokens of a push that fails belong to no version.
+        server.post("/update_weight_version", {"new_version": f"unfinished {label}"})
+        if server not in self._connected:
+            self.transport.connect(server)
+            self._connected.add(server)
+        try:
+            server.post("/start_weight_update")
+        except EngineDied as error:
+            if _ALREADY_ACTIVE not in str(error):
+                raise
+            # An earlier push did not finish: end its update, whose weights are replaced now.
+            server.post("/finish_weight_update")
+            server.post("/start_weight_update")
+
+    def _finish(self, server: VLLMServer, label: str) -> None:
+        # Before the update is finished, because the cache has values of the old weights.
+        reset = server.post("/reset_prefix_cache")
+        if not isinstance(reset, dict) or "success" not in reset:
+            raise EngineDied(f"the vLLM server at {server.url} sent an invalid response at /reset_prefix_cache")
+        if not reset["success"]:
+            raise RunError(f"the vLLM server at {server.url} kept the prefix cache of the old weights")
+        if self._has_images:
+            server.post("/reset_encoder_cache")
+        server.post("/finish_weight_update", {"weight_version": label})
+
+    def disconnect(self, server: VLLMServer) -> None:
+        """Forget the connection to a server that has ended."""
+        self._connected.discard(server)
+        self.transport.disconnect(server)
+
+    def close(self) -> None:
+        """Free local resources; the servers keep running."""
+        self.transport.close()
+        self._threads.close()
+
+
+def _called(action: Callable[[VLLMServer], None], server: VLLMServer) -> Future[None]:
+    """Call an action now; return its result as a future."""
+    future = Future[None]()
+    try:
+        action(server)
+        future.set_result(None)
+    except EngineDied as error:
+        future.set_exception(error)
+    return future
 
 
 class _ChunkClient:
@@ -251,4 +362,4 @@ def _rendezvous(server: VLLMServer) -> tuple[str, int]:
 
 
 # By the backend of the server's --weight-transfer-config.
-PUSHES: dict[str, type[WeightPush[Any]]] = {SHARED_MEMORY: SharedMemoryPush, "nccl": NCCLPush}
+TRANSPORTS: dict[str, type[Transport[Any]]] = {SHARED_MEMORY: SharedMemoryTransport, "nccl": NCCLTransport}

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightning_rlhf.calls.balance import Balancer
 from lightning_rlhf.calls.loop import EventLoopThread, cancel_other_tasks
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.rewards.results import AbortRun
 
 _MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
+_LEFT_OUT_S = 30.0  # in which a server gets no requests after a failed one, if there is another
 _MAX_REPLY = 200  # characters of a reply that messages show
 _BASE64 = re.compile(r"(;base64,)[A-Za-z0-9+/=\\]+")  # of a data: URL, whose slashes JSON may escape
 _PIXELS_PER_TOKEN = 28 * 28  # as in Qwen2.5-VL
@@ -36,17 +38,20 @@ class ServerBusy(RunError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and the limits of requests to it.
+    """A server and the limits of requests to it, or several servers with the same model.
+
+    With several servers, a request goes to the one with the fewest unfinished requests. One where a request failed gets
+    none for 30 s, if there is another.
 
     Args:
-        url: URL of the route, for example ``http://127.0.0.1:8000/v1/chat/completions``.
+        url: URL of the route, for example ``http://127.0.0.1:8000/v1/chat/completions``, or a list of them.
         key_env: name of the environment variable with the key, sent as a bearer token; None sends no key. The key
             itself appears neither in configurations nor in messages.
         timeout_s: time limit of one try, from the connection to the whole reply, seconds.
         tries: largest number of times that a request is sent, at least 1. It is sent again after a connection error, a
             timeout, status 429 or 5xx, or a reply that is not JSON. The pause is the server's Retry-After, or grows
             exponentially with jitter, and is at most 30 s.
-        concurrency: largest number of concurrent requests.
+        concurrency: largest number of concurrent requests for each server.
         requests_per_minute: rate limit of requests, including retries; None: no limit.
         tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request, one per 784 pixels
             of its images, and the longest answer; None: no limit.
@@ -55,7 +60,7 @@ class Endpoint:
             before it is exceeded. Rejected requests count 0.
     """
 
-    url: str
+    url: str | list[str]
     key_env: str | None = None
     timeout_s: float = 60.0
     tries: int = 5
@@ -66,10 +71,15 @@ class Endpoint:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"url must begin with http:// or https://, got {self.url!r}")
-        if "@" in urlsplit(self.url).netloc:
-            raise UsageError("url must not contain a user name or password, because messages show the URL: use key_env")
+        if not self.url:
+            raise UsageError("url must have at least one address, got none")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise UsageError(f"url must begin with http:// or https://, got {url!r}")
+            if "@" in urlsplit(url).netloc:
+                raise UsageError(
+                    "url must not contain a user name or password, because messages show the URL: use key_env"
+                )
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise UsageError(f"{name} must be positive, got {value}")
@@ -81,6 +91,14 @@ class Endpoint:
                 f"a request to a server needs {' and '.join(missing)}: pip install 'lightning-rlhf[judge]'"
             )
 
+    @property
+    def urls(self) -> list[str]:
+        """URLs of all servers."""
+        return [self.url] if isinstance(self.url, str) else list(self.url)
+
+    def __str__(self) -> str:
+        return ", ".join(self.urls)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -89,10 +107,12 @@ class Request:
     Args:
         body: JSON object; None gets the URL.
         tokens: estimated number of tokens of request and reply.
+        text: token ids of the text in the request; requests whose texts begin equally go to one server.
     """
 
     body: dict[str, Any] | None
     tokens: int
+    text: Sequence[int] = ()
 
 
 def estimated_tokens(text: str, images: Sequence[EncodedImage] = ()) -> int:
@@ -117,6 +137,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
+        self._balancer = Balancer(endpoint.urls)
         self._key = None if endpoint.key_env is None else read_key(endpoint.key_env)
         self._lock = threading.Lock()
         self._earliest = {"requests": 0.0, "tokens": 0.0}  # start of the next request within each rate limit
@@ -158,24 +179,35 @@ class Client:
             in_tries = f" in the last of {self.endpoint.tries} tries" if _is_temporary(error) else ""
             kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(
-                f"{self.endpoint.url} answered{in_tries}: {error.response.status_code} {start_of_reply(reply)!r}"
+                f"{self.endpoint} answered{in_tries}: {error.response.status_code} {start_of_reply(reply)!r}"
             ) from None
         except (httpx.RequestError, TimeoutError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            raise RunError(
-                f"{self.endpoint.url} gave no valid answer in {self.endpoint.tries} tries: {reason}"
-            ) from None
+            raise RunError(f"{self.endpoint} gave no valid answer in {self.endpoint.tries} tries: {reason}") from None
 
     async def _try(self, request: Request, content: bytes | None) -> Any:
         """Send a request once, with its encoded body."""
         self._spend_budget(request)
         await asyncio.sleep(self._seconds_until_allowed(request.tokens))
+        url = self._balancer.choose(request.text, even_excluded=True)
+        assert url is not None
+        try:
+            return await self._try_at(url, request, content)
+        except Exception as error:
+            if _is_temporary(error):
+                self._balancer.exclude(url, _LEFT_OUT_S)
+            raise
+        finally:
+            self._balancer.finish(url)
+
+    async def _try_at(self, url: str, request: Request, content: bytes | None) -> Any:
+        """Send a request to one of the servers."""
         async with asyncio.timeout(self.endpoint.timeout_s):
             if content is None:
-                response = await self._client.get(self.endpoint.url)
+                response = await self._client.get(url)
             else:
                 headers = {"Content-Type": "application/json"}
-                response = await self._client.post(self.endpoint.url, content=content, headers=headers)
+                response = await self._client.post(url, content=content, headers=headers)
         if response.is_error:
             self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
         response.raise_for_status()
@@ -199,7 +231,7 @@ class Client:
             ):
                 if limit is not None and used + needed > limit:
                     raise BudgetSpent(
-                        f"{self.endpoint.url}: the budget of {limit} {name} (max_{name}) is spent: {used} are used and "
+                        f"{self.endpoint}: the budget of {limit} {name} (max_{name}) is spent: {used} are used and "
                         f"the next request may need {needed}; raise the budget or send fewer requests"
                     )
             self.requests += 1
@@ -225,7 +257,7 @@ class Client:
         with self._lock:
             if self._finalizer is None or not self._finalizer.alive:
                 headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-                concurrency = self.endpoint.concurrency
+                concurrency = self.endpoint.concurrency * len(self.endpoint.urls)
                 self._concurrent = asyncio.Semaphore(concurrency)
                 self._client = httpx.AsyncClient(
                     headers=headers,

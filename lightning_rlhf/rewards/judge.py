@@ -171,7 +171,7 @@ class JudgeReward:
             answer = choice["message"]["content"]
             truncated = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RunError(f"no chat completion from {self.client.endpoint.url}: {start_of_reply(reply)!r}") from None
+            raise RunError(f"no chat completion from {self.client.endpoint}: {start_of_reply(reply)!r}") from None
         if truncated:  # its last score may be quoted from the response
             raise RunError(f"judge {self.model}: answer truncated at max_answer_tokens={self.max_answer_tokens}")
         return self.score(str(answer))

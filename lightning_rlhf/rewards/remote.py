@@ -74,7 +74,7 @@ class _ServedReward(ABC):
         except (KeyError, IndexError, TypeError):
             reward = None
         if not isinstance(reward, Real) or isinstance(reward, bool):
-            raise RunError(f"no reward in the reply of {self.client.endpoint.url}: {start_of_reply(reply)!r}")
+            raise RunError(f"no reward in the reply of {self.client.endpoint}: {start_of_reply(reply)!r}")
         return float(reward)
 
 

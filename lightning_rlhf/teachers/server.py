@@ -27,8 +27,9 @@ _HEARTBEAT_SECONDS = 60
 class TeacherServer:
     """A teacher on one or more vLLM servers with the same model, between which the texts are distributed.
 
-    Start each with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. A text is
-    sent again after a connection error or a timeout, so that a server may be restarted while the run waits.
+    Start each with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. A text goes
+    to the server with the fewest unfinished texts, and responses to one prompt to the same server. It is sent again
+    after a connection error or a timeout, so that a server may be restarted while the run waits or uses the others.
 
     Args:
         urls: addresses, for example ``http://127.0.0.1:8000``; at least one.
@@ -53,15 +54,15 @@ class TeacherServer:
     def __post_init__(self) -> None:
         if isinstance(self.urls, str) or not self.urls:
             raise UsageError(f"urls of a TeacherServer must be a list of at least one address, got {self.urls!r}")
-        self._endpoint(self.urls[0], "")  # validates the arguments
+        self._endpoint(list(self.urls), "")  # validates the arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TeacherServer:
         """Return the same object: averages of a module's weights share its connections."""
         return self
 
-    def _endpoint(self, url: str, route: str, tries: int | None = None) -> Endpoint:
+    def _endpoint(self, urls: Sequence[str], route: str, tries: int | None = None) -> Endpoint:
         return Endpoint(
-            url=f"{url.rstrip('/')}{route}",
+            url=[f"{url.rstrip('/')}{route}" for url in urls],
             key_env=self.key_env,
             timeout_s=self.timeout_s,
             tries=tries or self.tries,
@@ -69,8 +70,8 @@ class TeacherServer:
         )
 
     @cached_property
-    def _clients(self) -> list[Client]:
-        return [Client(self._endpoint(url, "/v1/completions")) for url in self.urls]
+    def _client(self) -> Client:
+        return Client(self._endpoint(self.urls, "/v1/completions"))
 
     @cached_property
     def served_model(self) -> str:
@@ -122,14 +123,14 @@ class TeacherServer:
         Raises:
             RuntimeError: the server does not answer, rejects a request, or returns something else than a JSON object.
         """
-        client = Client(self._endpoint(url, route, tries=_TRIES_BEFORE_THE_RUN))
+        client = Client(self._endpoint([url], route, tries=_TRIES_BEFORE_THE_RUN))
         try:
             pending = [self._loop.submit(client.post(Request(body, 0))) for body in bodies]
             replies = [future.result() for future in pending]
         finally:
             client.close()
         if not all(isinstance(reply, dict) for reply in replies):
-            raise RunError(f"{client.endpoint.url} did not return a JSON object: is it a vLLM server?")
+            raise RunError(f"{client.endpoint} did not return a JSON object: is it a vLLM server?")
         return replies
 
     def request(self, rollout: Rollout, top_k: int) -> list[Future[TopTokens]]:
@@ -145,15 +146,12 @@ class TeacherServer:
         prompts = zip(rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist(), strict=True)
         responses = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
         futures = []
-        for row, ((prompt, start), (response, length)) in enumerate(zip(prompts, responses, strict=True)):
-            client = self._clients[row % len(self._clients)]
-            tokens = self._top_tokens(client, self.served_model, prompt[:start], response[:length], top_k=top_k)
+        for (prompt, start), (response, length) in zip(prompts, responses, strict=True):
+            tokens = self._top_tokens(self.served_model, prompt[:start], response[:length], top_k=top_k)
             futures.append(self._loop.submit(tokens))
         return futures
 
-    async def _top_tokens(
-        self, client: Client, model: str, prompt: list[int], response: list[int], top_k: int
-    ) -> TopTokens:
+    async def _top_tokens(self, model: str, prompt: list[int], response: list[int], top_k: int) -> TopTokens:
         """Return the (T, K) top tokens of a response."""
         body = {
             "model": model,
@@ -162,8 +160,8 @@ class TeacherServer:
             "temperature": 1.0,
             "prompt_logprobs": top_k,
         }
-        reply = await client.post(Request(body, 0))
-        url = client.endpoint.url
+        reply = await self._client.post(Request(body, 0, prompt + response))
+        url = self._client.endpoint
         try:
             positions = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
             tokens = [sorted(_pairs(entry), reverse=True)[:top_k] for entry in positions]

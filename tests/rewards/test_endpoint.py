@@ -83,8 +83,8 @@ def client(stub):
     """Create clients and close them."""
     made = []
 
-    def client(**options):
-        made.append(Client(Endpoint(stub.url, **options)))
+    def client(*urls, **options):
+        made.append(Client(Endpoint(list(urls) or stub.url, **options)))
         return made[-1]
 
     yield client
@@ -160,6 +160,51 @@ def test_pauses_grow_up_to_a_limit_with_jitter(monkeypatch):
     assert all(0 <= pause <= 30 for pause in pauses)
     assert max(pauses[:2]) <= 1.0 < max(pauses)
     assert len(set(pauses)) > 30
+
+
+@pytest.fixture
+def other():
+    stub = Stub()
+    yield stub
+    stub.server.shutdown()
+    stub.server.server_close()
+
+
+def test_requests_are_shared_between_servers(stub, other, client):
+    def slow(body):
+        time.sleep(0.02)
+        return ok(body)
+
+    stub.script = other.script = [slow]
+    replies = ask(client(stub.url, other.url, concurrency=4), 40)
+    assert [reply["n"] for reply in replies] == list(range(40))
+    assert min(len(stub.seen), len(other.seen)) >= 12
+    assert stub.most <= 8
+
+
+def test_a_server_that_fails_gets_no_requests_for_some_time(stub, other, client, monkeypatch):
+    stub.script, other.script = [(500, {}, "down")], [ok({})]
+    both = client(stub.url, other.url, concurrency=1)
+    ask(both, 40)
+    assert len(stub.seen) <= 2
+    assert len(other.seen) == 40
+    stub.script, other.script = [ok({})], [(500, {}, "down")]
+    ask(both, 3)  # both have failed: all are tried
+    assert len(stub.seen) >= 3
+
+
+def test_without_a_working_server_all_are_named(stub, other, client):
+    stub.script = other.script = [(500, {}, "down")]
+    with pytest.raises(RuntimeError, match=f"{stub.url}, {other.url} answered in the last of 4 tries: 500 'down'"):
+        ask(client(stub.url, other.url, tries=4))
+    assert stub.seen
+    assert other.seen
+
+
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "127.0.0.1:2"], ["http://user@127.0.0.1"]])
+def test_invalid_lists_of_servers_are_rejected(urls):
+    with pytest.raises(ValueError, match="url must (have|begin|not)"):
+        Endpoint(urls)
 
 
 @pytest.mark.parametrize("answer", [(500, {}, "down"), ok("not json {")])

@@ -18,13 +18,23 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one_server", "two_servers"])
-def servers(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
+def started(folder, count):
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    servers = VLLMServers(model, request.param, 128, folder)
+    return VLLMServers(model, count, 128, folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    servers = started(tmp_path_factory.mktemp("server"), 1)
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    servers = started(tmp_path_factory.mktemp("servers"), 2)
     yield servers
     servers.close()
 
@@ -42,25 +52,35 @@ def disturbed(config, forge, directory, servers, **killer):
     return servers.deaths - before
 
 
+def assert_same_with_kills(config, forge, undisturbed, directory, servers, deaths, **killer):
+    reference = undisturbed(config)
+    most = servers.deaths + deaths
+    assert disturbed(config, forge, directory, servers, most=most, **killer) >= 2
+    assert "is left out until it works" in output(directory)
+    assert_same(directory, reference)
+
+
+@pytest.mark.parametrize(("max_staleness", "environment"), [(0, None), (1, CONVERSATIONS)], ids=["prompts", "ahead"])
+def test_a_killed_server_changes_no_result(forge, undisturbed, tmp_path, server, max_staleness, environment):
+    config = with_servers(ppo(1, max_staleness=max_staleness, environment=environment), server.urls)
+    assert_same_with_kills(config, forge, undisturbed, tmp_path, server, 3, seed=max_staleness, every=4.0)
+
+
 @pytest.mark.parametrize("environment", [None, CONVERSATIONS], ids=["prompts", "conversations"])
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_killed_servers_change_no_result(forge, undisturbed, tmp_path, servers, max_staleness, environment):
     config = with_servers(ppo(1, max_staleness=max_staleness, environment=environment), servers.urls)
-    reference = undisturbed(config)
-    most = servers.deaths + 5
-    assert disturbed(config, forge, tmp_path, servers, seed=max_staleness, every=2.0, most=most) >= 2
-    assert "is left out until it works" in output(tmp_path)
-    assert_same(tmp_path, reference)
+    assert_same_with_kills(config, forge, undisturbed, tmp_path, servers, 5, seed=max_staleness, every=1.0)
 
 
-def test_stopped_servers_are_left_out(forge, undisturbed, tmp_path, servers):
-    config = with_servers(ppo(1), servers.urls, silent_seconds=5.0)
+def test_a_stopped_server_is_left_out(forge, undisturbed, tmp_path, server):
+    config = with_servers(ppo(1), server.urls, silent_seconds=5.0)
     reference = undisturbed(config)
-    most = servers.deaths + 1
-    timer = threading.Timer(20, servers.kill_all)  # as a cluster's scheduler does after a failed probe
+    most = server.deaths + 1
+    timer = threading.Timer(25, server.kill_all)  # as a cluster's scheduler does after a failed probe
     timer.start()
     try:
-        assert disturbed(config, forge, tmp_path, servers, seed=3, every=1.0, number=signal.SIGSTOP, most=most) == 1
+        assert disturbed(config, forge, tmp_path, server, seed=3, every=5.0, number=signal.SIGSTOP, most=most) == 1
     finally:
         timer.cancel()
     assert "no response for 5 s" in output(tmp_path)

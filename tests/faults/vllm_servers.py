@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from contextlib import suppress
 
 import yaml
@@ -68,7 +69,7 @@ class VLLMServers:
                     self._processes[index] = self._start(self._ports[index])
 
     def kill_at_random(self, until, seed, every, number=signal.SIGKILL, most=1000):
-        """Send signals to servers, one at a time, until an event is set.
+        """Send signals to servers that respond, one at a time, until an event is set.
 
         Args:
             until: the event.
@@ -79,10 +80,10 @@ class VLLMServers:
         """
         draw = random.Random(seed)
         while self.deaths < most and not until.wait(draw.random() * every):
-            process = draw.choice(self._processes)
-            if process.poll() is None:
+            index = draw.randrange(len(self._processes))
+            if _responds(self.urls[index]):
                 self.deaths += 1
-                _signal_all(process, number)
+                _signal_all(self._processes[index], number)
 
     def kill_all(self):
         """Kill all servers; new ones take their places."""
@@ -96,6 +97,14 @@ class VLLMServers:
         self.kill_all()
         for process in self._processes:
             process.wait()
+
+
+def _responds(url):
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1):
+            return True
+    except OSError:
+        return False
 
 
 def _signal_all(process, number):

@@ -56,7 +56,7 @@ class Balancer(Generic[Server]):
             self._excluded_until[server] = -math.inf
 
     def forget_texts(self) -> None:
-        """Forget the texts that servers have had, after their caches were emptied."""
+        """Discard the texts of all servers, after their caches were emptied."""
         with self._lock:
             for blocks in self._blocks.values():
                 blocks.clear()

@@ -43,8 +43,8 @@ class VLLMServers:
             "--max-model-len", str(max_model_len), *_OPTIONS,
         ]  # fmt: skip
         self._processes = [self._start(port) for port in self._ports]
-        self._keeper = threading.Thread(target=self._keep, daemon=True)
-        self._keeper.start()
+        self._restarter = threading.Thread(target=self._restart, daemon=True)
+        self._restarter.start()
 
     def _start(self, port):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
@@ -61,7 +61,7 @@ class VLLMServers:
                 start_new_session=True,
             )
 
-    def _keep(self):
+    def _restart(self):
         while not self._ended.wait(0.2):
             for index, process in enumerate(self._processes):
                 if process.poll() is not None:
@@ -93,7 +93,7 @@ class VLLMServers:
     def close(self):
         """End all servers."""
         self._ended.set()
-        self._keeper.join()
+        self._restarter.join()
         self.kill_all()
         for process in self._processes:
             process.wait()

@@ -203,7 +203,7 @@ def test_without_a_working_server_all_are_named(stub, other, client):
 
 @pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "127.0.0.1:2"], ["http://user@127.0.0.1"]])
 def test_invalid_lists_of_servers_are_rejected(urls):
-    with pytest.raises(ValueError, match="url must (have|begin|not)"):
+    with pytest.raises(ValueError, match=r"url must (have|begin|not)"):
         Endpoint(urls)
 
 

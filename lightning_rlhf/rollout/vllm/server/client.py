@@ -65,7 +65,7 @@ class VLLMServer:
             seconds: longest wait for the response.
             query: parameters of the URL.
         """
-        return self._send("GET", path, query, None, with_key, seconds)
+        return self._send("GET", _with_query(path, query), None, self._key if with_key else None, seconds)
 
     def post(self, path: str, body: Any = None, seconds: float | None = None, **query: str) -> Any:
         """Send a POST request and return the decoded response.
@@ -82,7 +82,8 @@ class VLLMServer:
             RuntimeError: the server rejects the request.
             EngineDied: the server cannot be reached, or failed.
         """
-        return self._send("POST", path, query, json.dumps(body or {}).encode(), True, seconds or self._timeout)
+        content = json.dumps(body or {}).encode()
+        return self._send("POST", _with_query(path, query), content, self._key, seconds or self._timeout)
 
     def abort(self) -> None:
         """End all requests that have no response yet; they raise :class:`EngineDied`."""
@@ -91,18 +92,14 @@ class VLLMServer:
                 with suppress(OSError):
                     waiting.shutdown(socket.SHUT_RDWR)
 
-    def _send(
-        self, method: str, path: str, query: dict[str, str], data: bytes | None, with_key: bool, seconds: float
-    ) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key and with_key:
-            headers["Authorization"] = f"Bearer {self._key}"
+    def _send(self, method: str, path: str, content: bytes | None, key: str | None, seconds: float) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection = self._connection_class(self.host, self.port, timeout=min(_CONNECT_SECONDS, seconds))
         try:
             connection.connect()
             connection.sock.settimeout(seconds)
             with closing(connection), self._can_be_aborted(connection.sock):
-                connection.request(method, f"{path}?{urlencode(query)}" if query else path, data, headers)
+                connection.request(method, path, content, headers)
                 response = connection.getresponse()
                 body = response.read()
         except TimeoutError as error:
@@ -140,6 +137,10 @@ class VLLMServer:
         if status < 500:
             return RunError(f"the vLLM server at {self.url} rejected the request: {message}")
         return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's log")
+
+
+def _with_query(path: str, query: dict[str, str]) -> str:
+    return f"{path}?{urlencode(query)}" if query else path
 
 
 def _message(body: str) -> str:

@@ -24,7 +24,7 @@ from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_expansion, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import HOW_TO_START, RejectedKey, VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import TRANSPORTS, WeightPush
-from lightning_rlhf.rollout.vllm.server.servers import Addresses, Member, Servers, label_of
+from lightning_rlhf.rollout.vllm.server.servers import Addresses, Limits, Member, Servers, label_of
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
@@ -121,9 +121,8 @@ class VLLMServerEngine(RolloutEngine):
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
         give_weights = self._give_weights if self._all_ranks.is_first else None
-        self._servers = Servers(
-            self._addresses, self._client, give_weights, self._timeout, self._silent_seconds, self._max_restarts
-        )
+        limits = Limits(self._timeout, self._silent_seconds, self._max_restarts)
+        self._servers = Servers(self._addresses, self._client, give_weights, limits)
         # Distinguishes the labels of several runs that push to one server.
         self._run_id = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
@@ -153,17 +152,16 @@ class VLLMServerEngine(RolloutEngine):
         while True:
             self._running.refresh()
             members, cause = self._running.members, EngineDied(f"there is no address yet in {self._addresses}")
+            descriptions: dict[str, str] = {}
             for member in members:
                 try:
                     member.server.get("/health", seconds=_HEALTH_SECONDS)
-                    member.is_up = True
+                    descriptions[member.server.url] = self._inspect(member.server)
                 except EngineDied as error:
                     cause = error
-            up = [member for member in members if member.is_up]
-            if up:
-                descriptions = [self._inspect(member.server) for member in up]
-                missing = f" ({len(up)} of {len(members)} servers)" if len(members) > 1 else ""
-                return f"{', '.join(descriptions)}{missing}", [member.server.url for member in up]
+            if descriptions:
+                missing = f" ({len(descriptions)} of {len(members)} servers)" if len(members) > 1 else ""
+                return f"{', '.join(descriptions.values())}{missing}", list(descriptions)
             now = time.monotonic()
             if now - began > self._timeout:
                 raise EngineDied(f"{cause}; {HOW_TO_START}")

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 256 * 2**20
 _ALREADY_ACTIVE = "already active"  # in vLLM's answer to /start_weight_update while an update has not finished
 _RESUME_SECONDS = 30.0
 _THREADS = 64  # largest number of servers that load weights at the same time
-Part = TypeVar("Part")  # what one request for an update sends
+Part = TypeVar("Part")  # weights in one request for an update
 
 
 class Transport(ABC, Generic[Part]):
@@ -47,7 +47,7 @@ class Transport(ABC, Generic[Part]):
     def send(self, server: VLLMServer, part: Part) -> None:
         """Send a part; called between start and end of an update."""
 
-    def kept(self) -> Part:
+    def last_weights(self) -> Part:
         """Return the last weights as one part; only for transports that keep them."""
         raise NotImplementedError(f"{type(self).__name__} keeps no weights")
 
@@ -86,8 +86,8 @@ class SharedMemoryTransport(Transport[dict[str, Any]]):
         """See :meth:`Transport.send`."""
         server.post("/update_weights", {"update_info": part})
 
-    def kept(self) -> dict[str, Any]:
-        """See :meth:`Transport.kept`."""
+    def last_weights(self) -> dict[str, Any]:
+        """See :meth:`Transport.last_weights`."""
         return self._sender.message
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -186,7 +186,7 @@ class WeightPush:
             EngineDied: the server failed.
         """
         self.disconnect(server)
-        for error in self._replace([server], iter([self.transport.kept()]), label).values():
+        for error in self._replace([server], iter([self.transport.last_weights()]), label).values():
             raise error
 
     def _replace(self, servers: Sequence[VLLMServer], parts: Iterator[Any], label: str) -> dict[VLLMServer, EngineDied]:
@@ -254,7 +254,7 @@ class WeightPush:
         server.post("/finish_weight_update", {"weight_version": label})
 
     def disconnect(self, server: VLLMServer) -> None:
-        """Forget the connection to a server that has ended."""
+        """Discard the connection to a server that has ended."""
         self._connected.discard(server)
         self.transport.disconnect(server)
 

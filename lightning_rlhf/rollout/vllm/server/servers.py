@@ -42,7 +42,7 @@ class Addresses:
             run.
 
     Raises:
-        ValueError: there is none, or one is invalid.
+        ValueError: an address is missing or invalid.
     """
 
     urls: str | Sequence[str]
@@ -107,6 +107,21 @@ class Member:
         self.look_now.set()
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits of waiting for servers and of their failures.
+
+    Args:
+        timeout: longest wait for a server if none can be used, seconds.
+        silent_seconds: longest time in which a server that is used does not respond to a look, seconds.
+        max_restarts: largest number of failures of a server within an hour after which it is used again.
+    """
+
+    timeout: float
+    silent_seconds: float
+    max_restarts: int
+
+
 class Servers:
     """Servers between which the requests of one rank are distributed.
 
@@ -117,9 +132,7 @@ class Servers:
         addresses: addresses of the servers, which :meth:`refresh` reads again.
         connect: function that returns the client of an address.
         give_weights: function that gives a server the weights of the last push; None on ranks that do not push.
-        timeout: longest wait for a server if none can be used, seconds.
-        silent_seconds: longest time in which a server that is used does not respond to a look, seconds.
-        max_restarts: largest number of failures of a server within an hour after which it is used again.
+        limits: limits of waiting and of failures.
     """
 
     def __init__(
@@ -127,16 +140,12 @@ class Servers:
         addresses: Addresses,
         connect: Callable[[str], VLLMServer],
         give_weights: Callable[[Member], None] | None,
-        timeout: float,
-        silent_seconds: float,
-        max_restarts: int,
+        limits: Limits,
     ) -> None:
         self._addresses = addresses
         self._connect = connect
         self._give_weights = give_weights
-        self._timeout = timeout
-        self._silent_seconds = silent_seconds
-        self._max_restarts = max_restarts
+        self._limits = limits
         self._balancer = Balancer[Member]()
         self._changed = Condition()
         self._members: dict[str, Member] = {}
@@ -205,7 +214,7 @@ class Servers:
             while now - member.failures[0] > _WINDOW_SECONDS:
                 member.failures.popleft()
             count = len(member.failures)
-            member.given_up = count > self._max_restarts
+            member.given_up = count > self._limits.max_restarts
             self._changed.notify_all()
         if member.given_up:
             log.warning("%s. This server has failed %d times in an hour, and is not used again.", error, count)
@@ -273,7 +282,7 @@ class Servers:
     def _choose(self, text: Sequence[int]) -> Member:
         """Return the server for a request; wait until there is one."""
         with self._changed:
-            deadline = time.monotonic() + self._timeout
+            deadline = time.monotonic() + self._limits.timeout
             while (member := self._balancer.choose(text)) is None:
                 remaining = deadline - time.monotonic()
                 if self._closed or remaining <= 0 or all(each.given_up for each in self.members):
@@ -328,9 +337,10 @@ class Servers:
 
     def _update(self, member: Member) -> None:
         """Look at a server; use it, leave it out, or give it the weights accordingly."""
-        is_used, use, before = member.is_used, member.uses, (self.label, self._pushing)
+        is_used, use = member.is_used, member.uses
+        before = self.label, self._pushing
         try:
-            self._look(member, self._silent_seconds if is_used else _ANSWER_SECONDS)
+            self._look(member, self._limits.silent_seconds if is_used else _ANSWER_SECONDS)
             fault = None
         except EngineDied as error:
             fault = error
@@ -353,7 +363,8 @@ class Servers:
             return
         log.warning("The vLLM server at %s is not used: %s", member.server.url, error)
         with self._changed:
-            member.is_used, member.given_up, member.cause = False, True, EngineDied(str(error))
+            member.is_used, member.given_up = False, True
+            member.cause = EngineDied(str(error))
             self._balancer.exclude(member)
             self._changed.notify_all()
 

@@ -14,6 +14,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import (
     Distillation,
     DistilledScores,
+    TeacherHead,
     TeacherOutputs,
     distillation_scores,
     top_tokens,
@@ -24,6 +25,7 @@ from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
 from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import has_packed_attention
+from lightning_rlhf.models.sequence_parallel import SequenceRanks, as_packed, part_of_row
 from lightning_rlhf.types import TopTokens
 
 
@@ -50,6 +52,7 @@ class CausalLM(nn.Module):
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
         self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
+        self.sequence_ranks: SequenceRanks | None = None  # processes that divide the tokens of each packed row
 
     def forward(
         self,
@@ -94,24 +97,35 @@ class CausalLM(nn.Module):
                 logits[..., list(self.never_sampled)] += EXCLUDED
             rows = torch.arange(len(index), device=index.device).unsqueeze(1)
             return token_scores(logits[rows, index], targets)
+        ranks = self.sequence_ranks
+        if ranks is not None and packing is None:
+            packing = as_packed(input_ids)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features)
-        flat = flat_index(input_ids, index, packing)
+            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
+        places = flat_index(input_ids, index, packing).flatten()[scored]
+        if ranks is not None:
+            own = ranks.own(places, len(hidden)).nonzero().squeeze(1)
+            scored, places = scored[own], places[own] - ranks.rank * len(hidden)
         head = without_tokens(head_of(self.lm), self.never_sampled)
-        states = hidden[flat.flatten()[scored]]
+        states = hidden[places]
         if head.transform is not None:
             states = head.transform(states)
         tokens = _Tokens(
-            states, targets.flatten()[scored], head, scale=head.scale / temperature, positions=scored, mask=mask
+            states,
+            targets.flatten()[scored],
+            head,
+            scale=head.scale / temperature,
+            positions=scored,
+            mask=mask,
+            ranks=ranks,
         )
         if teacher is not None:
             return tokens.of_teacher(teacher)
         if distillation is not None:
-            return tokens.distilled(distillation)
+            return DistilledScores(*map(tokens.total, tokens.distilled(distillation)))
         scores = tokens.scores(slice(None), squares)
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        scattered = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
+        scattered = (None if values is None else tokens.total(tokens.scatter(values)) for values in scores)
         return TokenScores(*scattered)  # type: ignore[arg-type]
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
@@ -127,7 +141,7 @@ class CausalLM(nn.Module):
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Targets of a mask with the hidden states that predict them.
+    """Targets of a mask with the hidden states that predict them; with sequence parallelism, those of one process.
 
     Args:
         states: (N, H) hidden states.
@@ -136,6 +150,7 @@ class _Tokens:
         scale: factor of the logits.
         positions: (N,) int64 positions in the flat mask.
         mask: (B, T) bool.
+        ranks: processes whose targets are those of the mask together; None for all targets.
     """
 
     states: Tensor
@@ -144,6 +159,16 @@ class _Tokens:
     scale: float
     positions: Tensor
     mask: Tensor
+    ranks: SequenceRanks | None = None
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return values of all targets, from those of this process, which are 0 elsewhere."""
+        return values if self.ranks is None else self.ranks.sum(values)
+
+    def numbers(self, part: Tensor, mask: Tensor) -> Tensor:
+        """Return the numbers of some of these targets among the targets of a mask."""
+        flat = mask.flatten().long()
+        return (flat.cumsum(0) - flat)[self.positions[part]]
 
     def scores(self, part: slice | Tensor, squares: bool = False) -> TokenScores:
         """Return the scores of some of the N targets."""
@@ -163,9 +188,13 @@ class _Tokens:
         return rows.index_copy(0, self.positions[part], values).view(*self.mask.shape, *values.shape[1:])
 
     def of_teacher(self, outputs: TeacherOutputs) -> Tensor | TopTokens:
-        """Return the outputs of a teacher: (N, H) hidden states, or (B, T, K) top tokens."""
-        if outputs.top_k is None:
+        """Return the outputs of a teacher: (N, H) hidden states of all targets, or (B, T, K) top tokens."""
+        if outputs.top_k is None and self.ranks is None:
             return self.states
+        if outputs.top_k is None:
+            of_all = self.states.new_zeros(int(self.mask.sum()), self.states.shape[1])
+            everything = torch.arange(len(self.positions), device=self.mask.device)
+            return self.total(of_all.index_copy(0, self.numbers(everything, self.mask), self.states))
         weight, bias = self.head.weight[: outputs.vocabulary], self.head.bias
         if bias is not None:
             bias = bias[: outputs.vocabulary]
@@ -178,7 +207,7 @@ class _Tokens:
             softcap=self.head.softcap,
             memory_bytes=outputs.memory_bytes,
         )
-        return tokens.map(lambda values: self.scatter(values).clone())  # FSDP warns of views
+        return tokens.map(lambda values: self.total(self.scatter(values)).clone())  # FSDP warns of views
 
     def distilled(self, distillation: Distillation) -> DistilledScores:
         """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""
@@ -188,6 +217,8 @@ class _Tokens:
         for teacher, mask in distillation.teachers:
             has_teacher = mask.flatten()[self.positions]
             part, without = has_teacher.nonzero().squeeze(1), without & ~has_teacher
+            if self.ranks is not None:
+                teacher = _rows_of(teacher, self.numbers(part, mask))
             scores = distillation_scores(
                 self.states[part],
                 self.head.weight,
@@ -215,14 +246,22 @@ class _Tokens:
         )
 
 
+def _rows_of(teacher: TeacherHead | TopTokens, rows: Tensor) -> TeacherHead | TopTokens:
+    """Return a teacher's distributions of some of its tokens."""
+    if isinstance(teacher, TopTokens):
+        return teacher.map(lambda values: values[rows])
+    return teacher._replace(states=teacher.states[rows])
+
+
 def hidden_states(
     lm: Any,
     input_ids: Tensor,
     packing: Packing | None,
     images: TextImages | None = None,
     cache: FeatureCache | None = None,
+    ranks: SequenceRanks | None = None,
 ) -> Tensor:
-    """Return the (N, H) last hidden states of padded or packed texts.
+    """Return the (N, H) last hidden states of padded or packed texts, or of this process's part of the packed row.
 
     Args:
         lm: model with a backbone.
@@ -230,14 +269,20 @@ def hidden_states(
         packing: layout of the texts in one row; None computes padded rows, with N = B x L.
         images: images of the texts; None for texts without images.
         cache: features of images in earlier passes; None encodes all images.
+        ranks: processes that divide the tokens of a packed row without images; None for a whole row.
     """
-    if packing is not None and packing.width is not None:
+    arguments: dict[str, Any]
+    if ranks is not None:
+        assert packing is not None
+        rows, positions = part_of_row(input_ids, packing, ranks)
+        arguments = {"position_ids": positions, "packed_lengths": packing.lengths, "sequence_ranks": ranks}
+    elif packing is not None and packing.width is not None:
         rows, arguments = input_ids.flatten()[packing.tokens].view(-1, packing.width), {}
     elif packing is not None:
         rows = input_ids.flatten()[packing.tokens].unsqueeze(0)
         arguments = {"position_ids": packing.positions}
         if has_packed_attention(lm):
-            arguments["packed_lengths"] = packing.lengths  # type: ignore[assignment]
+            arguments["packed_lengths"] = packing.lengths
     else:
         rows, arguments = input_ids, {}
     if images is not None:

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.batching.packing import PackedLengths
 from lightning_rlhf.models.attention import Attention, set_attention
+from lightning_rlhf.models.sequence_parallel import SequenceRanks, repeated_keys
 from lightning_rlhf.types import expect_shape
 
 NAME = "packed"
@@ -81,6 +82,7 @@ def packed_attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     packed_lengths: PackedLengths | None = None,
+    sequence_ranks: SequenceRanks | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each text of a packed row; responses to one prompt may share it.
@@ -100,6 +102,7 @@ def packed_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``; None does not cap.
         is_causal: whether attention is causal; None takes the layer's.
         packed_lengths: lengths of the parts of the row; None for padded texts.
+        sequence_ranks: processes of which each has a part of the tokens of the packed row; None for a whole row.
         **kwargs: further arguments of the architecture.
 
     Returns:
@@ -118,6 +121,22 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask or dropout'}, which attention over "
             f"concatenated texts does not support"
         )
+    if sequence_ranks is not None:
+        assert packed_lengths is not None
+        count, tokens = sequence_ranks.size, packed_lengths.tokens
+        attended, _ = packed_attention(
+            module,
+            sequence_ranks.to_heads(query, tokens),
+            sequence_ranks.to_heads(repeated_keys(key, count), tokens),
+            sequence_ranks.to_heads(repeated_keys(value, count), tokens),
+            attention_mask,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            is_causal=is_causal,
+            packed_lengths=packed_lengths,
+        )
+        return sequence_ranks.to_tokens(attended), None
     _, heads, length, width = query.shape
     scale = width**-0.5 if scaling is None else scaling
     options = (scale, sliding_window, softcap)

@@ -13,6 +13,7 @@ from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
+from lightning_rlhf.models.sequence_parallel import SequenceRanks, as_packed
 
 
 class ScalarModel(nn.Module):
@@ -45,6 +46,7 @@ class ScalarModel(nn.Module):
             raise UsageError(f"{type(lm).__name__} has no backbone under its head: use another model for this role")
         self.lm: Any = lm
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
+        self.sequence_ranks: SequenceRanks | None = None  # processes that divide the tokens of each packed row
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
@@ -62,12 +64,17 @@ class ScalarModel(nn.Module):
         Returns:
             (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
-        hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features)
-        scores = (
-            self.lm.score(hidden.to(self.lm.score.weight.dtype))
-            .squeeze(-1)
-            .float()[flat_index(input_ids, index, packing)]
-        )
+        ranks = self.sequence_ranks
+        if ranks is not None and packing is None:
+            packing = as_packed(input_ids)
+        hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks)
+        of_row = self.lm.score(hidden.to(self.lm.score.weight.dtype)).squeeze(-1).float()
+        places = flat_index(input_ids, index, packing)
+        if ranks is None:
+            scores = of_row[places]
+        else:
+            own = ranks.own(places, len(of_row))
+            scores = ranks.sum(of_row[places % len(of_row)] * own)
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()

@@ -23,9 +23,11 @@ from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models.lora import base_name
+from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
+from lightning_rlhf.strategies.sequence_parallel import check_sequence_parallel
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
 T = TypeVar("T")
@@ -40,9 +42,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
             of processes and of the heads of every model.
-        shard_size: number of data-parallel processes over which weights are sharded; groups of this size have replicas,
-            whose gradients are summed. Larger values need less memory, smaller ones less traffic between nodes. None is
-            one node's processes in a run on several nodes, else all.
+        sequence_parallel_size: number of processes that divide the tokens of each row, for long texts; a divisor of the
+            number of processes, and times ``tensor_parallel_size`` of the heads of every model.
+        shard_size: number of data-parallel processes over which weights are sharded, each with all processes of its
+            rows; groups of this size have replicas, whose gradients are summed. Larger values need less memory, smaller
+            ones less traffic between nodes. None is one node's processes in a run on several nodes, else all.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         activation_offload: attribute of :class:`RoleStrategy`.
         mlp_tokens: attribute of :class:`RoleStrategy`.
@@ -60,6 +64,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def __init__(
         self,
         tensor_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
         shard_size: int | None = None,
         activation_checkpointing: bool = False,
         activation_offload: bool = False,
@@ -70,14 +75,19 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        if tensor_parallel_size < 1:
-            raise UsageError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+        for option, size in (
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("sequence_parallel_size", sequence_parallel_size),
+        ):
+            if size < 1:
+                raise UsageError(f"{option} must be at least 1, got {size}")
         if shard_size is not None and shard_size < 1:
             raise UsageError(f"shard_size must be at least 1 or null, got {shard_size}")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
         )
         self.tensor_parallel_size = tensor_parallel_size
+        self.sequence_parallel_size = sequence_parallel_size
         self.shard_size = shard_size
         self.activation_checkpointing = activation_checkpointing
         self.set_activations(activation_offload, mlp_tokens)
@@ -88,52 +98,73 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Create a mesh of replicas by shards by tensor-parallel processes, the last with neighbouring ranks.
+        """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
         Raises:
-            ValueError: ``tensor_parallel_size`` or ``shard_size`` does not divide the number of processes.
+            ValueError: a size does not divide the number of processes.
         """
         processes = self.num_nodes * self.num_processes
-        if processes % self.tensor_parallel_size:
-            raise UsageError(
-                f"tensor_parallel_size: {self.tensor_parallel_size} does not divide the {processes} processes of this "
-                f"run; use a divisor"
-            )
-        # Lightning's default is one data rank per node.
-        self._data_parallel_size = processes // self.tensor_parallel_size
-        shards = self._data_parallel_size if self.shard_size is None else self.shard_size
+        splitting = self.tensor_parallel_size * self.sequence_parallel_size
+        if processes % splitting:
+            sizes = f"tensor_parallel_size: {self.tensor_parallel_size}"
+            if self.sequence_parallel_size > 1:
+                sizes += f" times sequence_parallel_size: {self.sequence_parallel_size}"
+            raise UsageError(f"{sizes} does not divide the {processes} processes of this run; use a divisor")
+        data_ranks = processes // splitting
+        shards = data_ranks if self.shard_size is None else self.shard_size
         if self.shard_size is None and self.num_nodes > 1:
-            shards = max(self.num_processes // self.tensor_parallel_size, 1)
-        if self._data_parallel_size % shards:
+            shards = max(self.num_processes // splitting, 1)
+        if data_ranks % shards:
             raise UsageError(
-                f"shard_size: {shards} does not divide the {self._data_parallel_size} data-parallel processes of this "
-                f"run; use a divisor"
+                f"shard_size: {shards} does not divide the {data_ranks} data-parallel processes of this run; use a "
+                f"divisor"
             )
+        # Lightning's default is one data rank per node. Its mesh has no sequence-parallel processes.
+        self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
-        self._use_replicas(self._data_parallel_size // shards, shards)
-        if self.tensor_parallel_size > 1 and self._timeout is not None:
-            for dimension in ("data_parallel", "tensor_parallel"):
+        self._data_parallel_size = data_ranks
+        if self.sequence_parallel_size > 1 or shards < data_ranks:
+            self._replace_mesh(data_ranks // shards, shards)
+        if splitting > 1 and self._timeout is not None:
+            for dimension in ("data_parallel", "tensor_parallel", *self._further_groups):
                 set_group_timeout(self.device_mesh[dimension].get_group(), self._timeout)
 
-    def _use_replicas(self, replicas: int, shards: int) -> None:
-        """Replace Lightning's mesh by one whose data-parallel dimension is replicas by shards."""
-        if replicas == 1:
-            return
-        names = ("replicate", "shard", "tensor_parallel")
-        mesh = init_device_mesh(
-            self.root_device.type, (replicas, shards, self.tensor_parallel_size), mesh_dim_names=names
-        )
+    @property
+    def _further_groups(self) -> tuple[str, ...]:
+        """Dimensions of sequence parallelism: processes of one row, those with the same rows, and those of shards."""
+        return ("sequence_parallel", "same_rows", "shards") if self.sequence_parallel_size > 1 else ()
+
+    def _replace_mesh(self, replicas: int, shards: int) -> None:
+        """Replace Lightning's mesh by one of replicas, shards, sequence- and tensor-parallel processes."""
+        names = ("replicate", "shard", "sequence_parallel", "tensor_parallel")
+        sizes = (replicas, shards, self.sequence_parallel_size, self.tensor_parallel_size)
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
         mesh["replicate", "shard"]._flatten("data_parallel")
+        if self.sequence_parallel_size > 1:
+            mesh["shard", "sequence_parallel"]._flatten("shards")
+            mesh["sequence_parallel", "tensor_parallel"]._flatten("same_rows")
         assert self.lightning_module is not None
         self._device_mesh = self.lightning_module._device_mesh = mesh
-        log.info("Weights are sharded over %d processes, with %d replicas (shard_size of rlhf_fsdp).", shards, replicas)
+        if replicas > 1:
+            log.info(
+                "Weights are sharded over %d processes, with %d replicas (shard_size of rlhf_fsdp).",
+                shards * self.sequence_parallel_size, replicas,
+            )  # fmt: skip
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
-        """The data-parallel processes: one dimension of shards, or two of replicas and shards."""
-        if "shard" in (self.device_mesh.mesh_dim_names or ()):
-            return self.device_mesh["replicate", "shard"]
-        return self.device_mesh["data_parallel"]
+        """The processes over which weights are sharded: one dimension of shards, or two of replicas and shards."""
+        if "replicate" not in (self.device_mesh.mesh_dim_names or ()):
+            return self.device_mesh["data_parallel"]
+        shards = "shards" if self.sequence_parallel_size > 1 else "shard"
+        if self.device_mesh["replicate"].size() > 1:
+            return self.device_mesh["replicate", shards]
+        return self.device_mesh[shards]
+
+    @property
+    def _group_mesh(self) -> DeviceMesh:
+        """The processes with the same rows."""
+        return self.device_mesh["same_rows" if self.sequence_parallel_size > 1 else "tensor_parallel"]
 
     @property
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
@@ -144,13 +175,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     @property
     def is_group_leader(self) -> bool:
         """See :meth:`RoleStrategy.is_group_leader`."""
-        return self.tensor_parallel_size == 1 or self.device_mesh["tensor_parallel"].get_local_rank() == 0
+        return self._group_mesh.get_local_rank() == 0
 
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
         """See :meth:`RoleStrategy.run_on_group_leader`."""
-        if self.tensor_parallel_size == 1:
+        if self._group_mesh.size() == 1:
             return make()
-        group = self.device_mesh["tensor_parallel"].get_group()
+        group = self._group_mesh.get_group()
         result = [make() if dist.get_rank(group) == 0 else None]
         dist.broadcast_object_list(result, group=group, group_src=0)
         return result[0]  # type: ignore[return-value]
@@ -166,8 +197,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             ValueError: tensor parallelism does not support this model, or its tensors differ between ranks.
         """
         bare = shapes_of(build)
-        tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # raises before weights are loaded
+        # Both raise before weights are loaded.
+        tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)
+        check_sequence_parallel(name, bare.lm, self.sequence_parallel_size, self.tensor_parallel_size)
         role = loaded_by_first_rank(name, bare, build)
+        if self.sequence_parallel_size > 1:
+            mesh = self.device_mesh["sequence_parallel"]
+            role.sequence_ranks = SequenceRanks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
         first = self.module.shared_base_of(name)
         shards = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
         self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shards)

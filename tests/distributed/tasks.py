@@ -70,7 +70,7 @@ class SeededEngine(RolloutEngine):
         tokens: first token that is sampled, and the one after the last.
     """
 
-    traits = EngineTraits(ranks=2, reads_images=True)  # or one: what several ask, all of them get
+    traits = EngineTraits(ranks=4, reads_images=True)  # or fewer: what several ask, all of them get
 
     def __init__(self, tokens: tuple[int, int] = (3, 11)) -> None:
         self.tokens = tokens

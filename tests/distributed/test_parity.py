@@ -26,6 +26,22 @@ STRATEGIES = {
     "rlhf_ddp": "rlhf_ddp",
     "rlhf_fsdp": "rlhf_fsdp",
     "rlhf_fsdp, tensor parallel 2": ["lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy", {"tensor_parallel_size": 2}],
+    "rlhf_fsdp, sequence parallel 2": [
+        "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy",
+        {"sequence_parallel_size": 2},
+    ],
+    "rlhf_fsdp, sequence parallel 4": [
+        "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy",
+        {"sequence_parallel_size": 4},
+    ],
+    "rlhf_fsdp, sequence parallel 2, tensor parallel 2": [
+        "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy",
+        {"sequence_parallel_size": 2, "tensor_parallel_size": 2},
+    ],
+    "rlhf_fsdp, replicas, sequence parallel 2": [
+        "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy",
+        {"shard_size": 1, "sequence_parallel_size": 2},
+    ],
     "rlhf_fsdp, replicas": ["lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy", {"shard_size": 2}],
     "rlhf_fsdp, replicas, tensor parallel 2": [
         "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy",
@@ -42,6 +58,11 @@ STRATEGY_RUNS = [
     ("rlhf_ddp", 3),
     ("rlhf_fsdp", 4),
     ("rlhf_fsdp, tensor parallel 2", 4),
+    ("rlhf_fsdp, sequence parallel 2", 2),
+    ("rlhf_fsdp, sequence parallel 2", 4),
+    ("rlhf_fsdp, sequence parallel 4", 4),
+    ("rlhf_fsdp, sequence parallel 2, tensor parallel 2", 4),
+    ("rlhf_fsdp, replicas, sequence parallel 2", 4),
     ("rlhf_fsdp, replicas", 4),
     ("rlhf_fsdp, replicas, tensor parallel 2", 8),
     ("rlhf_deepspeed_stage_1", 2),
@@ -54,7 +75,10 @@ WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or a
 
 def trained(strategy, ranks, folder):
     """Return the results of each kind of run, and the file with its weights."""
-    inputs = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
+    inputs = {
+        "strategy": strategy,
+        "module": {"heads": 4},
+    }  # as many as the largest group of processes that divides them
     runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **inputs} for kind in KINDS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
     return {kind: [answer[i] for answer in answers] for i, kind in enumerate(KINDS)}

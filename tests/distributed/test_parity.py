@@ -103,6 +103,8 @@ def assert_equal_metrics(ours, theirs):
         for a, b in zip(ours[of], theirs[of], strict=True):
             assert a.keys() == b.keys()
             for name, value in b.items():
+                if name == "train/pair_accuracy" and b.get("train/score_margin") == 0.0:
+                    continue  # before the first update, all pairs are equal up to rounding
                 close = math.isclose(a[name], value, rel_tol=METRICS, abs_tol=METRICS)
                 assert close or (math.isnan(a[name]) and math.isnan(value)), (name, a[name], value)
 

@@ -36,7 +36,7 @@ RUNS = {
 
 def described(name, strategy, folder, **options):
     kind, module = RUNS[name]
-    module = {"heads": 2, **module, **options}
+    module = {"heads": 4, **module, **options}
     return {"kind": kind, "strategy": strategy, "weights": f"{folder}/{name}.safetensors", "module": module}
 
 
@@ -67,7 +67,7 @@ def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_pa
 
 def test_packed_run_equals_a_padded_one(alone, tmp_path):
     expected, folder, _ = alone
-    run = {"kind": "sft", "strategy": "auto", "weights": f"{tmp_path}/sft.safetensors", "module": {"heads": 2}}
+    run = {"kind": "sft", "strategy": "auto", "weights": f"{tmp_path}/sft.safetensors", "module": {"heads": 4}}
     (answer,) = run_ranks("tests.distributed.tasks:train", 1, [run])[0]
     assert_equal_metrics(answer, expected["sft, packed"])
     assert (

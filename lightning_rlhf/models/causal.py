@@ -125,7 +125,7 @@ class CausalLM(nn.Module):
         if distillation is not None:
             return DistilledScores(*map(tokens.total, tokens.distilled(distillation)))
         scores = tokens.scores(slice(None), squares)
-        scattered = (None if values is None else tokens.total(tokens.scatter(values)) for values in scores)
+        scattered = (None if values is None else tokens.spread(values) for values in scores)
         return TokenScores(*scattered)  # type: ignore[arg-type]
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
@@ -181,6 +181,12 @@ class _Tokens:
             softcap=self.head.softcap,
             squares=squares,
         )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return (B, T) values of all targets and 0 elsewhere, from the N values of this process."""
+        if self.ranks is not None:
+            return self.ranks.sum(self.scatter(values))
+        return torch.zeros(self.mask.shape, device=self.mask.device).masked_scatter(self.mask, values)  # no view
 
     def scatter(self, values: Tensor, part: slice | Tensor = slice(None)) -> Tensor:
         """Return (B, T, ...) values of some of the N targets, and 0 elsewhere."""

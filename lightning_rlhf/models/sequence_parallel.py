@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce, all_to_all_single
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lightning_rlhf.batching.packing import Packing, pack_texts
@@ -55,10 +56,11 @@ class SequenceRanks:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes.
 
-        The gradient is summed too. All processes compute the same loss from the sum, so that it is ``size`` times too
-        large; the average over processes in the reduction of the weights' gradients divides by ``size``.
+        Its gradient is multiplied by ``size``: all processes compute the same loss from the sum, and the reduction of
+        the weights' gradients averages over them, where their parts must be summed.
         """
-        return all_reduce(values, group=self.group)
+        summed: Tensor = _Sum.apply(values, self)
+        return summed
 
     def to_heads(self, states: Tensor, tokens: int) -> Tensor:
         """Exchange tokens for heads.
@@ -91,7 +93,42 @@ class SequenceRanks:
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """Send part i of a tensor to process i; return the parts that were received, in the order of the processes."""
-        return all_to_all_single(torch.empty_like(parts), parts, group=self.group)
+        received: Tensor = _Exchange.apply(parts, self.group)
+        return received
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the processes; see :meth:`SequenceRanks.sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: SequenceRanks) -> Tensor:
+        ctx.size = ranks.size
+        summed = values.contiguous().clone()
+        dist.all_reduce(summed, group=ranks.group)
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.size, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange of the parts of a tensor, whose backward pass is the same exchange; see ``dist.all_to_all_single``."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
+        return returned, None
 
 
 def repeated_keys(keys: Tensor, ranks: int) -> Tensor:

@@ -142,20 +142,18 @@ def long_texts(length):
     return [gap(*pair) for pair in zip(found[1], found[0], strict=True)]
 
 
-def peak_memory(tokens, checkpointing):
-    """Return the rise of the peak memory in bytes of an update of one text, and its CPU seconds."""
+def update_of_one_text(tokens):
+    """Return the rise of the peak memory in bytes, and the CPU seconds, of an update of one text."""
     group = ranks()
     model = source(
-        "llama", vocab_size=2048, hidden_size=256, num_attention_heads=8, num_key_value_heads=8,
-        intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=tokens, initializer_range=0.02,
+        "llama", vocab_size=4096, hidden_size=128, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=512, num_hidden_layers=2, max_position_embeddings=tokens, initializer_range=0.02,
     ).causal()  # fmt: skip
     model.sequence_ranks = group if group.size > 1 else None
     model.train()
-    if checkpointing:
-        model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def update(length):
-        ids = torch.randint(2048, (1, length))
+        ids = torch.randint(4096, (1, length))
         index = torch.arange(length - 1).unsqueeze(0)
         mask = torch.ones(1, length - 1, dtype=torch.bool)
         model(ids, index, ids[:, 1:], mask, packing=pack_texts([length], length)).logprobs.sum().backward()

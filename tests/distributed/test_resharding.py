@@ -29,6 +29,9 @@ PLACES = {
     "fsdp 4": ("rlhf_fsdp", 4),
     "fsdp 4, replicas 2": ([FSDP, {"shard_size": 2}], 4),
     "fsdp 4, tp 2": ([FSDP, {"tensor_parallel_size": 2}], 4),
+    "fsdp 2, sp 2": ([FSDP, {"sequence_parallel_size": 2}], 2),
+    "fsdp 4, sp 2": ([FSDP, {"sequence_parallel_size": 2}], 4),
+    "fsdp 4, sp 2, replicas 2": ([FSDP, {"sequence_parallel_size": 2, "shard_size": 1}], 4),
     "zero-1 2": ("rlhf_deepspeed_stage_1", 2),
     "zero-2 2, offload": ("rlhf_deepspeed_stage_2_offload", 2),
     "zero-3 2": ([DEEPSPEED, SHARDED], 2),
@@ -36,6 +39,7 @@ PLACES = {
 }
 BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "fsdp 4, replicas 2", "zero-1 2", "zero-3 2")
 PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"kind": "rm", "heads": 2}
+TWO_HEADS = {"heads": 2}
 # Kind of run: options (PPO by default), and pairs of the writer of a checkpoint and its reader.
 WALKS = {
     "whole": (PLAIN, [*itertools.product(BASIC, BASIC)]),
@@ -44,6 +48,9 @@ WALKS = {
     "offload": (PLAIN, [("zero-3 2", "zero-2 2, offload"), ("zero-2 2, offload", "single")]),
     "tensor parallel": (HEADS, [("single", "fsdp 4, tp 2"), ("fsdp 4, tp 2", "zero-1 2"), ("fsdp 4, tp 2", "single"),
                                  ("fsdp 4, tp 2", "fsdp 4, replicas 2"), ("fsdp 4, replicas 2", "fsdp 4, tp 2")]),
+    "sequence parallel": (TWO_HEADS, [(a, "fsdp 4, sp 2") for a in BASIC] + [("fsdp 4, sp 2", b) for b in BASIC] +
+                          [("fsdp 2, sp 2", "fsdp 4, sp 2, replicas 2"), ("fsdp 4, sp 2, replicas 2", "fsdp 2, sp 2"),
+                           ("fsdp 4, sp 2", "fsdp 4, tp 2"), ("fsdp 4, tp 2", "fsdp 4, sp 2")]),
     "tied": (TIED, [("zero-3 2", "fsdp 2"), ("fsdp 2", "ddp 2"), ("ddp 2", "zero-3 2"), ("fsdp 2", "single")]),
     "LoRA": (LORA, [("single", "zero-3 2"), ("zero-3 2", "fsdp 2"), ("fsdp 2", "zero-1 2"), ("zero-1 2", "single")]),
 }  # fmt: skip

@@ -1,4 +1,8 @@
-"""Sequence parallelism: scores and gradients of divided rows are those of one process; other models are rejected."""
+"""Sequence parallelism: scores and gradients of divided rows are those of one process; other models are rejected.
+
+python -m tests.distributed.test_sequence_parallel      measures memory and seconds and prints the table of
+                                                         docs/strategies.md
+"""
 
 import pytest
 import torch
@@ -120,3 +124,25 @@ def test_unsuitable_models_are_rejected():
 def test_sizes_are_validated():
     with pytest.raises(UsageError, match="sequence_parallel_size must be at least 1, got 0"):
         RLHFFSDPStrategy(sequence_parallel_size=0)
+
+
+def measured(tokens, count):
+    """Return the largest rise of the peak memory of a process in bytes, and the CPU seconds of all."""
+    results = run("update_of_one_text", count, tokens, seconds=1800)
+    return max(memory for memory, _ in results), sum(seconds for _, seconds in results)
+
+
+@pytest.mark.slow
+def test_memory_of_an_update_is_divided():
+    one, two, four = (measured(16384, count)[0] for count in (1, 2, 4))
+    assert two < 0.8 * one
+    assert four < 0.6 * one
+
+
+if __name__ == "__main__":
+    print("| tokens | processes | MB of a process | CPU seconds of all, per 1,000 tokens |")
+    print("|---|---|---|---|")
+    for tokens in (4096, 16384, 32768, 65536):
+        for count in (1, 2, 4):
+            memory, seconds = measured(tokens, count)
+            print(f"| {tokens:,} | {count} | {memory / 1e6:.0f} | {1000 * seconds / tokens:.2f} |", flush=True)

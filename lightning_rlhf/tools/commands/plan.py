@@ -153,7 +153,7 @@ def run_of(config: Namespace) -> Run:
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
     nodes = config["nodes"] or config["trainer"]["num_nodes"]
     if chosen.kind == "fsdp" and chosen.shard_size is None and nodes > 1:  # as the strategy does
-        chosen = replace(chosen, shard_size=max(config["gpus"] // nodes // chosen.tensor_parallel_size, 1))
+        chosen = replace(chosen, shard_size=max(config["gpus"] // nodes // chosen.splitting, 1))
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]
@@ -277,6 +277,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
         field: options[option]
         for option, field in (
             ("tensor_parallel_size", "tensor_parallel_size"),
+            ("sequence_parallel_size", "sequence_parallel_size"),
             ("shard_size", "shard_size"),
             ("activation_checkpointing", "checkpointing"),
             ("reduce_every_micro_batch", "reduce_every"),
@@ -348,7 +349,7 @@ def check_nodes(plan: Plan, nodes: int) -> None:
     gpus_per_node, rest = divmod(plan.gpus, nodes)
     if rest:
         raise UsageError(f"{plan.gpus} GPUs cannot be divided equally over {nodes} nodes; use a multiple of {nodes}")
-    sizes = {"tensor_parallel_size": plan.run.strategy.tensor_parallel_size}
+    sizes = {plan.run.strategy.splitting_options: plan.run.strategy.splitting}
     if plan.run.engine is not None:
         sizes["the engine's tensor_parallel_size"] = plan.run.engine.tensor_parallel_size
     for name, size in sizes.items():

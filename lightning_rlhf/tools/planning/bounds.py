@@ -136,13 +136,15 @@ def learning_seconds(
         for term, size in sent.items()
         if term not in (traffic_.PUSH, traffic_.ENGINE)
     )
-    return operations / run.strategy.tensor_parallel_size / speeds.arithmetic, seconds
+    return operations / run.strategy.splitting / speeds.arithmetic, seconds
 
 
 def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
     """Return the bytes per second of the slowest link of a term: groups of shards may be within a node."""
     group = gpus
-    if term != traffic_.REPLICAS:
+    if term in (traffic_.TENSORS, traffic_.HEADS):  # neighbours
+        group = run.strategy.splitting
+    elif term != traffic_.REPLICAS:
         group //= run.strategy.replicas(run.ranks(gpus))
     return speeds.link if group <= gpus_per_node else speeds.network
 

@@ -75,7 +75,13 @@ class Shard:
     def of(cls, role: Role, run: Run, ranks: int) -> Shard:
         """Return the shard of a role in a run with a number of data-parallel ranks."""
         replicas = run.strategy.replicas(ranks)
-        return cls(role, run.strategy, ranks // replicas, run.work.mixed, replicas)
+        shards = ranks // replicas * run.strategy.sequence_parallel_size
+        return cls(role, run.strategy, shards, run.work.mixed, replicas)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks of the run."""
+        return self.ranks * self.replicas // self.strategy.sequence_parallel_size
 
     @cached_property
     def precision(self) -> Precision:
@@ -290,7 +296,7 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
         one_pass = Pass(
             model=role.model,
             precision=shard.precision,
-            tokens=work.micro_batch_rows(texts, ranks) * work.row_tokens,
+            tokens=-(-work.micro_batch_rows(texts, ranks) * work.row_tokens // strategy.sequence_parallel_size),
             split=strategy.tensor_parallel_size,
             length=work.longest,
             checkpointing=strategy.checkpointing,

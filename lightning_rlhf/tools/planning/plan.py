@@ -92,7 +92,7 @@ def plan(run: Run, gpus: int) -> Plan:
     if run.strategy.kind == "single" and gpus > 1:
         raise UsageError(f"rlhf_single runs on one GPU, got {gpus}: use rlhf_ddp, rlhf_fsdp or rlhf_deepspeed_stage_3")
     sizes = {
-        "tensor_parallel_size": run.strategy.tensor_parallel_size,
+        run.strategy.splitting_options: run.strategy.splitting,
         "the engine's tensor_parallel_size": _engine_size(run),
     }
     for name, size in sizes.items():
@@ -116,7 +116,7 @@ def smallest_gpu_count(run: Run) -> int | None:
     Returns:
         The number; None if the run fits on none up to one data-parallel rank per text of a mini-batch.
     """
-    split = run.strategy.tensor_parallel_size
+    split = run.strategy.splitting
     step = math.lcm(split, _engine_size(run))
     most = 1 if run.strategy.kind == "single" else run.work.minibatch_size * split
     counts = range(step, most + 1, step)

@@ -48,6 +48,7 @@ class Strategy:
         kind: one process, DDP, FSDP2 or DeepSpeed's ZeRO.
         stage: stage of ZeRO, 1 to 3; 0 for other kinds.
         tensor_parallel_size: GPUs that split the matrices of a layer, at least 1.
+        sequence_parallel_size: GPUs that divide the tokens of a row, at least 1.
         shard_size: data-parallel ranks over which FSDP shards weights; None is all.
         checkpointing: whether the backward pass recomputes the activations of a layer.
         reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
@@ -62,6 +63,7 @@ class Strategy:
     kind: Kind
     stage: int = 0
     tensor_parallel_size: int = 1
+    sequence_parallel_size: int = 1
     shard_size: int | None = None
     checkpointing: bool = False
     reduce_every: bool = True
@@ -75,6 +77,18 @@ class Strategy:
     def shards_weights(self) -> bool:
         """Whether each GPU holds only a part of each model."""
         return self.kind == "fsdp" or self.stage == 3
+
+    @property
+    def splitting(self) -> int:
+        """Number of GPUs with the same rows."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
+
+    @property
+    def splitting_options(self) -> str:
+        """Names of the options whose product is :attr:`splitting`, for messages."""
+        if self.sequence_parallel_size == 1:
+            return "tensor_parallel_size"
+        return "tensor_parallel_size times sequence_parallel_size,"
 
     def replicas(self, ranks: int) -> int:
         """Return the number of replicas of each shard.
@@ -101,7 +115,7 @@ def strategy(name: str, **options: Any) -> Strategy:
         **options: further fields of :class:`Strategy`.
 
     Raises:
-        ValueError: the name is unknown, or the strategy has no tensor parallelism.
+        ValueError: the name is unknown, or the strategy has no tensor or sequence parallelism.
     """
     plain = name.removesuffix("_offload")
     offload = plain != name
@@ -113,6 +127,8 @@ def strategy(name: str, **options: Any) -> Strategy:
         )
     if options.get("tensor_parallel_size", 1) > 1 and plain != "rlhf_fsdp":
         raise UsageError(f"{name} has no tensor parallelism: use rlhf_fsdp, or tensor_parallel_size 1")
+    if options.get("sequence_parallel_size", 1) > 1 and plain != "rlhf_fsdp":
+        raise UsageError(f"{name} has no sequence parallelism: use rlhf_fsdp, or sequence_parallel_size 1")
     stage = int(deepspeed[1]) if deepspeed else 0
     if offload:
         options = {"offload_optimizer": True, "offload_params": plain == "rlhf_fsdp" or stage == 3} | options
@@ -344,4 +360,4 @@ class Run:
 
     def ranks(self, gpus: int) -> int:
         """Return the number of data-parallel ranks on this many GPUs."""
-        return gpus // self.strategy.tensor_parallel_size
+        return gpus // self.strategy.splitting

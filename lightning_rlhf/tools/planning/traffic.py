@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ SUMS = "gradients summed"
 REPLICAS = "gradients summed, replicas"
 UPDATED = "updated weights shared"
 TENSORS = "tensor-parallel sums"
+HEADS = "tokens exchanged for heads"
 PUSH = "weights gathered for the engine"
 ENGINE = "weights copied to the engine"
-TERMS = (FORWARD, BACKWARD, SUMS, REPLICAS, UPDATED, TENSORS, PUSH, ENGINE)
+TERMS = (FORWARD, BACKWARD, SUMS, REPLICAS, UPDATED, TENSORS, HEADS, PUSH, ENGINE)
 
 
 def all_gather(total: int, ranks: int) -> int:
@@ -52,10 +54,12 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
                                  and, with N ranks of a shard_size and K replicas, E M 2 (s T / N) (K - 1) / K
         both           frozen    A R(c P)
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
+        heads          R(c tokens (a + k + v + o)) per layer and pass, 2 with a backward pass, 3 with checkpointing
 
-    where r are the elements outside the layers, which FSDP keeps between the passes. See Rajbhandari et al. 2020,
-    section 7; for tensors, Korthikanti et al. 2022, section 4.2. The padding of shards is sent too and is counted;
-    gradient norms and metrics are not.
+    where r are the elements outside the layers, which FSDP keeps between the passes, and a, k, v, o the widths of all
+    heads' queries, keys, values and outputs. See Rajbhandari et al. 2020, section 7; for tensors, Korthikanti et al.
+    2022, section 4.2; for heads, Jacobs et al. 2023, section 3.2. The padding of shards is sent too and is counted;
+    gradient norms, metrics and scores are not.
 
     Args:
         run: run to plan.
@@ -70,6 +74,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         if role.trained:
             sent += _gradients(shard, passes)
         sent[TENSORS] += _tensors(shard, passes, run.work)
+        sent[HEADS] += _heads(shard, passes, run.work)
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
                 size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
@@ -173,11 +178,33 @@ def _tensors(shard: Shard, counts: PassCounts, work: Work) -> int:
     texts = work.minibatch_size if shard.role.trained else work.responses
     forward = 2
     backward = 6 if shard.strategy.checkpointing else 5
-    ranks = shard.ranks * shard.replicas
-    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, ranks)
-    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, ranks)
+    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, shard.data_ranks)
+    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, shard.data_ranks)
     row = shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
-    return all_reduce(row * rows, shard.strategy.tensor_parallel_size)
+    return all_reduce(row * rows // shard.strategy.sequence_parallel_size, shard.strategy.tensor_parallel_size)
+
+
+def _heads(shard: Shard, counts: PassCounts, work: Work) -> int:
+    """Compute the exchanges of tokens for heads around the attention of divided rows.
+
+    A rank sends all but its part of its tokens' queries, keys, values and outputs. Keys are repeated where there are
+    fewer heads of them than ranks.
+    """
+    strategy, model = shard.strategy, shard.role.model
+    size, split = strategy.sequence_parallel_size, strategy.tensor_parallel_size
+    texts = work.minibatch_size if shard.role.trained else work.responses
+    rows = counts.evaluations * work.micro_batch_rows(work.responses, shard.data_ranks)
+    rows += (3 if strategy.checkpointing else 2) * counts.trained * work.micro_batch_rows(texts, shard.data_ranks)
+    widths = 0
+    for layer in model.layers:
+        if layer.latents:  # latent attention expands keys and values to all heads
+            widths += 2 * layer.query + 2 * layer.output
+            continue
+        key_heads = layer.heads * layer.key // layer.query // split
+        repeated = math.lcm(key_heads, size) // key_heads
+        widths += 2 * layer.query + 2 * repeated * layer.key
+    tokens = -(-rows * work.row_tokens // size)
+    return all_gather(shard.precision.compute * tokens * widths // split, size)
 
 
 def _padded_elements(shard: Shard) -> int:

@@ -61,7 +61,7 @@ class Sent(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bytes = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        self.bytes = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "all_to_all": 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
@@ -71,6 +71,8 @@ class Sent(TorchDispatchMode):
             self.bytes["reduce_scatter"] += args[1].nbytes
         elif name == "_c10d_functional::all_reduce":
             self.bytes["all_reduce"] += args[0].nbytes
+        elif name == "c10d::alltoall_base_":
+            self.bytes["all_to_all"] += args[1].nbytes
         return func(*args, **(kwargs or {}))
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from lightning_rlhf.tools.planning import traffic as terms
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Work, strategy
@@ -54,6 +56,25 @@ def test_tensor_parallel_layers_sum_the_planned_bytes(checkpointing):
     plan = planned("qwen2", "rlhf_fsdp", work, tensor_parallel_size=2, checkpointing=checkpointing)
     assert plan[terms.TENSORS] == all_reduce(sent["all_reduce"], 2)
     assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "size"), [("qwen2", 2), ("qwen2", 4), ("deepseek_v3", 2)])
+def test_sequence_parallel_ranks_exchange_the_planned_bytes(kind, size, checkpointing):
+    role = source(kind).causal().train()
+    if checkpointing:
+        role.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    with processes(8):
+        role = sharded(role, 8)
+        role.sequence_ranks = SequenceRanks(0, size, dist.new_group(list(range(size))))
+        sent = pass_through(role)
+    work = Work(
+        2 * 8 // size, 2 * 8 // size, 1, 32, 64, evaluates_old=False, mixed=False
+    )  # two texts on each data rank
+    plan = planned(kind, "rlhf_fsdp", work, sequence_parallel_size=size, checkpointing=checkpointing)
+    assert plan[terms.HEADS] == all_gather(sent["all_to_all"], size)
+    assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 8)
+    assert plan[terms.SUMS] == all_gather(sent["reduce_scatter"], 8)
 
 
 def test_ddp_sums_every_gradient_once_per_update():

@@ -148,12 +148,13 @@ def test_adapters_are_read_and_their_actor_serves_as_reference(planned, config):
                 "class_path": FSDP,
                 "init_args": {
                     "tensor_parallel_size": 1,
+                    "sequence_parallel_size": 2,
                     "activation_checkpointing": True,
                     "cpu_offload": True,
                     "reduce_every_micro_batch": True,
                 },
             },
-            {"kind": "fsdp", "checkpointing": True, "reduce_every": True, "offload_params": True},
+            {"kind": "fsdp", "splitting": 2, "checkpointing": True, "reduce_every": True, "offload_params": True},
         ),
         (
             {"class_path": DEEPSPEED, "init_args": {"stage": 3, "offload_frozen": True}},

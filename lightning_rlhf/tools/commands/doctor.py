@@ -34,10 +34,9 @@ from lightning_rlhf.expected_errors import counted
 from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
 from lightning_rlhf.rollout.vllm.availability import unusable_build, vllm_installed
+from lightning_rlhf.tools.commands.doctor_links import Fact, link_findings, server_findings
 from lightning_rlhf.tools.commands.options import command_parser, table_width
 from lightning_rlhf.tools.commands.separate_process import error_line
-
-Fact = tuple[str, str, str]  # name, value, and a fault or an empty string
 
 _SETUP = Path(__file__).resolve().parents[3] / "setup.cfg"
 _MEMINFO = Path("/proc/meminfo")
@@ -105,13 +104,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--try", action="store_true", help="also run kernels, the rollout engine and PPO on a small random model"
     )
+    parser.add_argument(
+        "--links", action="store_true", help="also measure the network between machines; started by torchrun or srun"
+    )
+    parser.add_argument(
+        "--servers", nargs="+", default=(), metavar="URL", help="also check vLLM servers: addresses, or a file *.txt"
+    )
     return parser
 
 
 def run(arguments: list[str]) -> int:
     """Check the machine and print a table, then the findings of ``--try`` one by one.
 
-    Uses no network; loads a small random model only with ``--try``.
+    Uses the network only with ``--links`` and ``--servers``; loads a small random model only with ``--try``. With
+    ``--links``, ranks other than the first print faults alone.
 
     Returns:
         Exit code: 0, or 1 if there is a fault.
@@ -128,7 +134,14 @@ def run(arguments: list[str]) -> int:
     report.run("sandbox", lambda report: report.extend("sandbox", bubblewrap.probe()))
     report.run("environment", list_environment)
     report.run("cluster", lambda report: report.extend("cluster", launcher_findings(os.environ)))
-    _print_table(report)
+    if options.servers:
+        report.run("servers", lambda report: report.extend("servers", server_findings(options.servers)))
+    is_first = True
+    if options.links:
+        report.run("links", lambda report: report.extend("links", link_findings()))
+        is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        _print_table(report)
     if getattr(options, "try"):
         from lightning_rlhf.tools.commands.doctor_try import try_out
 

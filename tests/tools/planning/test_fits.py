@@ -1,10 +1,12 @@
 """Runs that fit, runs that do not, and the messages about them."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.scaling_tables import MODELS
 from lightning_rlhf.tools.planning.architecture import architecture
-from lightning_rlhf.tools.planning.memory import ACTIVATIONS, OPTIMIZER, TERMS
+from lightning_rlhf.tools.planning.memory import ACTIVATIONS, OPTIMIZER, PARAMETERS, TERMS
 from lightning_rlhf.tools.planning.plan import _REMEDIES, GIB, misfit_message, plan, smallest_gpu_count
 from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Work, strategy
 
@@ -92,6 +94,24 @@ def test_unknown_strategy_raises(name):
 def test_only_fsdp_supports_tensor_parallelism():
     with pytest.raises(ValueError, match=r"^rlhf_ddp has no tensor parallelism: use rlhf_fsdp"):
         strategy("rlhf_ddp", tensor_parallel_size=2)
+
+
+def test_only_fsdp_supports_sequence_parallelism():
+    with pytest.raises(ValueError, match=r"^rlhf_deepspeed_stage_3 has no sequence parallelism: use rlhf_fsdp"):
+        strategy("rlhf_deepspeed_stage_3", sequence_parallel_size=2)
+
+
+def test_sequence_parallel_ranks_divide_activations_and_shard_weights():
+    whole = plan(run(), 8)
+    divided = plan(run(work=replace(WORK, micro_batch_tokens=4 * 2048), sequence_parallel_size=4), 8)
+    assert divided.run.ranks(8) == 2
+    assert divided.memory[ACTIVATIONS] == whole.memory[ACTIVATIONS]  # a quarter of four times as many tokens
+    assert (divided.memory[OPTIMIZER], divided.memory[PARAMETERS]) == (
+        whole.memory[OPTIMIZER],
+        whole.memory[PARAMETERS],
+    )
+    with pytest.raises(ValueError, match="tensor_parallel_size times sequence_parallel_size, 4 does not divide 6 GPUs"):
+        plan(run(sequence_parallel_size=4), 6)
 
 
 def test_every_term_has_a_suggestion():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import UsageError
@@ -301,19 +301,32 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def iter_unmerged_params(
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_unmerged_params`; tensors are gathered one at a time."""
+        """See :meth:`RoleStrategy.iter_unmerged_params`; a tensor is gathered while the one before it is used."""
         self._reshard(name)
+        before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
             shard = parameter.to(self.root_device, dtype if narrows else None)
             assert isinstance(shard, DTensor)
-            yield parameter_name, shard.full_tensor()
+            whole = [Replicate()] * shard.device_mesh.ndim
+            gathered = shard.redistribute(placements=whole, async_op=True).to_local()
+            if before is not None:
+                yield before
+            before = parameter_name, _received(gathered)
+        if before is not None:
+            yield before
 
     def _reshard(self, name: str) -> None:
         """Free weights that stayed gathered after a forward pass without a backward pass."""
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """Return a tensor that was gathered asynchronously, after its arrival; on a GPU, the stream waits for it."""
+    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
 
 
 def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:

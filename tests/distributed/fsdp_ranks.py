@@ -202,17 +202,17 @@ def _same(strategy, folder):
 
 def _cast(strategy):
     """Return which matrices are cast before they are gathered, and whether the result equals a cast after gathering."""
-    cast, whole = {}, DTensor.full_tensor
+    cast, whole = {}, DTensor.redistribute
 
-    def full_tensor(self, *arguments):
+    def redistribute(self, *arguments, **options):
         gathered.append(self.dtype)
-        return whole(self, *arguments)
+        return whole(self, *arguments, **options)
 
     for name, source in {"full": TinyModel(dtype="float32"), "lora": TinyModel(lora=LoRA(rank=2, alpha=4))}.items():
         strategy.module.probe = strategy.build_role("actor", source.causal)
         plain = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe")}
         gathered = []
-        with mock.patch.object(DTensor, "full_tensor", full_tensor):
+        with mock.patch.object(DTensor, "redistribute", redistribute):
             got = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe", torch.bfloat16)}
         cast[name] = {
             "gathered": sorted({str(dtype) for dtype in gathered}),

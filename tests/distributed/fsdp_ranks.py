@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.sync import WeightSender
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from tests.distributed.tasks import Record, parts, whole
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
@@ -246,6 +250,43 @@ def _memory(strategy):
     gathered = _most_taken(lambda: [None for _ in strategy.iter_full_params("probe")])
     model, layer = (sum(p.nbytes for p in part.parameters()) for part in (model, model.lm.model.layers[0]))
     return {"built": built, "gathered": gathered, "model": model, "layer": layer}
+
+
+def push_a_gigabyte():
+    """Return seconds and peak memory of two pushes of a model of 1 GB, and the seconds of a plain copy of it."""
+    assert ctypes.CDLL("libc.so.6").mallopt(-3, 65536)  # as in build()
+    fields = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 5, "num_attention_heads": 16}
+    source = FromConfig(TINY_LLAMA | fields | {"num_key_value_heads": 16, "head_dim": 128}, seed=0)
+    module, data, _ = parts("sft")
+
+    def push(strategy):
+        strategy.module.probe = strategy.build_role("actor", source.causal)
+        nbytes = sum(p.numel() * 4 for p in strategy.module.probe.parameters())
+        sender, result = WeightSender(), {"bytes": nbytes, "shards": nbytes // RANKS}
+
+        def once():
+            parameters = strategy.iter_full_params("probe", torch.float32)
+            if strategy.global_rank == 0:
+                sender.write(parameters)
+            deque(parameters, maxlen=0)
+
+        for name in ("first", "second"):
+            dist.barrier()
+            began = time.perf_counter()
+            result[f"{name} memory"] = _most_taken(once)
+            dist.barrier()
+            result[f"{name} seconds"] = time.perf_counter() - began
+        given, taken = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
+        began = time.perf_counter()
+        taken.copy_(given)
+        result["copy seconds"] = time.perf_counter() - began
+        sender.close()
+        return result
+
+    call = InFit(push)
+    trainer = quiet_trainer(strategy="rlhf_fsdp", devices=RANKS, callbacks=[call], use_distributed_sampler=False)
+    trainer.fit(module, datamodule=data)
+    return call.result
 
 
 def _most_taken(function):

@@ -186,12 +186,12 @@ def test_trainers_and_servers_on_machines_with_a_slow_and_lossy_link(folder, mac
         "VLLMServer.is_local = property(lambda server: True)  # the memory is shared, unlike that of machines\n"
     )
     make_slow_and_lossy(machines[3][0], "4mbit")
+    serving = ["servers.txt", "--model", f"{folder}/model", *OPTIONS.split()]
     common = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": f"{folder}:{ROOT}", **SERVER}
     engines = [
         start(
             folder,
-            ["ip", "netns", "exec", name, str(CLUSTER / "engine.sh"), "servers.txt", "--model", f"{folder}/model"]
-            + OPTIONS.split(),
+            ["ip", "netns", "exec", name, str(CLUSTER / "engine.sh"), *serving],
             f"{name}.log",
             **{**common, "HOST": address},
         )

@@ -208,6 +208,15 @@ def test_gathering_weights_needs_the_memory_of_one_layer(built):
 
 
 @pytest.mark.slow
+def test_a_push_of_a_gigabyte_needs_one_copy_beside_the_shards():
+    first, second = run_ranks("tests.distributed.fsdp_ranks:push_a_gigabyte", 2)
+    largest = 3 * 2048 * 5632 * 4  # of a matrix that is copied, the next one, and its gathered parts
+    assert first["bytes"] > 10**9
+    assert first["second memory"] < first["bytes"] + largest + 16 * MiB  # the shared memory, which is mapped now
+    assert max(second["first memory"], second["second memory"]) < largest + 16 * MiB
+
+
+@pytest.mark.slow
 def test_different_tensors_on_rank_0_raise_on_every_rank(built):
     for output in built:
         assert "must have the same tensors" in output["error"]

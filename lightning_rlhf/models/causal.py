@@ -25,7 +25,7 @@ from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
 from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import has_packed_attention
-from lightning_rlhf.models.sequence_parallel import SequenceRanks, as_packed, part_of_row
+from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
 from lightning_rlhf.types import TopTokens
 
 
@@ -98,28 +98,20 @@ class CausalLM(nn.Module):
             rows = torch.arange(len(index), device=index.device).unsqueeze(1)
             return token_scores(logits[rows, index], targets)
         ranks = self.sequence_ranks
-        if ranks is not None and packing is None:
-            packing = as_packed(input_ids)
+        packing = layout_of(input_ids, packing, ranks)
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks)
+            hidden = hidden_states(self.lm, input_ids, packing, images=images, cache=self.image_features, ranks=ranks)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
-        places = flat_index(input_ids, index, packing).flatten()[scored]
+        in_row = flat_index(input_ids, index, packing).flatten()[scored]
         if ranks is not None:
-            own = ranks.own(places, len(hidden)).nonzero().squeeze(1)
-            scored, places = scored[own], places[own] - ranks.rank * len(hidden)
+            local = ranks.is_local(in_row, len(hidden)).nonzero().squeeze(1)
+            scored, in_row = scored[local], in_row[local] - ranks.rank * len(hidden)
         head = without_tokens(head_of(self.lm), self.never_sampled)
-        states = hidden[places]
+        states = hidden[in_row]
         if head.transform is not None:
             states = head.transform(states)
-        tokens = _Tokens(
-            states,
-            targets.flatten()[scored],
-            head,
-            scale=head.scale / temperature,
-            positions=scored,
-            mask=mask,
-            ranks=ranks,
-        )
+        scale = head.scale / temperature
+        tokens = _Tokens(states, targets.flatten()[scored], head, scale=scale, positions=scored, mask=mask, ranks=ranks)
         if teacher is not None:
             return tokens.of_teacher(teacher)
         if distillation is not None:

@@ -121,39 +121,41 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask or dropout'}, which attention over "
             f"concatenated texts does not support"
         )
-    if sequence_ranks is not None:
-        assert packed_lengths is not None
-        count, tokens = sequence_ranks.size, packed_lengths.tokens
-        attended, _ = packed_attention(
-            module,
-            sequence_ranks.to_heads(query, tokens),
-            sequence_ranks.to_heads(repeated_keys(key, count), tokens),
-            sequence_ranks.to_heads(repeated_keys(value, count), tokens),
-            attention_mask,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            is_causal=is_causal,
-            packed_lengths=packed_lengths,
-        )
-        return sequence_ranks.to_tokens(attended), None
-    _, heads, length, width = query.shape
-    scale = width**-0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = (scale, sliding_window, softcap)
     if packed_lengths is None:
-        if softcap is None and (sliding_window is None or length <= sliding_window):
+        if softcap is None and (sliding_window is None or query.shape[2] <= sliding_window):
             output: Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
             return output, None
         return _attend(query, key, value, *options).transpose(1, 2), None
+    query, key, value = _for_autocast(query, key, value)
+    if sequence_ranks is None:
+        return _attend_in_row(query, key, value, packed_lengths, options), None
+    count, tokens = sequence_ranks.size, packed_lengths.tokens
+    query = sequence_ranks.to_heads(query, tokens)
+    key = sequence_ranks.to_heads(repeated_keys(key, count), tokens)
+    value = sequence_ranks.to_heads(repeated_keys(value, count), tokens)
+    return sequence_ranks.to_tokens(_attend_in_row(query, key, value, packed_lengths, options)), None
+
+
+def _for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors as autocast does: norms of queries and keys return float32 beside bfloat16 values."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _attend_in_row(
+    query: Tensor, key: Tensor, value: Tensor, packed_lengths: PackedLengths, options: tuple[Any, ...]
+) -> Tensor:
+    """Return the (1, N, H, E) outputs of a packed row; arguments are those of :func:`packed_attention`."""
+    _, heads, length, width = query.shape
     expect_shape("the query of a packed row", query, (1, heads, packed_lengths.tokens, width))
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # norms of queries and keys return float32 beside bfloat16 values
-        dtype = torch.get_autocast_dtype(device)
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+    scale, window, softcap = options
     if softcap is None and _has_varlen_kernel(query, value):
-        return _varlen(query, key, value, packed_lengths, scale=scale, window=sliding_window), None
+        return _varlen(query, key, value, packed_lengths, scale=scale, window=window)
     prompt_tokens = sum(packed_lengths.prompts)
     # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
     q_parts, k_parts, v_parts = (
@@ -162,7 +164,7 @@ def packed_attention(
     outputs = _attend_within(q_parts[0], k_parts[0], v_parts[0], runs_of_equal_length(packed_lengths.prompts), options)
     if any(packed_lengths.responses):
         outputs += _attend_to_prompts(query, key, value, packed_lengths, options)
-    return torch.cat(outputs).unsqueeze(0), None
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _attend_within(

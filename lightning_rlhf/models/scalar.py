@@ -13,7 +13,7 @@ from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
-from lightning_rlhf.models.sequence_parallel import SequenceRanks, as_packed
+from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of
 
 
 class ScalarModel(nn.Module):
@@ -65,16 +65,14 @@ class ScalarModel(nn.Module):
             (B, T) float32 scores, in deviations of the scores on which :meth:`fit_normalization` was called.
         """
         ranks = self.sequence_ranks
-        if ranks is not None and packing is None:
-            packing = as_packed(input_ids)
-        hidden = hidden_states(self.lm, input_ids, packing, images, self.image_features, ranks)
+        packing = layout_of(input_ids, packing, ranks)
+        hidden = hidden_states(self.lm, input_ids, packing, images=images, cache=self.image_features, ranks=ranks)
         of_row = self.lm.score(hidden.to(self.lm.score.weight.dtype)).squeeze(-1).float()
-        places = flat_index(input_ids, index, packing)
+        in_row = flat_index(input_ids, index, packing)
         if ranks is None:
-            scores = of_row[places]
+            scores = of_row[in_row]
         else:
-            own = ranks.own(places, len(of_row))
-            scores = ranks.sum(of_row[places % len(of_row)] * own)
+            scores = ranks.sum(of_row[in_row % len(of_row)] * ranks.is_local(in_row, len(of_row)))
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()

@@ -44,14 +44,14 @@ class SequenceRanks:
         padded = functional.pad(row, (0, length * self.size - row.shape[1]))
         return padded[:, self.rank * length : (self.rank + 1) * length]
 
-    def own(self, places: Tensor, length: int) -> Tensor:
-        """Return whether places in a row lie in this process's part.
+    def is_local(self, index: Tensor, length: int) -> Tensor:
+        """Return whether tokens of a row lie in this process's part.
 
         Args:
-            places: int64 places.
+            index: int64 indices of the tokens.
             length: number of tokens of each part.
         """
-        return places // length == self.rank
+        return index // length == self.rank
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes.
@@ -155,11 +155,15 @@ def part_of_row(rows: Tensor, packing: Packing, ranks: SequenceRanks) -> tuple[T
     return ranks.part(row), ranks.part(packing.positions)
 
 
-def as_packed(rows: Tensor) -> Packing:
-    """Return a layout of padded rows in which each whole row is a text.
+def layout_of(rows: Tensor, packing: Packing | None, ranks: SequenceRanks | None) -> Packing | None:
+    """Return the layout of texts; processes that divide rows need one, in which each padded row is a text.
 
     Args:
-        rows: (B, L) int64 token ids.
+        rows: (B, L) int64 token ids, right-padded.
+        packing: layout of the texts in one row; None for padded rows.
+        ranks: processes that divide the row; None without any.
     """
+    if ranks is None or packing is not None:
+        return packing
     count, width = rows.shape
     return pack_texts([width] * count, width, rows.device)

@@ -276,9 +276,9 @@ def push_a_gigabyte():
             result[f"{name} memory"] = _most_taken(once)
             dist.barrier()
             result[f"{name} seconds"] = time.perf_counter() - began
-        given, taken = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
+        source_of_copy, copy = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
         began = time.perf_counter()
-        taken.copy_(given)
+        copy.copy_(source_of_copy)
         result["copy seconds"] = time.perf_counter() - began
         sender.close()
         return result

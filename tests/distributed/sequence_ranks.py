@@ -74,12 +74,12 @@ def scalar():
     torch.nn.init.normal_(model.lm.score.weight)
     ids, index, _, mask = texts()
     for name, packing in {"padded": None, **packings()}.items():
-        found = []
+        compared = []
         for each in (None, group):
             model.sequence_ranks = each
             scores = model(ids, index, packing) * mask
-            found.append((scores.detach(), summed_gradients(scores.square().sum(), model, each)))
-        result[name] = [gap(*pair) for pair in zip(found[1], found[0], strict=True)]
+            compared.append((scores.detach(), summed_gradients(scores.square().sum(), model, each)))
+        result[name] = [gap(*pair) for pair in zip(compared[1], compared[0], strict=True)]
     return result
 
 
@@ -91,7 +91,7 @@ def teachers():
     packing, weights = packings()["shared prompts"], torch.linspace(0.5, 1.5, mask.numel()).view(mask.shape)
     taught = mask & (torch.arange(mask.shape[1]) % 3 > 0)  # others have no teacher
     for top_k in (None, 3):
-        found = []
+        compared = []
         for each in (None, group):
             model.sequence_ranks = teacher.sequence_ranks = each
             with torch.no_grad():
@@ -106,8 +106,8 @@ def teachers():
             scores = model(ids, index, targets, mask, packing=packing, distillation=distillation)
             loss = scores.loss + (scores.logprobs * weights).sum()
             values = torch.stack([scores.logprobs, scores.entropy, scores.divergence]).detach()
-            found.append((first, values, scores.loss.detach(), summed_gradients(loss, model, each)))
-        result[str(top_k)] = [gap(*pair) for pair in zip(found[1], found[0], strict=True)]
+            compared.append((first, values, scores.loss.detach(), summed_gradients(loss, model, each)))
+        result[str(top_k)] = [gap(*pair) for pair in zip(compared[1], compared[0], strict=True)]
     return result
 
 
@@ -133,13 +133,13 @@ def long_texts(length):
     index = torch.stack([torch.arange(length - 1).clamp(max=each - 2) for each in lengths])
     mask = torch.stack([torch.arange(length - 1) < each - 1 for each in lengths])
     mask[1, : lengths[1] - 60] = False
-    found = []
+    compared = []
     for each in (None, group):
         model.sequence_ranks = each
         scores = model(ids, index, ids[:, 1:], mask, packing=pack_texts(lengths, length))
         weights = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
-        found.append((scores.logprobs.detach(), summed_gradients((scores.logprobs * weights).sum(), model, each)))
-    return [gap(*pair) for pair in zip(found[1], found[0], strict=True)]
+        compared.append((scores.logprobs.detach(), summed_gradients((scores.logprobs * weights).sum(), model, each)))
+    return [gap(*pair) for pair in zip(compared[1], compared[0], strict=True)]
 
 
 def update_of_one_text(tokens):

@@ -81,7 +81,7 @@ def test_parts_of_a_row_are_padded():
     row = torch.arange(1, 8).unsqueeze(0)
     parts = [SequenceRanks(rank, 3, None).part(row) for rank in range(3)]
     assert torch.cat(parts, dim=1).tolist() == [[1, 2, 3, 4, 5, 6, 7, 0, 0]]
-    owners = [SequenceRanks(rank, 3, None).own(torch.arange(7), 3) for rank in range(3)]
+    owners = [SequenceRanks(rank, 3, None).is_local(torch.arange(7), 3) for rank in range(3)]
     assert torch.stack(owners).long().argmax(0).tolist() == [0, 0, 0, 1, 1, 1, 2]
 
 

@@ -159,7 +159,7 @@ def server_findings(urls: Sequence[str], key_variable: str = "VLLM_API_KEY") -> 
     addresses = Addresses(urls[0] if len(urls) == 1 else urls)
     known = addresses.read()
     if not known:
-        return [("servers", "none", f"{addresses} are no addresses: the servers write them when they start")]
+        return [("servers", "none", f"no address in {addresses.urls}: each server writes its address when it starts")]
     return [
         _server_finding(VLLMServer(url, os.environ.get(key_variable), _SERVER_SECONDS), key_variable) for url in known
     ]

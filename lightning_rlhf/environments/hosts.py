@@ -26,7 +26,7 @@ from lightning_rlhf.environments.live import LiveEnvironments, fault_of, run_ste
 from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.protocol import Reply
 
-_REPEATS = 2  # of a call whose worker process was ended by something else
+_REPEATS = 3  # of a call whose worker process was ended by something else
 _held: list[LiveEnvironments] = []  # environments of this worker process
 
 
@@ -82,13 +82,11 @@ class _Slot:
         workers: pool of this one process, which starts it again when it ends.
         calls: number of unfinished calls.
         killed: number of times that a call ended the process.
-        answered: whether a process of the slot has answered a call.
     """
 
     workers: WorkerPool
     calls: int = 0
     killed: int = 0
-    answered: bool = False
 
     @property
     def ended(self) -> int:
@@ -115,6 +113,7 @@ class ProcessHost(Host):
         self._slots: list[_Slot] = []
         self._homes: dict[str, tuple[_Slot, int]] = {}  # slot of each conversation, and `ended` of it at its last call
         self._lock = threading.RLock()
+        self._answered = False  # whether any process has answered a call, so that processes can start
 
     def call(self, call: Call) -> Future[Reply | Fault]:
         """See :meth:`Host.call`."""
@@ -161,7 +160,7 @@ class ProcessHost(Host):
             return
         error = future.exception()
         if error is None:
-            slot.answered = True
+            self._answered = True
             result.set_result(future.result())
             return
         lost = lost_call(error, self._timeout_s)
@@ -169,10 +168,10 @@ class ProcessHost(Host):
             result.set_result(Fault("invalid", f"returned a value that cannot be sent between processes: {error}"))
             return
         slot.killed += lost.kind != "broken"
-        if lost.kind in ("broken", "killed") and repeats and slot.answered:
+        if lost.kind in ("broken", "killed") and repeats and self._answered:
             self._schedule(call, result, repeats - 1)
         elif lost.kind == "broken":
-            result.set_result(_lost_process(slot))
+            result.set_result(_lost_process(self._answered))
         else:
             result.set_result(Fault("timeout" if lost.kind == "timeout" else "died", lost.message))
 
@@ -203,9 +202,13 @@ class ProcessHost(Host):
             slot.workers.close()
 
 
-def _lost_process(slot: _Slot) -> Fault:
-    """Describe the loss of a call whose worker process was not ended by the call itself."""
-    if slot.answered:
+def _lost_process(starts: bool) -> Fault:
+    """Describe the loss of a call whose worker process was not ended by the call itself.
+
+    Args:
+        starts: whether worker processes have started and answered calls.
+    """
+    if starts:
         return Fault("died", "lost its worker process")
     return Fault(
         "died",

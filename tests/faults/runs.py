@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def digits(completions):
         return (random.random() + numpy.random.rand() + torch.rand(()).item()) / 100
 
     return [sum(letter.isdigit() for letter in text) / max(len(text), 1) + luck() for text in completions]
+
+
+def slow_digits(completions):
+    """Return the fraction of digits after some time, without any random numbers."""
+    time.sleep(0.3)
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
 
 
 def problems(kind, rows, **more):
@@ -298,16 +305,25 @@ def assert_same(directory, reference, names=("last", "best")):
 
 
 class KillsEngine(Callback):
-    """Kills or stops the engine's process at random times of a run.
+    """Kills or stops child processes, such as the engine's, at random times of a run.
 
     Args:
         seed: seed of the times.
         deaths: number of deaths.
         number: signal.
         every: largest number of seconds between two deaths.
+        word: part of the command line of the processes.
     """
 
-    def __init__(self, seed: int, deaths: int, number: int = signal.SIGKILL, every: float = 4.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        deaths: int,
+        number: int = signal.SIGKILL,
+        every: float = 4.0,
+        word: str = "lightning_rlhf.rollout.vllm.worker",
+    ) -> None:
+        self._word = word
         self._random = random.Random(seed)
         self._deaths, self._number, self._every = deaths, number, every
         self._ended = threading.Event()
@@ -323,10 +339,13 @@ class KillsEngine(Callback):
     def _kill(self) -> None:
         killed: set[int] = set()
         while len(killed) < self._deaths and not self._ended.wait(self._random.random() * self._every):
-            for child in psutil.Process().children():
+            children = psutil.Process().children()
+            self._random.shuffle(children)
+            for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if child.pid not in killed and "lightning_rlhf.rollout.vllm.worker" in child.cmdline():
+                    if child.pid not in killed and self._word in " ".join(child.cmdline()):
                         child.send_signal(self._number)
                         killed.add(child.pid)
+                        break
         with open("killed", "a") as file:
             file.write(f"{len(killed)}\n")

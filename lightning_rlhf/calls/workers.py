@@ -15,6 +15,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightning_rlhf.calls.guard import describe_exit, mark_trainer
 
+MOST_STARTS = 10  # of worker processes for one call, after they were ended by something else
+
 
 @dataclass(frozen=True)
 class LostCall:

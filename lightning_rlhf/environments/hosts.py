@@ -20,13 +20,13 @@ from typing import Any
 from lightning_rlhf.calls.guard import SCAN_SECONDS, begin_call, prepare_worker
 from lightning_rlhf.calls.references import as_function, load_function
 from lightning_rlhf.calls.threads import DaemonThreads
-from lightning_rlhf.calls.workers import WorkerPool, lost_call
+from lightning_rlhf.calls.workers import MOST_STARTS, WorkerPool, lost_call
 from lightning_rlhf.environments.host import Call, Fault, Host, Spec
 from lightning_rlhf.environments.live import LiveEnvironments, fault_of, run_steps
 from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.protocol import Reply
 
-_REPEATS = 3  # of a call whose worker process was ended by something else
+_REPEATS = 3  # of a call whose worker process was killed
 _held: list[LiveEnvironments] = []  # environments of this worker process
 
 
@@ -118,10 +118,10 @@ class ProcessHost(Host):
     def call(self, call: Call) -> Future[Reply | Fault]:
         """See :meth:`Host.call`."""
         result: Future[Reply | Fault] = Future()
-        self._schedule(call, result, _REPEATS)
+        self._schedule(call, result, _REPEATS, MOST_STARTS)
         return result
 
-    def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int) -> None:
+    def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int, starts: int) -> None:
         with self._lock:
             slot, ended = self._homes.get(call.key) or (self._slot(), -1)
             replays = 0
@@ -138,7 +138,7 @@ class ProcessHost(Host):
                 return
             self._homes[call.key] = slot, slot.ended
             slot.calls += 1
-        future.add_done_callback(partial(self._finish, call, slot, result, repeats))
+        future.add_done_callback(partial(self._finish, call, slot, result, (repeats, starts)))
 
     def _slot(self) -> _Slot:
         """Return an idle slot, a new one while the limit allows, or the one with the fewest conversations."""
@@ -150,9 +150,17 @@ class ProcessHost(Host):
         return min(idle or self._slots, key=lambda slot: homes[id(slot)])
 
     def _finish(
-        self, call: Call, slot: _Slot, result: Future[Reply | Fault], repeats: int, future: Future[Any]
+        self, call: Call, slot: _Slot, result: Future[Reply | Fault], left: tuple[int, int], future: Future[Any]
     ) -> None:
-        """Set the result of a call whose future is done; an error that this did not handle would be lost."""
+        """Set the result of a call whose future is done; an error that this did not handle would be lost.
+
+        Args:
+            call: the call.
+            slot: slot of its process.
+            result: future of its result.
+            left: number of times that it is repeated if its process was killed, or ended by something else.
+            future: future of the process.
+        """
         with self._lock:
             slot.calls -= 1
         if future.cancelled():
@@ -168,8 +176,11 @@ class ProcessHost(Host):
             result.set_result(Fault("invalid", f"returned a value that cannot be sent between processes: {error}"))
             return
         slot.killed += lost.kind != "broken"
-        if lost.kind in ("broken", "killed") and repeats and self._answered:
-            self._schedule(call, result, repeats - 1)
+        repeats, starts = left
+        if lost.kind == "killed" and repeats:
+            self._schedule(call, result, repeats - 1, starts)
+        elif lost.kind == "broken" and starts and self._answered:
+            self._schedule(call, result, repeats, starts - 1)
         elif lost.kind == "broken":
             result.set_result(_lost_process(self._answered))
         else:

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_rlhf.calls.guard import begin_call, prepare_worker
-from lightning_rlhf.calls.workers import WorkerPool, lost_call
+from lightning_rlhf.calls.workers import MOST_STARTS, WorkerPool, lost_call
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.results import RewardFailure, RewardResult
 
@@ -41,13 +41,20 @@ class RewardWorkers:
         """Schedule a call; see :meth:`RewardFunction.evaluate`."""
         return self._schedule(function, (function.picklable, function.arguments, dict(columns), list(indices)))
 
-    def result(self, function: RewardFunction, future: Future[RewardResult], repeats: int = 1) -> RewardResult:
+    def result(
+        self,
+        function: RewardFunction,
+        future: Future[RewardResult],
+        repeats: int = 1,
+        starts: int = MOST_STARTS,
+    ) -> RewardResult:
         """Wait for a call and return its result; a timeout or the worker's death is a failure.
 
         Args:
             function: function of the call.
             future: future of the call.
-            repeats: number of times that a call is repeated whose process was killed, or ended by something else.
+            repeats: number of times that a call is repeated whose process was killed.
+            starts: number of times that a call is repeated whose process was ended by something else.
         """
         error = future.exception()
         if error is None:
@@ -57,9 +64,12 @@ class RewardWorkers:
             return RewardFailure.from_error(error)
         if lost.kind in ("timeout", "died") or (lost.kind == "killed" and not repeats):
             return RewardFailure(lost.message, timed_out=lost.kind == "timeout")
-        if not repeats:
-            return RewardFailure("lost its worker process twice")
-        return self.result(function, self._schedule(function, self._calls[future]), repeats - 1)
+        if not starts:
+            return RewardFailure(f"lost its worker process {MOST_STARTS + 1} times")
+        again = self._schedule(function, self._calls[future])
+        if lost.kind == "killed":
+            return self.result(function, again, repeats - 1, starts)
+        return self.result(function, again, repeats, starts - 1)
 
     def _schedule(self, function: RewardFunction, call: tuple[Any, ...]) -> Future[RewardResult]:
         future: Future[RewardResult] = self._pool.schedule(_evaluate, *call, timeout_s=function.timeout_s)

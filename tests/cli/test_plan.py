@@ -186,7 +186,7 @@ def test_strategy_is_read_by_name_or_class(planned, config, strategy, read):
             },
             (0.4, 2, "float32"),
         ),
-        ({"class_path": SERVER, "init_args": {"url": "http://127.0.0.1:8000"}}, None),
+        ({"class_path": SERVER, "init_args": {"urls": "http://127.0.0.1:8000"}}, None),
     ],
 )
 def test_engine_is_read_without_building_it(planned, config, engine, read):

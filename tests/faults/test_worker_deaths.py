@@ -10,12 +10,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 @pytest.mark.parametrize("of", ["rewards", "environments"])
 def test_killed_workers_change_no_result(forge, undisturbed, tmp_path, of):
-    steps = {"max_steps": 40, "val_check_interval": 20, "check_val_every_n_epoch": None}
-    config = ppo(20, environment={**CONVERSATIONS, "timeout_s": 60.0} if of == "environments" else None, **steps)
+    steps = {"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None}
+    config = ppo(60, environment={**CONVERSATIONS, "timeout_s": 60.0} if of == "environments" else None, **steps)
     if of == "rewards":
         slow = {"function": "tests.faults.runs.slow_digits", "name": "digits", "timeout_s": 60.0}
         config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [slow]
-    killing = with_killer(config, seed=1, deaths=20, every=4.0, word="multiprocessing.spawn")
+    killing = with_killer(config, seed=1, deaths=20, every=12.0, word="multiprocessing.spawn")
     assert forge.attempt(tmp_path, killing) == 0, output(tmp_path)[-4000:]
     assert int((tmp_path / "killed").read_text()) == 20
     assert_same(tmp_path, undisturbed(config))

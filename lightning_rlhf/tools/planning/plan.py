@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.tools.planning import memory as memory_
-from lightning_rlhf.tools.planning.setup import Run
+from lightning_rlhf.tools.planning.setup import Run, strategy
 from lightning_rlhf.tools.planning.traffic import traffic
 
 GIB = 2**30
@@ -126,8 +128,61 @@ def smallest_gpu_count(run: Run) -> int | None:
     return next((gpus for gpus in counts[high // 2 : high] if plan(run, gpus).fits), None)
 
 
+def first_changes(run: Run, gpus: int) -> tuple[list[str], Plan] | None:
+    """Find settings with which a run fits on a number of GPUs, those with the least cost in time first.
+
+    Returns:
+        The settings and the plan with them; None if they do not suffice.
+    """
+    settings: list[str] = []
+    for text, changed in _changes(run):
+        try:
+            result = plan(changed(run), gpus)
+        except UsageError:
+            continue
+        if result.total > 0.99 * plan(run, gpus).total:
+            continue
+        run = result.run
+        settings = [each for each in settings if each.partition(":")[0] != text.partition(":")[0]] + [text]
+        if result.fits:
+            return settings, result
+    return None
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
+    """Yield settings that need less memory, each with the function that changes a run accordingly."""
+
+    def of_strategy(**fields: Any) -> Callable[[Run], Run]:
+        return lambda run: replace(run, strategy=replace(run.strategy, **fields))
+
+    def of_fsdp(**fields: Any) -> Callable[[Run], Run]:
+        def change(run: Run) -> Run:
+            if run.strategy.kind != "fsdp":
+                raise UsageError("an option of rlhf_fsdp")
+            return of_strategy(**fields)(run)
+
+        return change
+
+    def of_work(tokens: int) -> Callable[[Run], Run]:
+        return lambda run: replace(run, work=replace(run.work, micro_batch_tokens=tokens))
+
+    before = run.strategy
+    if before.kind in ("single", "ddp"):
+        sharded = strategy("rlhf_fsdp", checkpointing=before.checkpointing)
+        yield "strategy: rlhf_fsdp", lambda run: replace(run, strategy=sharded)
+    yield "reduce_every_micro_batch: true", of_fsdp(reduce_every=True)
+    yield "activation_checkpointing: true", of_strategy(checkpointing=True)
+    tokens = run.work.micro_batch_tokens
+    while tokens >= 2 * run.work.row_tokens:
+        tokens //= 2
+        yield f"micro_batch_tokens: {tokens}", of_work(tokens)
+    for size in (2, 4, 8):
+        yield f"sequence_parallel_size: {size}", of_fsdp(sequence_parallel_size=size)
+    yield "cpu_offload: true", of_fsdp(offload_optimizer=True, offload_params=True)
+
+
 def misfit_message(plan: Plan) -> str:
-    """Describe in one line the memory that is needed, its largest term, and the number of GPUs that would suffice."""
+    """Describe in one line the memory that is needed, its largest term, and the changes that would suffice."""
     run = plan.run
     term = plan.largest_term
     remedy = _REMEDIES[term]
@@ -140,10 +195,15 @@ def misfit_message(plan: Plan) -> str:
         advice = f"it fits on no number of such GPUs that a minibatch_size of {run.work.minibatch_size} texts can use"
     else:
         advice = "it fits on no number of such GPUs"
+    changes = first_changes(run, plan.gpus)
+    first = ""
+    if changes is not None:
+        settings, changed = changes
+        first = f"change first: {', '.join(settings)}, with which each needs {changed.total / GIB:.1f} GiB; "
     return (
         f"does not fit on {counted(plan.gpus, 'GPU')} of {run.capacity / GIB:g} GiB: each would need "
         f"{plan.total / GIB:.1f} GiB, the largest part of it {plan.memory[term] / GIB:.1f} GiB for {term} ({remedy}); "
-        f"with {run.strategy.name}, {advice}"
+        f"{first}with {run.strategy.name}, {advice}"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.scaling_tables import MODELS
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.memory import ACTIVATIONS, OPTIMIZER, PARAMETERS, TERMS
-from lightning_rlhf.tools.planning.plan import _REMEDIES, GIB, misfit_message, plan, smallest_gpu_count
+from lightning_rlhf.tools.planning.plan import _REMEDIES, GIB, first_changes, misfit_message, plan, smallest_gpu_count
 from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Work, strategy
 
 SEVEN = architecture(MODELS["7B"].hf_config())
@@ -41,6 +41,22 @@ def test_message_gives_the_largest_term_and_the_smallest_number():
     assert f"the largest part of it 28.4 GiB for {OPTIMIZER} (use more GPUs, offload it" in message
     number = smallest_gpu_count(planned)
     assert message.endswith(f"; with rlhf_fsdp, the smallest number of GPUs that it fits on is {number}")
+
+
+def test_message_has_the_settings_to_change_first():
+    whole = run("rlhf_ddp", work=replace(WORK, micro_batch_tokens=16 * 2048), capacity=40)
+    settings, changed = first_changes(whole, 16)
+    assert settings[:2] == ["strategy: rlhf_fsdp", "activation_checkpointing: true"]
+    assert changed.fits
+    assert f"; change first: {', '.join(settings)}, with which each needs {changed.total / GIB:.1f} GiB; with" in (
+        misfit_message(plan(whole, 16))
+    )
+    long = run(work=replace(WORK, longest=131072, micro_batch_tokens=131072), checkpointing=True, capacity=80)
+    settings, changed = first_changes(long, 16)
+    assert [each.partition(":")[0] for each in settings] == ["sequence_parallel_size"]
+    assert changed.run.strategy.sequence_parallel_size in (2, 4, 8)
+    assert first_changes(run(capacity=4), 2) is None
+    assert "change first" not in misfit_message(plan(run(capacity=4), 2))
 
 
 def test_message_for_a_fully_sharded_run_does_not_suggest_sharding():

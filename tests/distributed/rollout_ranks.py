@@ -14,6 +14,7 @@ from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
+from lightning_rlhf.rollout.vllm.server.servers import Limits
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
 
@@ -130,12 +131,13 @@ def one_server(folder, url, pid):
         generate(engine, PROMPTS[:3], SAMPLING, SEEDS[:3])
 
     # Somebody else pushes, and ends in the middle of the next push; then this run pushes again.
-    server = engine._connected_server
+    server = engine._running.members[0].server
     dist.barrier()
     if rank == 0:
         server.post("/update_weight_version", {"new_version": "somebody else's"})
     dist.barrier()
-    result["stale"] = error_of(ask)
+    result["stale"] = error_of(ask)  # the first rank pushes again
+    result["left out"] = engine.restarted
     dist.barrier()
     if rank == 0:
         server.post("/pause", mode="wait")
@@ -149,7 +151,8 @@ def one_server(folder, url, pid):
     if rank == 0:
         os.killpg(pid, signal.SIGKILL)
     dist.barrier()
-    result["killed"] = [error_of(ask), error_of(lambda: pushed(engine, source_of(), 10))]
+    engine._running._limits = Limits(3.0, 900.0, 3)
+    result["killed"] = [error_of(lambda: pushed(engine, source_of(), 10))]
     engine.close()
     dist.destroy_process_group()
     return result

@@ -248,10 +248,12 @@ class Servers:
 
         Raises:
             EngineDied: no server can be used, or the request fails on servers that work otherwise.
-            RuntimeError: no weights were pushed.
+            RuntimeError: no weights were pushed, or the last push has failed.
         """
         if self.label is None:
             raise RunError("the servers have no weights yet: call update_weights() first")
+        if self._pushing:
+            raise RunError(f"the push of the weights {self.label!r} to the vLLM servers has failed")
         failures = 0
         while True:
             member = self._choose(text)

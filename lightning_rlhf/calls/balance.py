@@ -48,12 +48,14 @@ class Balancer(Generic[Server]):
     def exclude(self, server: Server, seconds: float = math.inf) -> None:
         """Choose a server no more, for some seconds or until :meth:`include`."""
         with self._lock:
-            self._excluded_until[server] = time.monotonic() + seconds
+            if server in self._excluded_until:
+                self._excluded_until[server] = time.monotonic() + seconds
 
     def include(self, server: Server) -> None:
         """End the exclusion of a server."""
         with self._lock:
-            self._excluded_until[server] = -math.inf
+            if server in self._excluded_until:
+                self._excluded_until[server] = -math.inf
 
     def forget_texts(self) -> None:
         """Discard the texts of all servers, after their caches were emptied."""

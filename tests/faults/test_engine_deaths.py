@@ -41,6 +41,18 @@ def test_killed_engines_change_no_result(forge, undisturbed, tmp_path, max_stale
     assert_same(tmp_path, undisturbed(config))
 
 
+def test_killed_engines_with_adapters_change_no_result(forge, undisturbed, tmp_path):
+    config = config_of(1, None)
+    config["trainer"]["callbacks"][0]["init_args"]["engine"]["class_path"] = (
+        "lightning_rlhf.rollout.vllm.engine.VLLMAdapterEngine"
+    )
+    actor = config["model"]["init_args"]["actor"]
+    lora = {"rank": 2, "alpha": 4}
+    config["model"]["init_args"]["actor"] = {**actor, "init_args": {**actor["init_args"], "lora": lora}}
+    assert disturbed(config, forge, tmp_path, seed=1, deaths=4, every=2.0) >= 2
+    assert_same(tmp_path, undisturbed(config))
+
+
 def test_stopped_engines_are_replaced(forge, undisturbed, tmp_path):
     config = config_of(1, None, silent_seconds=15.0)
     assert disturbed(config, forge, tmp_path, seed=1, deaths=2, number=int(signal.SIGSTOP), every=2.0) >= 1
@@ -58,6 +70,19 @@ def run_two_ranks(config, directory):
     done = subprocess.run(line, cwd=directory, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
+
+
+def test_a_killed_engine_that_two_ranks_share_changes_no_result(tmp_path):
+    config = config_of(1, None)
+    loop = config["trainer"]["callbacks"][0]["init_args"]
+    loop["engine"] = {
+        "class_path": "lightning_rlhf.rollout.shared.SharedEngine",
+        "init_args": {"ranks": 2, "engine": loop["engine"]},
+    }
+    run_two_ranks(config, tmp_path / "undisturbed")
+    shown = run_two_ranks(with_killer(config, seed=2, deaths=3, every=2.0), tmp_path / "disturbed")
+    assert shown.count("It is started again, with the same weights and requests") >= 2
+    assert rows(tmp_path / "disturbed") == rows(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -67,7 +67,11 @@ def assert_same_with_kills(config, forge, undisturbed, directory, servers, death
     assert_same(directory, reference)
 
 
-@pytest.mark.parametrize(("max_staleness", "environment"), [(0, None), (1, CONVERSATIONS)], ids=["prompts", "ahead"])
+@pytest.mark.parametrize(
+    ("max_staleness", "environment"),
+    [(0, None), (1, CONVERSATIONS), (2, None)],
+    ids=["prompts", "conversations ahead", "two steps ahead"],
+)
 def test_a_killed_server_changes_no_result(forge, undisturbed, tmp_path, server, max_staleness, environment):
     config = with_servers(ppo(1, max_staleness=max_staleness, environment=environment), server.urls)
     assert_same_with_kills(config, forge, undisturbed, tmp_path, server, 3, seed=max_staleness, every=2.0)

@@ -384,6 +384,8 @@ def test_servers_that_were_added_and_excluded():
     balancer.remove("b")
     balancer.remove("c")
     balancer.finish("c")
+    balancer.include("c")  # has no effect, as that of a server that has left
+    balancer.exclude("c")
     assert chosen(balancer, text(4)) == "a"
 
 

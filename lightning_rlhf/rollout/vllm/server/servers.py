@@ -178,7 +178,7 @@ class Servers:
     def use(self, member: Member) -> None:
         """Send requests to a server from now on."""
         with self._changed:
-            if member.is_used:
+            if member.is_used or member.has_left:
                 return
             if member.cause is not None:
                 log.warning("The vLLM server at %s is used again.", member.server.url)

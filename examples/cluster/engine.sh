@@ -11,7 +11,8 @@ set -euo pipefail
 FILE=${1:?is the file of addresses}
 shift
 : "${VLLM_API_KEY:?is the key that the run has too}"
-HOST=${HOST:-$(hostname -i | cut -d' ' -f1)}
+HOST=${HOST:-$(hostname -I | tr ' ' '\n' | grep -v -e '^127[.]' -e ':' | head -n 1 || true)}
+: "${HOST:?is the address of this machine for the others, which hostname -I does not show}"
 PORT=${PORT:-8000}
 TRANSFER=${TRANSFER:-'{"backend": "nccl"}'}
 ADDRESS="http://$HOST:$PORT"

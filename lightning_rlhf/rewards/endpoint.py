@@ -51,7 +51,7 @@ class Endpoint:
         tries: largest number of times that a request is sent, at least 1. It is sent again after a connection error, a
             timeout, status 429 or 5xx, or a reply that is not JSON. The pause is the server's Retry-After, or grows
             exponentially with jitter, and is at most 30 s.
-        concurrency: largest number of concurrent requests for each server.
+        concurrency: largest number of concurrent requests, for each server; others also get those of one that fails.
         requests_per_minute: rate limit of requests, including retries; None: no limit.
         tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request, one per 784 pixels
             of its images, and the longest answer; None: no limit.

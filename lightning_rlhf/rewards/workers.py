@@ -33,6 +33,7 @@ class RewardWorkers:
         ]
         size = max(2, min(_MAX_PROCESSES, os.cpu_count() or 1))
         self._pool = WorkerPool(size, _initialize, references)
+        self._answered = False  # whether any worker has answered a call, so that workers can start
         self._calls: WeakKeyDictionary[Future[RewardResult], tuple[Any, ...]] = WeakKeyDictionary()
 
     def submit(
@@ -58,14 +59,15 @@ class RewardWorkers:
         """
         error = future.exception()
         if error is None:
+            self._answered = True
             return future.result()
         lost = lost_call(error, function.timeout_s)
         if lost is None:
             return RewardFailure.from_error(error)
         if lost.kind in ("timeout", "died") or (lost.kind == "killed" and not repeats):
             return RewardFailure(lost.message, timed_out=lost.kind == "timeout")
-        if not starts:
-            return RewardFailure(f"lost its worker process {MOST_STARTS + 1} times")
+        if not starts or (not self._answered and starts < MOST_STARTS):
+            return RewardFailure(f"lost its worker process {MOST_STARTS + 1 - starts} times")
         again = self._schedule(function, self._calls[future])
         if lost.kind == "killed":
             return self.result(function, again, repeats - 1, starts)

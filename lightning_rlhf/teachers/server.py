@@ -38,7 +38,7 @@ class TeacherServer:
         timeout_s: time limit of one try, seconds.
         tries: largest number of times that a text is sent, at least 1, with pauses of up to 30 s: about 4 minutes in
             which a server may be restarted.
-        concurrency: largest number of concurrent requests to each server.
+        concurrency: largest number of concurrent requests, for each server; others also get those of one that fails.
     """
 
     urls: Sequence[str]

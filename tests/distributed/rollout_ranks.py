@@ -14,7 +14,6 @@ from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm.server.servers import Limits
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
 
@@ -151,7 +150,7 @@ def one_server(folder, url, pid):
     if rank == 0:
         os.killpg(pid, signal.SIGKILL)
     dist.barrier()
-    engine._running._limits = Limits(3.0, 900.0, 3)
+    engine._running.longest_wait = 3.0
     result["killed"] = [error_of(lambda: pushed(engine, source_of(), 10))]
     engine.close()
     dist.destroy_process_group()

@@ -87,9 +87,9 @@ def until(condition, seconds=240):
         time.sleep(0.2)
 
 
-def assert_servers_ended(folder):
+def assert_servers_ended(folder, file="servers.txt"):
     until(lambda: not servers_of(folder), 60)
-    assert (folder / "servers.txt").read_text() == ""
+    assert (folder / file).read_text() == ""
 
 
 def steps(text):
@@ -104,11 +104,14 @@ def test_slurm_job_with_an_engine_node(folder):
         "SLURM_JOB_NODELIST": "node[0-2]", "MASTER_PORT": str(free_port()), "MODEL": f"{folder}/model",
         "ENGINE_OPTIONS": OPTIONS, "HOST": "127.0.0.1", "PORT": str(free_port()), "CLUSTER": str(CLUSTER),
     }  # fmt: skip
+    text = (folder / "run.yaml").read_text()
+    assert "servers.txt" in text
+    (folder / "run.yaml").write_text(text.replace("servers.txt", "servers-$SLURM_JOB_ID.txt"))
     command = ["bash", str(CLUSTER / "slurm_engines.sbatch"), "--config", "run.yaml"]
     codes, text = finish(folder, [start(folder, command, "job.log", **job, **SERVER)], 600)
     assert codes == [0], text[-4000:]
     assert steps(text) == [1, 2, 3, 4]
-    assert_servers_ended(folder)
+    assert_servers_ended(folder, "servers-7.txt")
 
 
 def test_jobset_with_an_engine_pod(folder):

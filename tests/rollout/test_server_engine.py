@@ -31,7 +31,6 @@ from lightning_rlhf.rollout.vllm.server.push import (
     _chunk_source,
     _rendezvous,
 )
-from lightning_rlhf.rollout.vllm.server.servers import Limits
 from lightning_rlhf.types import PromptImages, SamplingParams
 from tests.environments.worlds import Echo
 from tests.rollout.engines import setup_of, source_of
@@ -481,7 +480,7 @@ def test_rendezvous_has_the_address_family_of_the_server(address):
 
 
 def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub, monkeypatch):
-    monkeypatch.setattr(engine._running, "_limits", Limits(0.5, 900.0, 3))
+    monkeypatch.setattr(engine._running, "longest_wait", 0.5)
     stub.close()
     parameters = iter(PARAMETERS)
     with pytest.raises(EngineDied, match="cannot be reached"):

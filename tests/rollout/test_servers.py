@@ -320,6 +320,73 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_pa
         stub.close()
 
 
+def test_requests_of_a_closed_engine_are_not_sent_again(engine, stubs):
+    for stub in stubs:
+        slowly(stub, 0.5)
+    futures = engine.request(prompts(10), [SAMPLING] * 10, list(range(10)))
+    until(lambda: sum(shares(stubs)) == 10)
+    engine.close()
+    for future in futures:
+        assert isinstance(future.exception(timeout=5), EngineDied)
+    time.sleep(0.3)
+    assert sum(shares(stubs)) == 10
+
+
+def test_weights_that_a_restarted_server_gets_have_their_own_label(engine, stubs, monkeypatch):
+    """The trainer pushes new weights while a server gets the last ones, and the new push fails there."""
+    inspects, continues, sums = threading.Event(), threading.Event(), []
+    inspect, update = engine._inspect, stubs[0].answers.get("/update_weights", (200, {}))
+
+    def slow_inspect(server):
+        if server.url == stubs[0].url:
+            inspects.set()
+            continues.wait(5)
+        return inspect(server)
+
+    def received(body):
+        memory = engine._push.transport._sender._shared.bytes
+        sums.append((stubs[0].version, float(memory[:24].view(torch.float32).sum())))
+        return update
+
+    monkeypatch.setattr(engine, "_inspect", slow_inspect)
+    stubs[0].answers["/update_weights"] = received
+    stubs[0].version = "default"
+    inspects.wait(5)
+    threading.Timer(0.2, continues.set).start()
+    engine.update_weights([(name, tensor + 1) for name, tensor in PARAMETERS], 2)
+    until(lambda: engine._running.members[0].is_used)
+    for label, total in sums:
+        assert total == (21.0 if label.endswith("version 2") else 15.0)
+
+
+def test_a_restarted_server_that_hangs_does_not_stop_the_run(make, stubs):
+    engine = make([stub.url for stub in stubs], silent_seconds=0.3)
+    hangs = threading.Event()
+    stubs[0].answers["/pause"] = lambda body: (hangs.is_set() and time.sleep(3)) or (200, {})
+    hangs.set()
+    stubs[0].version = "default"
+    until(lambda: not engine._running.members[0].is_used)
+    began = time.monotonic()
+    for version in (2, 3):
+        engine.update_weights(PARAMETERS, version)
+    assert time.monotonic() - began < 2.5
+    assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {3}
+    hangs.clear()
+
+
+def test_invalid_lines_are_ignored_after_the_start(make, stubs, tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB", "7")
+    file = tmp_path / "servers-7.txt"
+    file.write_text(stubs[0].url)
+    engine = make(str(tmp_path / "servers-$JOB.txt"))
+    file.write_text(f"# all\n{stubs[0].url}\n10.0.0.7:8000\nhttp://fe80::1:8000\nhttp://10.0.0.7:8000\n")
+    engine.update_weights(PARAMETERS, 2)  # the last one has no key
+    assert len(engine._running.members) == 1
+    file.write_text("10.0.0.7:8000")
+    with pytest.raises(UsageError, match=r"looks like http://127\.0\.0\.1:8000, got '10"):
+        make(str(file))
+
+
 @pytest.mark.parametrize("urls", ["", [], ["http://127.0.0.1:1", "127.0.0.1:2"], ["servers.txt"]])
 def test_invalid_addresses_are_rejected(urls):
     with pytest.raises(UsageError, match=r"looks like http://127\.0\.0\.1:8000"):

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.rollout.vllm.server.client import RejectedKey, VLLMServer
 from lightning_rlhf.rollout.vllm.server.servers import Addresses
@@ -23,6 +24,7 @@ from lightning_rlhf.rollout.vllm.server.servers import Addresses
 Fact = tuple[str, str, str]  # name, value, and a fault or an empty string
 
 _JOIN_SECONDS = 60
+_MEASURE_SECONDS = 3600
 _SERVER_SECONDS = 10.0
 _ROUND_TRIPS = 20
 _LARGEST_BYTES = 1 << 28
@@ -49,6 +51,10 @@ def link_findings(environ: Mapping[str, str] = os.environ) -> list[Fact]:
         os.environ.setdefault(name, str(value))
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_SECONDS))
+        dist.barrier()
+        group = dist.group.WORLD
+        assert group is not None
+        set_group_timeout(group, timedelta(seconds=_MEASURE_SECONDS))  # machines are measured in turn
     except Exception as error:
         fault = (
             f"rank {rank} of {size} on {socket.gethostname()} could not connect to the others through {address}:{port} "
@@ -58,6 +64,9 @@ def link_findings(environ: Mapping[str, str] = os.environ) -> list[Fact]:
         return [("links", "no connection", fault)]
     try:
         return _measured(rank, launcher.local_rank())
+    except RuntimeError as error:
+        fault = f"the connection of rank {rank} on {socket.gethostname()} broke while it was measured: {error}"
+        return [("links", "broken connection", fault.splitlines()[0])]
     finally:
         dist.destroy_process_group()
 

@@ -41,12 +41,16 @@ class VLLMServer:
             raise UsageError(f"the url of a vLLM server looks like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
         self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise UsageError(f"the url of a vLLM server looks like http://127.0.0.1:8000, got {url!r}") from error
         self._timeout = timeout
         self._key = key
         self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._lock = Lock()
         self._waiting = set[socket.socket]()  # of requests without a response
+        self._aborts = 0  # number of calls of abort()
 
     @property
     def is_local(self) -> bool:
@@ -85,9 +89,19 @@ class VLLMServer:
         content = json.dumps(body or {}).encode()
         return self._send("POST", _with_query(path, query), content, self._key, seconds or self._timeout)
 
+    @contextmanager
+    def limited_to(self, seconds: float) -> Iterator[None]:
+        """Limit the waits for responses; only for servers that no other thread sends requests to."""
+        longest, self._timeout = self._timeout, min(self._timeout, seconds)
+        try:
+            yield
+        finally:
+            self._timeout = longest
+
     def abort(self) -> None:
         """End all requests that have no response yet; they raise :class:`EngineDied`."""
         with self._lock:
+            self._aborts += 1
             for waiting in self._waiting:
                 with suppress(OSError):
                     waiting.shutdown(socket.SHUT_RDWR)
@@ -95,10 +109,11 @@ class VLLMServer:
     def _send(self, method: str, path: str, content: bytes | None, key: str | None, seconds: float) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection = self._connection_class(self.host, self.port, timeout=min(_CONNECT_SECONDS, seconds))
+        aborts = self._aborts
         try:
             connection.connect()
             connection.sock.settimeout(seconds)
-            with closing(connection), self._can_be_aborted(connection.sock):
+            with closing(connection), self._can_be_aborted(connection.sock, aborts):
                 connection.request(method, path, content, headers)
                 response = connection.getresponse()
                 body = response.read()
@@ -114,8 +129,10 @@ class VLLMServer:
             raise self._unreachable(f"its response is not JSON: {error}") from error
 
     @contextmanager
-    def _can_be_aborted(self, sent_by: socket.socket) -> Iterator[None]:
+    def _can_be_aborted(self, sent_by: socket.socket, aborts: int) -> Iterator[None]:
         with self._lock:
+            if self._aborts > aborts:
+                raise ConnectionAbortedError("it was aborted while it connected")
             self._waiting.add(sent_by)
         try:
             yield

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -35,6 +36,7 @@ _COMPARED_KEYS = (
 )  # fmt: skip
 _CONNECTIONS = 256  # largest number of concurrent requests of one rank
 _HEARTBEAT_SECONDS = 60
+_GRACE_SECONDS = 60.0  # wait for a server that does not respond, if weights are not kept
 _HEALTH_SECONDS = 5.0  # longest wait for one server while another may respond
 _ROUTE = "/inference/v1/generate"
 _PROOF_TOKENS = 32
@@ -141,10 +143,17 @@ class VLLMServerEngine(RolloutEngine):
             ValueError: the settings of a server do not fit this run.
         """
         description, urls = self._all_ranks.run_on_first(self._wait_for_servers)
+        if not self._all_ranks.run_on_first(self._keeps_weights):
+            # A server that was restarted gets no weights before the next push, for which the run would wait.
+            self._running.longest_wait = min(self._timeout, _GRACE_SECONDS)
         for member in self._running.members:
             if member.server.url in urls:
                 self._running.use(member)
         return description
+
+    def _keeps_weights(self) -> bool:
+        assert self._push is not None
+        return self._push.transport.keeps_weights
 
     def _wait_for_servers(self) -> tuple[str, list[str]]:
         """Wait for a server; return a description of those that respond, and their addresses."""
@@ -255,23 +264,39 @@ class VLLMServerEngine(RolloutEngine):
         """
         futures.wait(list(self._generating))
         self._all_ranks.gather(None)  # the first rank pushes only after all ranks have received their responses
-        servers, self._version = self._running, version
-        servers.refresh()
+        servers = self._running
+        left = servers.refresh()
         if not self._all_ranks.is_first:
+            self._version = version
             servers.start_push(self._label)
-        failed = self._all_ranks.run_on_first_with(parameters, self._push_to_all)
+        failed = self._all_ranks.run_on_first_with(parameters, partial(self._push_to_all, version=version, left=left))
         for member in servers.members:
             if (message := failed.get(member.server.url)) is not None:
                 servers.leave_out(member, member.uses, EngineDied(message))
         servers.end_push()
         self._all_ranks.run_on_first(servers.wait_for_one)
 
-    def _push_to_all(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Push weights to all servers that respond; return the errors of those that fail, by their addresses."""
+    def _push_to_all(
+        self, parameters: Iterable[tuple[str, Tensor]], version: int, left: Sequence[Member]
+    ) -> dict[str, str]:
+        """Push weights to all servers that respond; return the errors of those that fail, by their addresses.
+
+        Args:
+            parameters: argument of :meth:`update_weights`.
+            version: version of the policy.
+            left: servers that have left the run.
+        """
         assert self._push is not None
         servers = self._running
+        for member in servers.members:
+            if not member.is_used:
+                member.server.abort()  # a push of older weights, which has the lock
         with self._push_lock:
+            self._version = version  # with the lock, because the label belongs to the weights that are kept
             servers.start_push(self._label)
+            for member in (*left, *servers.members):
+                if not member.is_used:
+                    self._push.disconnect(member.server)  # it may have been restarted
             members = {member.server: member for member in servers.members if self._can_be_pushed_to(member)}
             pushed = in_dtype(self._published(parameters), self._setup.dtype)
             errors = self._push(list(members), pushed, self._label)
@@ -303,6 +328,8 @@ class VLLMServerEngine(RolloutEngine):
         with self._push_lock:
             if self._push is None or not self._push.transport.keeps_weights:
                 return  # the run has ended, or the server gets the weights of the next push
+            if member.is_used or member.has_left:
+                return  # a push has just given it the weights
             self._inspect(member.server)
             self._push.repeat(member.server, self._label)
             self._prove(member.server)
@@ -319,7 +346,8 @@ class VLLMServerEngine(RolloutEngine):
         if len(self._running.members) == 1:
             return
         vocabulary = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).get_text_config().vocab_size
-        text = [3 + token % max(vocabulary - 3, 1) for token in range(_PROOF_TOKENS)]
+        length = min(_PROOF_TOKENS, self._setup.max_tokens - 1)
+        text = [3 + token % max(vocabulary - 3, 1) for token in range(length)]
         sampling = SamplingParams(1, echo=True)
         (request,) = as_requests([text], [sampling], [0])
         logprobs = self._post(server, request).logprobs[: len(text) - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from pathlib import Path
 from threading import Condition, Event, Lock, Thread
 
 from lightning_rlhf.calls.balance import Balancer
-from lightning_rlhf.expected_errors import EngineDied, RunError
+from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.types import Completion
 
@@ -39,7 +40,7 @@ class Addresses:
 
     Args:
         urls: one address, several, or the path of a file ``*.txt`` with one in each line, which may change during the
-            run.
+            run; environment variables in the path, such as ``$SLURM_JOB_ID``, are replaced.
 
     Raises:
         ValueError: an address is missing or invalid.
@@ -56,7 +57,7 @@ class Addresses:
     def file(self) -> Path | None:
         """File of the addresses, if they are in one."""
         if isinstance(self.urls, str) and self.urls.endswith(".txt"):
-            return Path(self.urls).expanduser()
+            return Path(os.path.expandvars(self.urls)).expanduser()
         return None
 
     def read(self) -> list[str]:
@@ -64,7 +65,7 @@ class Addresses:
         urls: Iterable[str] = [self.urls] if isinstance(self.urls, str) else self.urls
         if self.file is not None:
             lines = self.file.read_text().splitlines() if self.file.is_file() else []
-            urls = (line.strip() for line in lines if line.strip())
+            urls = (line.strip() for line in lines if line.strip() and not line.startswith("#"))
         return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
     def __str__(self) -> str:
@@ -150,8 +151,10 @@ class Servers:
         self._changed = Condition()
         self._members: dict[str, Member] = {}
         self._watched = set[Member]()
+        self._rejected = set[str]()  # addresses that are invalid
         self._closed = False
         self._pushing = False
+        self.longest_wait = limits.timeout  # for a server if none can be used, seconds
         self.label: str | None = None  # of the weights of the last push; None before the first one
         self.left_out = 0  # number of times that a server was left out
         self.refresh()
@@ -161,19 +164,38 @@ class Servers:
         """Servers of the run, in their order."""
         return list(self._members.values())
 
-    def refresh(self) -> None:
-        """Read the addresses again. A server that is new is used when it has the weights of the last push."""
+    def refresh(self) -> list[Member]:
+        """Read the addresses again. A server that is new is used when it has the weights of the last push.
+
+        Returns:
+            The servers that have left.
+
+        Raises:
+            ValueError: an address is invalid, and the run has no server yet; later a warning is logged.
+        """
+        left = []
         urls = self._addresses.read() or list(self._members)  # a file may be empty while it is replaced
         for url in [url for url in self._members if url not in urls]:
             log.info("The vLLM server at %s has left the run.", url)
             member = self._members.pop(url)
             member.leave()
             self._balancer.remove(member)
+            left.append(member)
         for url in urls:
-            if url not in self._members:
-                member = self._members[url] = Member(self._connect(url))
-                self._balancer.add(member)
-                self._balancer.exclude(member)
+            if url in self._members or url in self._rejected:
+                continue
+            try:
+                member = Member(self._connect(url))
+            except UsageError as error:
+                if self.label is None:
+                    raise
+                self._rejected.add(url)
+                log.warning("An address in %s is ignored: %s", self._addresses.file, error)
+                continue
+            self._members[url] = member
+            self._balancer.add(member)
+            self._balancer.exclude(member)
+        return left
 
     def use(self, member: Member) -> None:
         """Send requests to a server from now on."""
@@ -229,15 +251,15 @@ class Servers:
         """
         self._pushing = True
         self.label = label
-
-    def end_push(self) -> None:
-        """End a push, and look at all servers regularly from now on."""
-        self._pushing = False
-        self._balancer.forget_texts()
-        for member in self.members:
+        for member in self.members:  # they are looked at regularly from now on
             if member not in self._watched:
                 self._watched.add(member)
                 Thread(target=self._watch, args=(member,), name=f"watch {member.server.url}", daemon=True).start()
+
+    def end_push(self) -> None:
+        """End a push."""
+        self._pushing = False
+        self._balancer.forget_texts()
 
     def call(self, text: Sequence[int], send: Callable[[Member], Completion]) -> Completion:
         """Send a request to a server; after a failure, send it again to this one or another.
@@ -263,6 +285,8 @@ class Servers:
                 sent += completion.token_ids
                 return completion
             except EngineDied as error:
+                if self._closed:
+                    raise
                 fault = self._fault(member, use, error)
                 if fault is not None:
                     self.leave_out(member, use, fault)
@@ -284,8 +308,8 @@ class Servers:
     def _choose(self, text: Sequence[int]) -> Member:
         """Return the server for a request; wait until there is one."""
         with self._changed:
-            deadline = time.monotonic() + self._limits.timeout
-            while (member := self._balancer.choose(text)) is None:
+            deadline = time.monotonic() + self.longest_wait
+            while self._closed or (member := self._balancer.choose(text)) is None:
                 remaining = deadline - time.monotonic()
                 if self._closed or remaining <= 0 or all(each.given_up for each in self.members):
                     causes = [str(each.cause) for each in self.members if each.cause is not None]
@@ -342,11 +366,14 @@ class Servers:
         is_used, use = member.is_used, member.uses
         before = self.label, self._pushing
         try:
-            self._look(member, self._limits.silent_seconds if is_used else _ANSWER_SECONDS)
+            patient = is_used or self._pushing
+            self._look(member, self._limits.silent_seconds if patient else _ANSWER_SECONDS)
             fault = None
         except EngineDied as error:
             fault = error
         member.is_up = fault is None or isinstance(fault, LacksWeights)
+        if not member.is_up and not is_used:
+            member.server.abort()  # a push to it
         if member.is_up and ((self.label, self._pushing) != before or self._pushing):
             return  # a server may have the weights before or after a push
         if fault is None:
@@ -355,9 +382,12 @@ class Servers:
             self.leave_out(member, use, fault)
         elif member.is_up and self._give_weights is not None:
             try:
-                self._give_weights(member)
+                with member.server.limited_to(self._limits.silent_seconds):
+                    self._give_weights(member)
             except EngineDied as error:
-                self._count_failure(member, error)
+                member.is_up = False
+                if not self._pushing:  # a push of newer weights aborts this one
+                    self._count_failure(member, error)
 
     def _reject(self, member: Member, error: Exception) -> None:
         """Use a server never again."""

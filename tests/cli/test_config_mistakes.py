@@ -20,7 +20,7 @@ from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, 
 from lightning_rlhf.cli.used_classes import merge
 
 ROOT = Path(__file__).parents[2]
-OTHERS = {"tokenizer.yaml", "jobset.yaml"}
+OTHERS = {"tokenizer.yaml", "jobset.yaml", "jobset_engines.yaml"}
 CONFIGS = sorted(
     path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml") if path.name not in OTHERS
 )

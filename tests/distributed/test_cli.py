@@ -56,7 +56,9 @@ def test_ddp_from_the_command_line_gives_the_results_of_one_process(tmp_path):
     assert metrics.splitlines()[0] == metrics_alone.splitlines()[0]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["name", "class path", "replicas", "offload of idle roles"])
+@pytest.mark.parametrize(
+    "snippet", SNIPPETS, ids=["name", "class path", "replicas", "long texts", "offload of idle roles"]
+)
 def test_documented_strategies_are_valid(snippet, tmp_path, capsys, monkeypatch):
     """Every snippet of the documentation is merged into the configuration of a run."""
     inputs = yaml.safe_load(snippet)["trainer"]

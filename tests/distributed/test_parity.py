@@ -222,7 +222,7 @@ def test_tensor_parallel_ranks_use_the_same_rewards():
 
 def test_compared_weights_have_changed(alone, tmp_path):
     runs = [{"kind": kind, "strategy": "auto", "weights": f"{tmp_path}/{kind}.safetensors",
-             "module": {"lr": 0.0, "heads": 2}} for kind in KINDS]  # fmt: skip
+             "module": {"lr": 0.0, "heads": 4}} for kind in KINDS]  # fmt: skip
     run_ranks("tests.distributed.tasks:train", 1, runs)
     for kind in KINDS:
         file = f"{kind}.safetensors"

@@ -55,7 +55,7 @@ def link_findings(environ: Mapping[str, str] = os.environ) -> list[Fact]:
         group = dist.group.WORLD
         assert group is not None
         set_group_timeout(group, timedelta(seconds=_MEASURE_SECONDS))  # machines are measured in turn
-    except Exception as error:
+    except (RuntimeError, OSError, ValueError) as error:
         fault = (
             f"rank {rank} of {size} on {socket.gethostname()} could not connect to the others through {address}:{port} "
             f"within {_JOIN_SECONDS} s: all ports between the machines must be open, and all must resolve that name "

@@ -357,7 +357,7 @@ class Servers:
             member.look_now.clear()
             try:
                 self._update(member)
-            except Exception as error:  # of its settings, for example; a thread that ends is not noticed
+            except (RuntimeError, ValueError, LookupError, TypeError, OSError) as error:  # of its settings, for example
                 self._reject(member, error)
             member.look_now.wait(_LOOK_SECONDS if member.is_used else _RETRY_SECONDS)
 

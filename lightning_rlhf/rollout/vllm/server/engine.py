@@ -343,10 +343,10 @@ class VLLMServerEngine(RolloutEngine):
         Raises:
             RuntimeError: they differ, so the server has damaged the weights.
         """
-        if len(self._running.members) == 1:
+        length = min(_PROOF_TOKENS, self._setup.max_tokens - 1)
+        if len(self._running.members) == 1 or length < 2:
             return
         vocabulary = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).get_text_config().vocab_size
-        length = min(_PROOF_TOKENS, self._setup.max_tokens - 1)
         text = [3 + token % max(vocabulary - 3, 1) for token in range(length)]
         sampling = SamplingParams(1, echo=True)
         (request,) = as_requests([text], [sampling], [0])

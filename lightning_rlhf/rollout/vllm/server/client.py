@@ -91,7 +91,7 @@ class VLLMServer:
 
     @contextmanager
     def limited_to(self, seconds: float) -> Iterator[None]:
-        """Limit the waits for responses; only for servers that no other thread sends requests to."""
+        """Limit the waits for responses, while no other thread sends requests with the default limit."""
         longest, self._timeout = self._timeout, min(self._timeout, seconds)
         try:
             yield

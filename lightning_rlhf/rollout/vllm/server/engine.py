@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -299,7 +300,10 @@ class VLLMServerEngine(RolloutEngine):
                     self._push.disconnect(member.server)  # it may have been restarted
             members = {member.server: member for member in servers.members if self._can_be_pushed_to(member)}
             pushed = in_dtype(self._published(parameters), self._setup.dtype)
-            errors = self._push(list(members), pushed, self._label)
+            with ExitStack() as limits:
+                for server in members:  # there are no requests of this run now
+                    limits.enter_context(server.limited_to(self._silent_seconds))
+                errors = self._push(list(members), pushed, self._label)
             self._proof = None
             for server, member in members.items():
                 try:

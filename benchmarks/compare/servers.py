@@ -1,7 +1,7 @@
-"""Throughput of one and two vLLM servers, and of two of which one is killed, with servers that wait instead of computing.
+"""Throughput of one, two and four vLLM servers, and of two of which one is killed; they wait instead of computing.
 
-``python -m benchmarks.compare.servers`` prints the requests per second. Each server answers 16 requests at the same time,
-each after 0.2 s, as an engine with a full batch does.
+``python -m benchmarks.compare.servers`` prints the requests per second. Each server answers 16 requests at the same
+time, each after 0.2 s, as an engine with a full batch does.
 """
 
 import statistics
@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,12 +24,12 @@ _SLOTS, _SECONDS, _REQUESTS, _ROUNDS = 16, 0.2, 240, 5
 _PROMPTS = [[4 + number % 90] * 40 for number in range(_REQUESTS // 8) for _ in range(8)]  # groups of eight
 
 
-def waiting_server(folder):
+def waiting_server(folder: Path) -> Any:
     """Return a server that answers a limited number of requests at the same time."""
     server = valid_server(folder)
     answer, slots = server.answers[_ROUTE], threading.Semaphore(_SLOTS)
 
-    def answer_later(body):
+    def answer_later(body: Any) -> Any:
         with slots:
             time.sleep(_SECONDS)
         return answer(body)
@@ -37,7 +38,7 @@ def waiting_server(folder):
     return server
 
 
-def requests_per_second(count, kills=False):
+def requests_per_second(count: int, kills: bool = False) -> float:
     """Return the median over some rounds.
 
     Args:

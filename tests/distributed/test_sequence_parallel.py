@@ -17,17 +17,18 @@ from tests.distributed.launch import run_ranks
 from tests.models.test_packed_attention import source
 
 SCORES, GRADIENTS = 2e-6, 2e-5  # relative to the largest number
-COUNTS = [2, pytest.param(4, marks=pytest.mark.slow)]
+CASES = [(2, ["gemma2", "qwen3"])]  # sliding windows and soft caps, norms of heads
+CASES += [pytest.param(count, sorted(ARCHITECTURES), marks=pytest.mark.slow) for count in (2, 4)]
 
 
 def run(function, ranks, *arguments, **options):
     return run_ranks(f"tests.distributed.sequence_ranks:{function}", ranks, *arguments, **options)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_all_architectures_and_layouts_equal_one_process(count):
-    for result in run("architectures", count):
-        assert len(result) == 3 * len(ARCHITECTURES)
+@pytest.mark.parametrize(("count", "names"), CASES, ids=["quick", "two", "four"])
+def test_all_architectures_and_layouts_equal_one_process(count, names):
+    for result in run("architectures", count, names):
+        assert len(result) == 3 * len(names)
         for name, (scores, gradients) in result.items():
             assert scores < SCORES, name
             assert gradients < GRADIENTS, name

@@ -359,6 +359,16 @@ def test_weights_that_a_restarted_server_gets_have_their_own_label(engine, stubs
         assert total == (21.0 if label.endswith("version 2") else 15.0)
 
 
+def test_servers_with_the_weights_of_an_earlier_run_are_used(make, stubs):
+    for stub in stubs:
+        stub.version = "run 1234, version 12"
+        stub.answers["/pause"] = lambda body: time.sleep(0.3) or (200, {})  # they are looked at meanwhile
+    engine = make([stub.url for stub in stubs])
+    assert [member.given_up for member in engine._running.members] == [False, False]
+    assert len(generate(engine, prompts(20), SAMPLING, range(20))) == 20
+    assert min(shares(stubs)) > 0
+
+
 def test_a_restarted_server_that_hangs_does_not_stop_the_run(make, stubs):
     engine = make([stub.url for stub in stubs], silent_seconds=0.3)
     hangs = threading.Event()

@@ -368,16 +368,18 @@ class Servers:
         try:
             patient = is_used or self._pushing
             self._look(member, self._limits.silent_seconds if patient else _ANSWER_SECONDS)
-            fault = None
-        except EngineDied as error:
+            fault: EngineDied | OtherRun | None = None
+        except (EngineDied, OtherRun) as error:
             fault = error
-        member.is_up = fault is None or isinstance(fault, LacksWeights)
+        member.is_up = fault is None or isinstance(fault, (LacksWeights, OtherRun))
         if not member.is_up and not is_used:
             member.server.abort()  # a push to it
         if member.is_up and ((self.label, self._pushing) != before or self._pushing):
             return  # a server may have the weights before or after a push
         if fault is None:
             self.use(member)
+        elif isinstance(fault, OtherRun):
+            self._reject(member, fault)
         elif is_used:
             self.leave_out(member, use, fault)
         elif member.is_up and self._give_weights is not None:

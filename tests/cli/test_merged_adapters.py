@@ -53,7 +53,8 @@ def test_adapter_is_merged_into_its_base(export, options):
     model = write_adapter("adapter", lora=LoRA(3, 6, **options))
     code, out, _ = export("--merge", "adapter", "--base", "base", "--to", "merged")
     assert (code, out) == (0, "merged has base with the adapter merged in float32\n")
-    torch.testing.assert_close(logprobs(Pretrained("merged").causal()), logprobs(model), atol=2e-5, rtol=0)
+    merged = Pretrained("merged").causal().double()  # float32 would add the rounding of both forward passes
+    torch.testing.assert_close(logprobs(merged), logprobs(model.double()), atol=1e-5, rtol=0)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapter").merge_and_unload()
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(load_file("merged/model.safetensors").get(name, tensor), tensor)

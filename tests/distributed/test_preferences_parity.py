@@ -59,7 +59,8 @@ def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_pa
         for answer in answers:  # every rank logs the same
             assert answer[number]["frozen"]
             assert norm_difference(answer[number], expected[name]) <= NORMS
-            assert_equal_metrics(answer[number], expected[name])
+            # The rows of a matrix product, on which its rounding depends, are other ones in each part of a row.
+            assert_equal_metrics(answer[number], expected[name], ties="sequence parallel" in strategy)
         file = f"{name}.safetensors"
         assert max(largest_differences(tmp_path / file, folder / file).values()) <= WEIGHTS
         assert max(largest_differences(start / file, folder / file).values()) > 100 * WEIGHTS

@@ -49,3 +49,12 @@ def check_sequence_parallel(name: str, model: Any, size: int, tensor_parallel_si
         if tensor_parallel_size > 1:
             product += f" times tensor_parallel_size: {tensor_parallel_size}"
         raise UsageError(f"{product} does not divide the {heads} attention heads of the {name}: use a divisor of them")
+
+
+def supports_sequence_parallel(model: Any) -> bool:
+    """Return whether as many processes as a model has heads, and so each divisor, can divide the tokens of its rows."""
+    try:
+        check_sequence_parallel("model", model, model.config.get_text_config().num_attention_heads)
+    except UsageError:
+        return False
+    return True

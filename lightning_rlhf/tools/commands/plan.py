@@ -195,7 +195,14 @@ def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
-            model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name, source.train_vision)
+            model = architecture(
+                source.hf_config(),
+                scalar,
+                chosen.tensor_parallel_size,
+                name,
+                train_vision=source.train_vision,
+                sequence_parallel_size=chosen.sequence_parallel_size,
+            )
             lora: dict[str, Any] = {}
             if source.lora is not None:
                 targets = source.lora.target_modules

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class, text_model_of
+from lightning_rlhf.strategies.sequence_parallel import check_sequence_parallel, supports_sequence_parallel
 from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 
 
@@ -109,11 +110,13 @@ class Architecture:
         parameters: all parameters; tied parameters are listed once.
         layers: the decoder layers in their order.
         vocabulary: number of logits per token; 0 for a scalar model.
+        sequence_parallel: whether processes can divide the tokens of its rows.
     """
 
     parameters: tuple[Parameter, ...]
     layers: tuple[Layer, ...]
     vocabulary: int
+    sequence_parallel: bool = False
 
     @cached_property
     def elements(self) -> int:
@@ -145,6 +148,7 @@ def architecture(
     tensor_parallel_size: int = 1,
     name: str = "model",
     train_vision: bool = False,
+    sequence_parallel_size: int = 1,
 ) -> Architecture:
     """Read a model's shapes by building it on torch's meta device, without memory for its weights.
 
@@ -154,9 +158,10 @@ def architecture(
         tensor_parallel_size: GPUs that split the matrices of a layer.
         name: name of the role, for error messages.
         train_vision: whether the image encoder of a vision-language model is trained.
+        sequence_parallel_size: GPUs that divide the tokens of a row.
 
     Raises:
-        ValueError: the formulas do not describe the architecture, or its tensors cannot be split.
+        ValueError: the formulas do not describe the architecture, or its tensors or rows cannot be divided.
     """
     auto = scalar_model_class(config) if scalar else language_model_class(config)
     if scalar:
@@ -177,9 +182,10 @@ def architecture(
             f"{type(model).__name__} has a different structure"
         )
     plan = tensor_parallel_plan(name, model, tensor_parallel_size)
+    check_sequence_parallel(name, model, sequence_parallel_size, tensor_parallel_size)
     parameters = tuple(_parameter(name, model, paths, plan) for name, _ in model.named_parameters())
     layers = tuple(_layer(text, dict(model.get_submodule(path).named_parameters())) for path in paths)
-    return Architecture(parameters, layers, 0 if scalar else text.vocab_size)
+    return Architecture(parameters, layers, 0 if scalar else text.vocab_size, supports_sequence_parallel(model))
 
 
 def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Module, ParallelStyle]) -> Parameter:

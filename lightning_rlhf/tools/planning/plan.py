@@ -157,9 +157,14 @@ def _changes(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
 
     def of_fsdp(**fields: Any) -> Callable[[Run], Run]:
         def change(run: Run) -> Run:
-            if run.strategy.kind != "fsdp":
-                raise UsageError("an option of rlhf_fsdp")
-            return of_strategy(**fields)(run)
+            changed = of_strategy(**fields)(run)
+            is_possible = "sequence_parallel_size" not in fields or all(
+                role.model.sequence_parallel and role.model.layers[0].heads % changed.strategy.splitting == 0
+                for role in run.roles
+            )
+            if run.strategy.kind != "fsdp" or not is_possible:
+                raise UsageError("this strategy, or a model, does not have the option")
+            return changed
 
         return change
 

@@ -55,6 +55,10 @@ def test_message_has_the_settings_to_change_first():
     settings, changed = first_changes(long, 16)
     assert [each.partition(":")[0] for each in settings] == ["sequence_parallel_size"]
     assert changed.run.strategy.sequence_parallel_size in (2, 4, 8)
+    other = replace(SEVEN, sequence_parallel=False)  # such as a model with images
+    assert SEVEN.sequence_parallel
+    without, _ = first_changes(replace(long, roles=[Role("actor", other, trained=True)]), 16)
+    assert without == ["cpu_offload: true"]
     assert first_changes(run(capacity=4), 2) is None
     assert "change first" not in misfit_message(plan(run(capacity=4), 2))
 

@@ -55,5 +55,5 @@ def test_roles_of_a_configuration_are_recognised_as_teachers():
     model = FromConfig(TINY_LLAMA)
     mixture = MixtureModule(model, {"a": RewardObjective(), "b": TeacherObjective(model)}, divergence=Divergence(0.5))
     for module in (DistillationModule(model, model), mixture):
-        chosen = SimpleNamespace(tensor_parallel_size=1)
+        chosen = SimpleNamespace(tensor_parallel_size=1, sequence_parallel_size=1)
         assert [role.is_teacher for role in roles_of(module, chosen, False)] == [False, True]

@@ -21,6 +21,13 @@ CASES = [(2, ["gemma2", "qwen3"])]  # sliding windows and soft caps, norms of he
 CASES += [pytest.param(count, sorted(ARCHITECTURES), marks=pytest.mark.slow) for count in (2, 4)]
 
 
+def assert_equal(result):
+    """Check the differences of scores and gradients of each case."""
+    for name, (scores, gradients) in result.items():
+        assert scores < SCORES, name
+        assert gradients < GRADIENTS, name
+
+
 def run(function, ranks, *arguments, **options):
     return run_ranks(f"tests.distributed.sequence_ranks:{function}", ranks, *arguments, **options)
 
@@ -29,27 +36,21 @@ def run(function, ranks, *arguments, **options):
 def test_all_architectures_and_layouts_equal_one_process(count, names):
     for result in run("architectures", count, names):
         assert len(result) == 3 * len(names)
-        for name, (scores, gradients) in result.items():
-            assert scores < SCORES, name
-            assert gradients < GRADIENTS, name
+        assert_equal(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_key_heads_are_repeated_where_they_are_few(count):
     for result in run("key_heads", count):
-        for name, (scores, gradients) in result.items():
-            assert scores < SCORES, name
-            assert gradients < GRADIENTS, name
+        assert_equal(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_critics_equal_one_process(count):
     for result in run("scalar", count):
-        for name, (scores, gradients) in result.items():
-            assert scores < SCORES, name
-            assert gradients < GRADIENTS, name
+        assert_equal(result)
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ class VLLMServerEngine(RolloutEngine):
         began = last_logged = time.monotonic()
         while True:
             self._running.refresh()
-            members, cause = self._running.members, EngineDied(f"there is no address yet in {self._addresses}")
+            members, cause = self._running.members, EngineDied(f"no server has an address yet: {self._addresses}")
             descriptions: dict[str, str] = {}
             for member in members:
                 try:

@@ -307,11 +307,14 @@ def assert_same(directory, reference, names=("last", "best")):
 class KillsEngine(Callback):
     """Kills or stops child processes, such as the engine's, at random times of a run.
 
+    Four of five deaths follow the end of a step, so that they are spread over the run; the others may kill a process
+    that is still starting.
+
     Args:
         seed: seed of the times.
         deaths: number of deaths.
         number: signal.
-        every: largest number of seconds between two deaths.
+        every: largest number of seconds before a death.
         word: part of the command line of the processes.
     """
 
@@ -326,7 +329,10 @@ class KillsEngine(Callback):
         self._word = word
         self._random = random.Random(seed)
         self._deaths, self._number, self._every = deaths, number, every
-        self._ended = threading.Event()
+        self._ended, self._step_ended = threading.Event(), threading.Event()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._step_ended.set()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._thread = threading.Thread(target=self._kill, daemon=True)
@@ -334,11 +340,18 @@ class KillsEngine(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._ended.set()
+        self._step_ended.set()
         self._thread.join()
 
     def _kill(self) -> None:
         killed: set[int] = set()
-        while len(killed) < self._deaths and not self._ended.wait(self._random.random() * self._every):
+        while len(killed) < self._deaths:
+            if self._random.random() < 0.8:
+                self._step_ended.clear()
+                if not self._ended.is_set():
+                    self._step_ended.wait()
+            if self._ended.wait(self._random.random() * self._every):
+                break
             children = psutil.Process().children()
             self._random.shuffle(children)
             for child in children:

@@ -26,6 +26,8 @@ class EngineTraits:
     Args:
         ranks: number of consecutive ranks that share the engine; all call every method but ``request`` and ``close``,
             in the same order. Identical requests of several of these ranks are generated once.
+        push_ranks: number of consecutive ranks of which the first reads the parameters of a push; the others exhaust
+            them without reading any. 1: all ranks read them.
         overlaps: whether the engine generates while the trainer computes; otherwise ``request`` generates at once.
         mixes_versions: whether weights are loaded while responses are generated, so that their tokens have several
             versions.
@@ -42,6 +44,7 @@ class EngineTraits:
     """
 
     ranks: int = 1
+    push_ranks: int = 1
     overlaps: bool = False
     mixes_versions: bool = False
     needs_idle_push: bool = False

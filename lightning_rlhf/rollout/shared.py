@@ -38,7 +38,7 @@ class SharedEngine(RolloutEngine):
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return replace(self._engine.traits, ranks=self._ranks)
+        return replace(self._engine.traits, ranks=self._ranks, push_ranks=self._ranks)
 
     @property
     def source(self) -> str:

@@ -11,6 +11,7 @@ from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
+from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import Rollout
 
@@ -54,11 +55,12 @@ class EngineWeights:
                 return
             engine = self.engine
             limit_gpu_memory(self.device, engine.traits.gpu_fraction)
+            receivers = range(0, world_size(), engine.traits.push_ranks)
             if not engine.traits.swaps_adapters:
-                engine.update_weights(self.roles.iter_full_params("actor", self.dtype), step)
+                engine.update_weights(self.roles.iter_full_params("actor", self.dtype, receivers), step)
             else:
                 if self.pushed is None:
-                    engine.update_weights(self.roles.iter_base_params("actor"), step)
+                    engine.update_weights(self.roles.iter_base_params("actor", receivers), step)
                 engine.update_adapters(self.roles.iter_adapters("actor"), step)
             self.pushed = step
 

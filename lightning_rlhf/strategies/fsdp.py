@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import UsageError
@@ -27,6 +27,7 @@ from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
+from lightning_rlhf.strategies.gather import start_gathering
 from lightning_rlhf.strategies.sequence_parallel import check_sequence_parallel
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
@@ -299,7 +300,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- weights for the engine -------------------------------------------------------------------------------
 
     def iter_unmerged_params(
-        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        wanted: Callable[[str], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        receivers: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_unmerged_params`; a tensor is gathered while the one before it is used."""
         self._reshard(name)
@@ -308,11 +313,10 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
             shard = parameter.to(self.root_device, dtype if narrows else None)
             assert isinstance(shard, DTensor)
-            whole = [Replicate()] * shard.device_mesh.ndim
-            gathered = shard.redistribute(placements=whole, async_op=True).to_local()
+            finish = start_gathering(shard, receivers)
             if before is not None:
                 yield before
-            before = parameter_name, _received(gathered)
+            before = parameter_name, finish()
         if before is not None:
             yield before
 
@@ -321,12 +325,6 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
-
-
-def _received(tensor: Tensor) -> Tensor:
-    """Return a tensor that was gathered asynchronously, after its arrival; on a GPU, the stream waits for it."""
-    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
-    return tensor if wait is None else wait()
 
 
 def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:

@@ -6,7 +6,7 @@ callbacks and validation call a role only through :meth:`RoleStrategy.role`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -112,7 +112,9 @@ class RoleStrategy:
     def end_phase(self) -> None:
         """Finish the updates of a training step, or a validation; generation may follow. All ranks."""
 
-    def iter_full_params(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_params(
+        self, name: str, dtype: torch.dtype | None = None, receivers: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of weights with adapters merged in, then of persistent buffers.
 
         Tied tensors are yielded once. A tensor is valid until the next one. All ranks, to the end of the iterator.
@@ -121,14 +123,20 @@ class RoleStrategy:
             name: name of the role.
             dtype: dtype that the caller casts matrices to; sharded matrices may be cast before they are gathered, which
                 sends fewer bytes. Adapters are merged before the cast.
+            receivers: ranks that read the tensors; on the others, those of FSDP may have no values and be on the meta
+                device. None: all ranks.
         """
         lm = getattr(self.module, name).lm
         adapted = any(is_adapter(parameter_name) for parameter_name, _ in lm.named_parameters())
-        yield from merged(lm, self.iter_unmerged_params(name, dtype=None if adapted else dtype))
+        yield from merged(lm, self.iter_unmerged_params(name, None, None if adapted else dtype, receivers))
         yield from persistent_buffers(lm)
 
     def iter_unmerged_params(
-        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        wanted: Callable[[str], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        receivers: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the model, full tensor) without merging; adapters have the names of peft. All ranks.
 
@@ -136,6 +144,7 @@ class RoleStrategy:
             name: name of the role.
             wanted: predicate on names; other tensors are not gathered. None yields all.
             dtype: dtype that sharded matrices may have; None keeps theirs.
+            receivers: argument of :meth:`iter_full_params`.
         """
         lm = getattr(self.module, name).lm
         layers = dict(quantized_layers(lm))
@@ -148,9 +157,15 @@ class RoleStrategy:
         """Yield only the adapters, and a scalar model's head, as in :meth:`iter_unmerged_params`. All ranks."""
         return self.iter_unmerged_params(name, lambda key: is_adapter(key) or key == HEAD)
 
-    def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, full tensor) of the model without its adapters. All ranks."""
-        for parameter_name, parameter in self.iter_unmerged_params(name, lambda key: not is_adapter(key)):
+    def iter_base_params(self, name: str, receivers: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (transformers name, full tensor) of the model without its adapters. All ranks.
+
+        Args:
+            name: name of the role.
+            receivers: argument of :meth:`iter_full_params`.
+        """
+        whole = self.iter_unmerged_params(name, lambda key: not is_adapter(key), receivers=receivers)
+        for parameter_name, parameter in whole:
             yield base_name(parameter_name), parameter
         yield from persistent_buffers(getattr(self.module, name).lm)
 

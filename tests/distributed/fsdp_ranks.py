@@ -1,11 +1,13 @@
 """Functions that run on the ranks for test_fsdp.py."""
 
 import ctypes
+import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 from unittest import mock
@@ -252,6 +254,49 @@ def _memory(strategy):
     return {"built": built, "gathered": gathered, "model": model, "layer": layer}
 
 
+def gather_on(options, receivers):
+    """Return, for each model and rank, how tensors that only some ranks receive differ from those that all receive.
+
+    Args:
+        options: options of the strategy.
+        receivers: ranks that receive tensors.
+    """
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}  # and a vocabulary of 11
+    sources = {
+        "plain": TinyModel(TINY_LLAMA | heads),
+        "tied": TinyModel(TINY_LLAMA | heads | {"tie_word_embeddings": True}),
+    }
+    if options.get("tensor_parallel_size", 1) == 1:
+        sources["lora"] = TinyModel(TINY_LLAMA | heads, lora=LoRA(rank=2, alpha=4))
+    module, data, _ = parts("sft")
+    module.sources = {"actor": sources["plain"]}
+
+    def compare(strategy):
+        faults = []
+        for (name, source), dtype in itertools.product(sources.items(), (None, torch.bfloat16)):
+            strategy.module.probe = strategy.build_role("actor", source.causal)
+            for read in (partial(strategy.iter_full_params, dtype=dtype), strategy.iter_base_params):
+                expected = {key: tensor.clone() for key, tensor in read("probe")}
+                got = {key: tensor.clone() for key, tensor in read("probe", receivers=receivers)}
+                same = list(got) == list(expected)
+                for key, tensor in expected.items():
+                    if strategy.global_rank in receivers:
+                        same &= torch.equal(tensor, got[key])
+                    else:
+                        same &= got[key].is_meta and (tensor.shape, tensor.dtype) == (got[key].shape, got[key].dtype)
+                if not same:
+                    faults.append([name, str(dtype)])
+            del strategy.module.probe
+        return faults
+
+    call = InFit(compare)
+    trainer = quiet_trainer(
+        strategy=RLHFFSDPStrategy(**options), devices=RANKS, callbacks=[call], use_distributed_sampler=False
+    )
+    trainer.fit(module, datamodule=data)
+    return call.result
+
+
 def push_a_gigabyte():
     """Return seconds and peak memory of two pushes of a model of 1 GB, and the seconds of a plain copy of it."""
     assert ctypes.CDLL("libc.so.6").mallopt(-3, 65536)  # as in build()
@@ -265,7 +310,7 @@ def push_a_gigabyte():
         sender, result = WeightSender(), {"bytes": nbytes, "shards": nbytes // RANKS}
 
         def once():
-            parameters = strategy.iter_full_params("probe", torch.float32)
+            parameters = strategy.iter_full_params("probe", torch.float32, receivers=[0])
             if strategy.global_rank == 0:
                 sender.write(parameters)
             deque(parameters, maxlen=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -282,9 +282,13 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         drop_gradients(self._engines[name])
 
     def iter_unmerged_params(
-        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        wanted: Callable[[str], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        receivers: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_unmerged_params`; values are in the dtype of the role's source."""
+        """See :meth:`RoleStrategy.iter_unmerged_params`; all ranks receive values in the dtype of the role's source."""
         dtype = torch_dtype(self.module.sources[name])
         if self.keeps_whole_weights:
             for parameter_name, parameter in super().iter_unmerged_params(name, wanted):

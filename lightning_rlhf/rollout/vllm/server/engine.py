@@ -96,7 +96,7 @@ class VLLMServerEngine(RolloutEngine):
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return EngineTraits(ranks=self._ranks, overlaps=True, reads_images=True, restarts=True)
+        return EngineTraits(ranks=self._ranks, push_ranks=world_size(), overlaps=True, reads_images=True, restarts=True)
 
     @property
     def source(self) -> str:

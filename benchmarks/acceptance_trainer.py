@@ -25,6 +25,7 @@ from lightning_rlhf.functional.masked import discounted_sums
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.packed_attention import packed_attention
 from lightning_rlhf.modules.optimizers import use_fused_kernels
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.sync import Slot, map_memory
 from tests.distributed.launch import free_port
@@ -187,7 +188,8 @@ def ipc(device: str, folder: Path) -> Figures:
             sums.clear()
             synchronize(device)
             began = time.perf_counter()
-            reason = gpu_buffer.push_within_gpu(iter(tensors), 1, execute, 1 << 20 if device == "cpu" else 256 << 20)
+            nbytes = 1 << 20 if device == "cpu" else 256 << 20
+            reason = gpu_buffer.push_within_gpu(iter(tensors), 1, execute, RankGroup(1), nbytes)
             seconds.append(time.perf_counter() - began)
     ours.send(None)
     receiver.join(20)
@@ -241,11 +243,11 @@ def _receive_parts(pipe: Any, device: str) -> None:
     while (message := pipe.recv()) is not None:
         kind, fields = message
         try:
-            if kind == "open_buffer":
-                sent = fields["buffer"]
+            if kind == "open_buffers":
+                sent = fields["buffers"]
                 buffer = torch.empty(0)
                 on_gpu = device == "cuda"
-                buffer = gpu_buffer.opened(sent, torch.device(device, 0)) if on_gpu else map_memory(**sent)
+                buffer = gpu_buffer.opened(sent, torch.device(device, 0)) if on_gpu else map_memory(**sent[0])
                 gpu_buffer.check_probe(buffer)
                 pipe.send([])
             else:

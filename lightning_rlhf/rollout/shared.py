@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
@@ -32,13 +33,19 @@ class SharedEngine(RolloutEngine):
             raise UsageError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
         if isinstance(engine, (SharedEngine, VLLMServerEngine)):
             raise UsageError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
+        if isinstance(engine, VLLMEngine):
+            engine.shared_by = ranks
         self._engine = engine
         self._ranks = ranks
 
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return replace(self._engine.traits, ranks=self._ranks, push_ranks=self._ranks)
+        return replace(self._engine.traits, ranks=self._ranks, push_ranks=1 if self._joins_push else self._ranks)
+
+    @property
+    def _joins_push(self) -> bool:
+        return isinstance(self._engine, VLLMEngine) and self._engine.joins_push
 
     @property
     def source(self) -> str:
@@ -65,6 +72,8 @@ class SharedEngine(RolloutEngine):
             ValueError: the ranks are not on one machine, or cannot be split into groups.
         """
         self.group = RankGroup(self._ranks)
+        if isinstance(self._engine, VLLMEngine) and self._engine.joins_push:
+            self._engine.join(setup, self.group)
         members = self.group.gather((socket.gethostname(), setup.devices))
 
         def start() -> None:
@@ -85,6 +94,9 @@ class SharedEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, also after an error."""
+        if self._joins_push:
+            self._engine.update_weights(parameters, version)
+            return
         self._running.run_on_first_with(parameters, lambda remaining: self._engine.update_weights(remaining, version))
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:

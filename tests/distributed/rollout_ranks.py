@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm import engine as vllm_engine
+from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import SamplingParams
+from tests.distributed.launch import ROOT
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
+from tests.rollout.test_gpu_buffer import HostBuffers
 
 PROMPTS, SEEDS = prompts_of(21), list(range(100, 121))  # shares of unequal size
 SAMPLING = SamplingParams(32, stop_token_ids=(END,))
@@ -96,6 +100,40 @@ def tensor_parallel(folder):
     result["seconds"] = time.monotonic() - began
     engine.close()
     result["workers"], result["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
+    dist.destroy_process_group()
+    return result
+
+
+def within_gpus(folder):
+    """Return the results of two ranks that push to an engine of two workers through a buffer on each simulated GPU."""
+    rank = joined()
+    buffers = HostBuffers(rank)
+    gpu_buffer.allocate, gpu_buffer.exported = buffers.allocate, buffers.exported
+    vllm_engine.push_within_gpu = partial(gpu_buffer.push_within_gpu, nbytes=30_000)  # several parts
+    fault = Path(folder, "fault")
+    os.environ |= {"BUFFER_FAULT": str(fault), "PYTHONPATH": str(ROOT)}
+    fault.write_text("")
+    sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
+    arguments = {"worker_extension_cls": "tests.rollout.memory_receiver.MemoryReceiver"}
+    result = {}
+    for name, options in (("host", {}), ("gpus", {"push_within_gpu": True, "arguments": arguments})):
+        engine = SharedEngine(VLLMEngine(tensor_parallel_size=2, **options), 2)
+        engine.start(setup_of(sources[0], Path(folder, f"{name}{rank}")))
+        engine.wait()
+        result[name] = [rolled(engine, pushed(engine, source, n), rank) for n, source in enumerate(sources)]
+        if name == "host":
+            engine.close()
+    result["push ranks"] = engine.traits.push_ranks
+    result["sizes"] = list(buffers.sizes)
+    dist.barrier()
+    fault.write_text("map")
+    result["through the host"] = rolled(engine, pushed(engine, sources[0], 5), rank)
+    result["push ranks after"] = engine.traits.push_ranks
+    engine._engine._within_gpu = True
+    dist.barrier()
+    fault.write_text("load")
+    result["error"] = error_of(lambda: pushed(engine, sources[1], 6))
+    engine.close()
     dist.destroy_process_group()
     return result
 

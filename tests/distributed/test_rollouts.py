@@ -90,6 +90,18 @@ def test_engine_of_two_workers_serves_two_ranks(tmp_path):
     assert first["ready"] == second["ready"]
 
 
+def test_weights_pushed_within_gpus_equal_those_pushed_through_the_host(tmp_path):
+    for result in ranks("within_gpus", str(tmp_path)):
+        for version, (within, through_host) in enumerate(zip(result["gpus"], result["host"], strict=True)):
+            assert_right(within, version)
+            assert within == through_host
+        assert result["push ranks"] == 1  # all read the weights
+        assert set(result["sizes"]) == {30_000}
+        assert "out of memory" in result["error"]
+        assert_right(result["through the host"], 5)
+        assert result["push ranks after"] == 2
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch, request):
     """Address and process of the documented server command, on another port and with a guard.

@@ -36,12 +36,31 @@ def config_of(max_staleness, environment, trainer=None, **engine):
     return config
 
 
-@pytest.mark.parametrize("environment", [None, CONVERSATIONS], ids=["prompts", "conversations"])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("max_staleness", "environment"),
+    [(0, None), (0, CONVERSATIONS), (1, None), (1, CONVERSATIONS), (2, CONVERSATIONS)],
+    ids=["0-prompts", "0-conversations", "1-prompts", "1-conversations", "2-conversations"],
+)
 def test_engines_that_are_killed_20_times_change_no_result(forge, undisturbed, tmp_path, max_staleness, environment):
     config = config_of(max_staleness, environment, LONG)
     assert disturbed(config, forge, tmp_path, seed=max_staleness, deaths=20, every=1.0) == 20
     assert_same(tmp_path, undisturbed(config))
+
+
+def test_engines_that_are_killed_20_times_at_max_staleness_2_lose_nothing(forge, undisturbed, tmp_path):
+    """Responses that are generated again have the newer weights of a push in between, and are labelled so."""
+    config = config_of(2, None, LONG)
+    assert disturbed(config, forge, tmp_path, seed=2, deaths=20, every=1.0) == 20
+    ours, theirs = ([dict(row) for row in rows(folder)] for folder in (tmp_path, undisturbed(config)))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    staleness, undisturbed_staleness = (
+        [float(row["rollout/staleness_mean"]) for row in rows_ if row.get("rollout/staleness_mean")]
+        for rows_ in (ours, theirs)
+    )
+    assert len(staleness) == len(undisturbed_staleness) == 60
+    assert undisturbed_staleness[2:] == [2.0] * 58
+    assert all(0 <= new <= old for new, old in zip(staleness, undisturbed_staleness, strict=True))
+    assert sum(new == old for new, old in zip(staleness, undisturbed_staleness, strict=True)) >= 30
 
 
 def test_killed_engines_with_adapters_change_no_result(forge, undisturbed, tmp_path):

@@ -244,6 +244,7 @@ class FakeLLM:
 
     def collective_rpc(self, method, kwargs=None):
         self.calls.append(method)
+        return [None]  # of its one worker
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
@@ -288,13 +289,13 @@ def test_weights_are_woken_before_the_push_and_the_cache_after_it(core):
 
 def test_weights_in_parts_wake_a_sleeping_engine_once(core):
     core.sleep()
-    core.open_buffer({})
+    core.open_buffers({})
     core.load_part([], is_first=True)
     core.load_part([], is_first=False)
     core.finish_parts(1)
     core.load_part([], is_first=True)
     core.finish_parts(2)
-    parts = ["open_buffer", "wake ['weights']", "load_part", "load_part", "finish_parts", "wake ['kv_cache']", "reset"]
+    parts = ["open_buffers", "wake ['weights']", "load_part", "load_part", "finish_parts", "wake ['kv_cache']", "reset"]
     assert core._llm.calls == ["sleep 2", *parts, "load_part", "finish_parts", "reset"]
 
 

@@ -1,4 +1,4 @@
-"""vLLM's worker extension with host memory instead of a buffer on a GPU."""
+"""vLLM's worker extension with host memory instead of buffers on GPUs."""
 
 import os
 from pathlib import Path
@@ -8,11 +8,15 @@ from lightning_rlhf.rollout.vllm.sync import map_memory
 
 
 class MemoryReceiver(WeightReceiver):
-    """Maps the memory given in the message; the file $BUFFER_FAULT contains the method that fails or exits."""
+    """Maps the memory of the rank with this worker's number.
 
-    def map_buffer(self, message):
+    The file $BUFFER_FAULT contains the method that fails or exits.
+    """
+
+    def map_buffer(self, messages):
         if _fault() == "map":
             raise RuntimeError("CUDA error: invalid device context")
+        (message,) = (message for message in messages if message["gpu"] == self.rank)
         memory = map_memory(message["path"], message["nbytes"])
         return memory + 1 if _fault() == "bytes" else memory
 

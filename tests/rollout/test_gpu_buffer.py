@@ -11,6 +11,7 @@ from torch.multiprocessing import reductions
 
 from lightning_rlhf.callbacks.rollout_settings import check_overlap
 from lightning_rlhf.rollout.generation import generate
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm import gpu_buffer
@@ -25,10 +26,14 @@ SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=())
 
 
 class HostBuffers:
-    """Replaces the allocation and the export of buffers on a GPU."""
+    """Replaces the allocation and the export of buffers on a GPU.
 
-    def __init__(self):
-        self.sizes, self.files = [], []
+    Args:
+        rank: rank of this process, whose buffer the engine's worker with this number must map.
+    """
+
+    def __init__(self, rank=0):
+        self.rank, self.sizes, self.files = rank, [], []
 
     def allocate(self, nbytes):
         file = os.memfd_create("buffer")
@@ -42,7 +47,7 @@ class HostBuffers:
         return f"/proc/{os.getpid()}/fd/{self.files[-1]}"
 
     def exported(self, buffer):
-        return {"path": self.path, "nbytes": len(buffer)}
+        return {"path": self.path, "nbytes": len(buffer), "gpu": self.rank}
 
 
 @pytest.fixture
@@ -132,7 +137,7 @@ def test_engine_that_cannot_map_the_buffer_gets_weights_through_the_host(
         buffer_fault.write_text("")
     pushed(engines.tied, source_of(seed=13), 13)
     assert same(answers(tied)[1], answers(engines.tied)[1])
-    warnings = [record.getMessage() for record in caplog.records if "push_within_gpu does not work" in record.message]
+    warnings = [record.getMessage() for record in caplog.records if "push_within_gpu fails" in record.message]
     assert len(warnings) == 1
     assert reason in warnings[0]
     assert len(buffers.sizes) == 1  # the second push does not try again
@@ -163,11 +168,13 @@ def test_lost_parameters_and_errors_between_two_parts_are_detected(
 def test_push_needs_only_the_memory_of_the_buffer(buffers, monkeypatch):
     commands = []
     parameters = [(f"w{i}", torch.full((10, 10), float(i))) for i in range(20)] + [("large", torch.ones(2000))]
-    reason = gpu_buffer.push_within_gpu(parameters, 3, lambda kind, **fields: commands.append((kind, fields)), 2000)
+    reason = gpu_buffer.push_within_gpu(
+        parameters, 3, lambda kind, **fields: commands.append((kind, fields)), RankGroup(1), 2000
+    )
     assert reason is None
     assert buffers.sizes == [2000, 8000]
     kinds = [kind for kind, _ in commands]
-    assert kinds == ["open_buffer", *["load_part"] * 5, "open_buffer", "load_part", "finish_parts"]
+    assert kinds == ["open_buffers", *["load_part"] * 5, "open_buffers", "load_part", "finish_parts"]
     parts = [fields["layout"] for kind, fields in commands if kind == "load_part"]
     assert [slot["name"] for part in parts for slot in part] == [name for name, _ in parameters]
     assert all(part[0]["offset"] == 0 for part in parts)
@@ -188,7 +195,7 @@ def test_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
     monkeypatch.setattr(gpu_buffer, "gpu_identifier", lambda device: "GPU of cpu")
     result = {}
     monkeypatch.setattr(gpu_buffer, "rebuild_cuda_tensor", lambda **arguments: result.update(arguments))
-    gpu_buffer.opened(message, torch.device("cuda", 1))
+    gpu_buffer.opened([{**message, "gpu": "GPU of rank 0"}, message], torch.device("cuda", 1))
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert sorted(result) == sorted(names)
     _, handle, size, offset, *counter, event, waits = shared
@@ -196,7 +203,7 @@ def test_message_has_the_values_with_which_torch_maps_a_buffer(monkeypatch):
     assert result["tensor_size"] == torch.Size([64])
     monkeypatch.setattr(gpu_buffer, "gpu_identifier", lambda device: "another")
     with pytest.raises(RuntimeError, match="the trainer's weights are on GPU GPU of cpu, the engine on another"):
-        gpu_buffer.opened(message, torch.device("cuda", 1))
+        gpu_buffer.opened([message], torch.device("cuda", 1))
 
 
 def test_unsupported_settings_are_rejected(monkeypatch):

@@ -477,11 +477,18 @@ def test_gpu_options_reach_vllm_and_are_rejected_on_a_cpu(installed, monkeypatch
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"arguments": {"tensor_parallel_size": 2}}])
-def test_push_within_the_gpu_to_an_engine_on_several_gpus_raises(installed, options):
-    with pytest.raises(ValueError, match="push_within_gpu needs an engine on one GPU, got tensor_parallel_size 2"):
-        VLLMEngine(push_within_gpu=True, **options)
-    VLLMEngine(**options)
-    VLLMEngine(push_within_gpu=True)
+def test_push_within_gpus_needs_a_rank_on_each_of_them(installed, options):
+    engine = VLLMEngine(push_within_gpu=True, **options)
+    message = r"a rank of the trainer on each GPU .* is 2, and the ranks of this engine are 1: use SharedEngine\("
+    with pytest.raises(ValueError, match=message):
+        engine.check(SamplingParams(1))
+    assert SharedEngine(engine, 2).traits.push_ranks == 1  # each rank fills a buffer
+    with pytest.raises(ValueError, match="push_within_gpu needs a GPU"):
+        engine.check(SamplingParams(1))
+    one = SharedEngine(VLLMEngine(push_within_gpu=True), 2)  # one of the two ranks has the engine's GPU
+    assert one.traits.push_ranks == 2
+    with pytest.raises(ValueError, match="push_within_gpu needs a GPU"):
+        one.check(SamplingParams(1))
 
 
 def test_gpu_memory_share_is_passed_to_vllm(installed, monkeypatch):

@@ -66,16 +66,18 @@ class VLLMCore:
         self._llm.collective_rpc("receive_weights", kwargs=weights)
         self._finish_load(version)
 
-    def open_buffer(self, buffer: dict[str, Any]) -> None:
-        """Map a buffer of the trainer on this engine's GPU.
+    def open_buffers(self, buffers: list[dict[str, Any]]) -> None:
+        """Map the trainer's buffers, one on each GPU of this engine.
 
         Args:
-            buffer: message of :func:`~lightning_rlhf.rollout.vllm.gpu_buffer.exported`.
+            buffers: messages of :func:`~lightning_rlhf.rollout.vllm.gpu_buffer.exported`.
 
         Raises:
-            RuntimeError: the buffer is on another GPU, or cannot be mapped.
+            RuntimeError: they are on other GPUs, or cannot be mapped.
         """
-        self._llm.collective_rpc("open_buffer", kwargs={"message": buffer})
+        faults = self._llm.collective_rpc("open_buffers", kwargs={"messages": buffers})
+        if fault := next(filter(None, faults), None):
+            raise RunError(fault)
 
     def load_part(self, layout: list[dict[str, Any]], is_first: bool) -> None:
         """Load the parameters that are in the buffer; no request may run until :meth:`finish_parts`.

@@ -20,10 +20,10 @@ from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, visible_gpu
-from lightning_rlhf.rollout.ranks import world_size
+from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
-from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
+from lightning_rlhf.rollout.vllm.gpu_buffer import check_ranks, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import SentImages, as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
@@ -50,9 +50,10 @@ class VLLMEngine(RolloutEngine):
             only the rounding of log-probabilities depends on it. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
-        push_within_gpu: whether weights are pushed through a buffer on the one GPU that trainer and engine share (256
-            MiB, or the largest parameter), with ``max_staleness`` of 0. If the engine cannot map it, they are pushed
-            through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
+        push_within_gpu: whether weights are pushed through a buffer on each GPU that trainer and engine share (256 MiB,
+            or the largest parameter), with ``max_staleness`` of 0. An engine on several GPUs must be shared by as many
+            ranks (:class:`~lightning_rlhf.rollout.shared.SharedEngine`). If the engine cannot map a buffer, weights
+            are pushed through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
         unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
             ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
             loads them at once, and the responses continue with the new weights and the keys and values of the old
@@ -89,8 +90,6 @@ class VLLMEngine(RolloutEngine):
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
-        if push_within_gpu:
-            check_one_gpu((arguments or {}).get("tensor_parallel_size", tensor_parallel_size))
         if unfinished not in ("finish", "continue", "cut"):
             raise UsageError(f"unfinished must be finish, continue or cut, got {unfinished!r}")
         self._gpu_memory_utilization = gpu_memory_utilization
@@ -114,6 +113,17 @@ class VLLMEngine(RolloutEngine):
         self._sent_images = SentImages()
         self._reads_texts_only = False  # with a vision-language model
         self._process: EngineProcess | None = None
+        self._pushing = RankGroup(1)  # ranks that take part in a push
+        self.shared_by = 1  # number of ranks, from SharedEngine
+
+    @property
+    def joins_push(self) -> bool:
+        """Whether all ranks that share the engine take part in a push, each on its GPU; they call :meth:`join`."""
+        return self._within_gpu and self._size > 1
+
+    @property
+    def _size(self) -> int:
+        return int(self._arguments.get("tensor_parallel_size", self._tensor_parallel_size))
 
     @property
     def traits(self) -> EngineTraits:
@@ -147,6 +157,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
+        if self._within_gpu:
+            check_ranks(self._size, self.shared_by)
         names = ("deterministic", "sleep_while_learning", "push_within_gpu")
         for option, enabled in zip(names, (self._deterministic, self._sleeps, self._within_gpu), strict=True):
             if enabled and not torch.cuda.is_available():
@@ -159,6 +171,17 @@ class VLLMEngine(RolloutEngine):
         if fault := unusable_build():
             raise UsageError(fault)
 
+    def join(self, setup: EngineSetup, group: RankGroup) -> None:
+        """Prepare this rank for pushes of an engine that the first rank starts. All ranks of the group.
+
+        Args:
+            setup: argument of :meth:`start`.
+            group: ranks that share the engine.
+        """
+        self._pushing = group
+        self._published = PublishedNames(setup.model)
+        self._dtype = self._matrix_dtype(setup)
+
     def start(self, setup: EngineSetup) -> None:
         """Start the process without waiting until it is ready."""
         environment = self._environment(setup)
@@ -169,7 +192,7 @@ class VLLMEngine(RolloutEngine):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._log = setup.log
         self._published = PublishedNames(setup.model)
-        self._dtype = self.traits.matrix_dtype or setup.dtype
+        self._dtype = self._matrix_dtype(setup)
         arguments = self.llm_arguments(setup)
         self._reads_texts_only = bool(arguments.get("language_model_only"))
         self._sent_images = SentImages()
@@ -275,24 +298,28 @@ class VLLMEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; does not wait for responses that are still generated."""
-        self._running.results([self._running.ready], _START)
-        self._finish_loading()  # the engine reads the memory that is written next
+        self._pushing.run_on_first(self._await_ready)
         if not (self._within_gpu and self._push_within_gpu(parameters, version)):
-            self._push_through_host(parameters, version)
+            self._pushing.run_on_first_with(parameters, partial(self._push_through_host, version))
         self._version = version
 
-    def _push_through_host(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _await_ready(self) -> None:
+        self._running.results([self._running.ready], _START)
+        self._finish_loading()  # the engine reads the memory that is written next
+
+    def _push_through_host(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._kept, self._asleep = None, False
         weights = self._sender.write(self._converted(parameters))
         self._kept = version
         self._load("load", weights=weights, version=version)
 
     def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
-        """Push weights through a buffer on the GPU; return False, before any is read, if the engine cannot map it."""
-        reason = push_within_gpu(self._converted(parameters), version, self._execute)
+        """Push weights through buffers on the GPUs; return False, before any is read, if the engine cannot map them."""
+        reason = push_within_gpu(self._converted(parameters), version, self._execute, self._pushing)
         if reason is not None:
-            log.warning("push_within_gpu does not work, so weights are pushed through memory of the host: %s", reason)
             self._within_gpu = False
+            if self._pushing.is_first:
+                log.warning("push_within_gpu fails, so weights are pushed through memory of the host: %s", reason)
         return reason is None
 
     def _execute(self, kind: str, **fields: Any) -> None:
@@ -353,7 +380,7 @@ class VLLMEngine(RolloutEngine):
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; after a push within the GPU, only lost parameters are found."""
         if self._within_gpu:  # its buffer is freed: push again, through memory that remains
-            self._push_through_host(parameters, self._version)
+            self._push_through_host(self._version, parameters)
             return self._first_lost()
         return self._sender.first_difference(self._converted(parameters)) or self._first_lost()
 

@@ -1,15 +1,17 @@
-"""Transfer of weights to an engine on the same GPU, through a buffer that both processes map (CUDA IPC).
+"""Transfer of weights to an engine on the same GPUs, through buffers that both processes map (CUDA IPC).
 
-The trainer allocates the buffer for each push, and then frees it. It fills the buffer with parameters, the engine
-loads them, and so on until all parameters are loaded. Not tested on a GPU yet: the tests replace the buffer by memory
-of a CPU, with a real engine.
+The trainer allocates a buffer on each GPU for each push, and then frees it. It fills the buffers with parameters, the
+engine loads them, and so on until all parameters are loaded. An engine on several GPUs shares each of them with one
+rank of the trainer, and each of its workers reads the buffer on its GPU. Not tested on a GPU yet: the tests replace
+buffers by memory of a CPU, with real engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,60 +19,76 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.sync import Slot
 
 BUFFER_BYTES = 256 << 20
 _PROBE = torch.arange(251, dtype=torch.uint8).repeat(4)  # first bytes of a new buffer, which the engine compares
 
 
-def check_one_gpu(tensor_parallel_size: int) -> None:
-    """Validate that the engine is on one GPU.
+def check_ranks(tensor_parallel_size: int, ranks: int) -> None:
+    """Validate that an engine on several GPUs shares each of them with one rank.
+
+    Args:
+        tensor_parallel_size: number of GPUs of the engine.
+        ranks: number of ranks that share the engine.
 
     Raises:
-        ValueError: it is on several.
+        ValueError: it does not.
     """
-    if tensor_parallel_size > 1:
+    if tensor_parallel_size > 1 and tensor_parallel_size != ranks:
         raise UsageError(
-            f"push_within_gpu needs an engine on one GPU, got tensor_parallel_size {tensor_parallel_size}: the buffer "
-            f"is on the GPU of one rank, and the engine's other GPUs cannot load from it. Remove push_within_gpu, so "
-            f"that weights are pushed through memory of the host"
+            f"push_within_gpu needs a rank of the trainer on each GPU of the engine, but tensor_parallel_size is "
+            f"{tensor_parallel_size}, and the ranks of this engine are {ranks}: use SharedEngine("
+            f"VLLMEngine(tensor_parallel_size={tensor_parallel_size}), ranks={tensor_parallel_size}), or remove "
+            f"push_within_gpu, so that weights are pushed through memory of the host"
         )
 
 
 def push_within_gpu(
-    parameters: Iterable[tuple[str, Tensor]], version: int, execute: Callable[..., None], nbytes: int = BUFFER_BYTES
+    parameters: Iterable[tuple[str, Tensor]],
+    version: int,
+    execute: Callable[..., None],
+    group: RankGroup,
+    nbytes: int = BUFFER_BYTES,
 ) -> str | None:
-    """Push all parameters; return the reason, before any is read, if the engine cannot map the buffer.
+    """Push all parameters; return the reason, before any is read, if the engine cannot map the buffers.
+
+    Called by all ranks of the group, with the same parameters.
 
     Args:
         parameters: (name, tensor); each tensor is read before the next one is requested.
         version: version of the policy.
-        execute: function that executes a command in the engine's process and waits for its reply.
-        nbytes: size of the buffer, which grows to that of the largest parameter.
+        execute: function that executes a command in the engine's process and waits for its reply; called on the first
+            rank.
+        group: ranks on the GPUs of the engine.
+        nbytes: size of a buffer, which grows to that of the largest parameter.
     """
-    with closing(_BufferSender(execute, nbytes)) as sender:
+    with closing(_BufferSender(execute, group, nbytes)) as sender:
         reason = sender.open()
         if reason is None:
             sender.load(parameters)
-            execute("finish_parts", version=version)
+            group.run_on_first(partial(execute, "finish_parts", version=version))
     return reason
 
 
 class _BufferSender:
-    """The trainer's side of the buffer.
+    """The trainer's side of the buffers.
 
     Args:
-        execute: function that executes a command in the engine's process and waits for its reply.
-        nbytes: size of the buffer; a larger one is allocated for a parameter that needs it.
+        execute: argument of :func:`push_within_gpu`.
+        group: argument of :func:`push_within_gpu`.
+        nbytes: size of the buffer of this rank; a larger one is allocated for a parameter that needs it.
     """
 
-    def __init__(self, execute: Callable[..., None], nbytes: int) -> None:
+    def __init__(self, execute: Callable[..., None], group: RankGroup, nbytes: int) -> None:
         self._execute = execute
+        self._group = group
         self._nbytes = nbytes
         self._buffer: Tensor | None = None
 
     def open(self) -> str | None:
-        """Allocate the buffer and let the engine map it; return the reason if this does not work."""
+        """Allocate the buffers and let the engine map them; return the reason if this does not work."""
         try:
             self._allocate(self._nbytes)
         except RuntimeError as error:  # of CUDA, or of the engine
@@ -98,15 +116,30 @@ class _BufferSender:
 
     def _allocate(self, nbytes: int) -> None:
         self._buffer = None
-        self._buffer = allocate(nbytes)
-        self._buffer[: len(_PROBE)].copy_(_PROBE)
-        wait_for(self._buffer)
-        self._execute("open_buffer", buffer=exported(self._buffer))
+        message, fault = None, None
+        try:
+            self._buffer = allocate(nbytes)
+            self._buffer[: len(_PROBE)].copy_(_PROBE)
+            wait_for(self._buffer)
+            message = exported(self._buffer)
+        except RuntimeError as error:  # of CUDA; the other ranks of the group must learn of it
+            fault = str(error)
+        answers = self._group.gather((message, fault))
+        self._group.run_on_first(partial(self._open_all, answers))
+
+    def _open_all(self, answers: Sequence[tuple[dict[str, Any] | None, str | None]]) -> None:
+        """Let the engine map the buffers; called with the message or the fault of each rank, on the first one."""
+        faults = [fault for _, fault in answers if fault is not None]
+        if faults:
+            raise RunError(faults[0])
+        self._execute("open_buffers", buffers=[message for message, _ in answers])
 
     def _load_part(self, slots: list[Slot], is_first: bool) -> None:
         assert self._buffer is not None
         wait_for(self._buffer)
-        self._execute("load_part", layout=[asdict(slot) for slot in slots], is_first=is_first)
+        self._group.gather(None)  # until all ranks have filled their buffers
+        layout = [asdict(slot) for slot in slots]
+        self._group.run_on_first(partial(self._execute, "load_part", layout=layout, is_first=is_first))
 
     def close(self) -> None:
         """Free the buffer, which the engine does not use any more."""
@@ -148,18 +181,21 @@ def exported(buffer: Tensor) -> dict[str, Any]:
     }
 
 
-def opened(message: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the buffer of another process.
+def opened(messages: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
+    """Map the buffer of another process on this process's GPU.
 
     Args:
-        message: return value of :func:`exported`.
+        messages: return values of :func:`exported` of all ranks.
         device: GPU of this process.
 
     Raises:
-        RuntimeError: the buffer is on another GPU.
+        RuntimeError: no buffer is on this GPU.
     """
-    if message["gpu"] != gpu_identifier(device):
-        raise RunError(f"the trainer's weights are on GPU {message['gpu']}, the engine on {gpu_identifier(device)}")
+    here = gpu_identifier(device)
+    message = next((message for message in messages if message["gpu"] == here), None)
+    if message is None:
+        others = ", ".join(message["gpu"] for message in messages)
+        raise RunError(f"the trainer's weights are on GPU {others}, the engine on {here}")
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([message["nbytes"]]),

@@ -33,16 +33,25 @@ class WeightReceiver:
         self.reload_weights(weights_iterator=read_slots(self._memory, layout))
         repack(self.model_runner.model)
 
-    def open_buffer(self, message: dict[str, Any]) -> None:
-        """Map the buffer of a push within a GPU, and check that it has the trainer's bytes."""
-        self._buffer = None  # the one of an interrupted push, or a smaller one
-        buffer = self.map_buffer(message)
-        check_probe(buffer)
-        self._buffer = buffer
+    def open_buffers(self, messages: list[dict[str, Any]]) -> str | None:
+        """Map the buffer on this worker's GPU for a push within GPUs, and check that it has the trainer's bytes.
 
-    def map_buffer(self, message: dict[str, Any]) -> Tensor:
-        """Return the buffer as a tensor of bytes."""
-        return opened(message, self.device)
+        Returns:
+            The fault, or None. It is not raised: vLLM's executor stops reading after the first error of several
+            workers, and would take the others for replies to its next command.
+        """
+        self._buffer = None  # the one of an interrupted push, or a smaller one
+        try:
+            buffer = self.map_buffer(messages)
+            check_probe(buffer)
+        except RuntimeError as error:
+            return str(error)
+        self._buffer = buffer
+        return None
+
+    def map_buffer(self, messages: list[dict[str, Any]]) -> Tensor:
+        """Return the buffer on this worker's GPU as a tensor of bytes."""
+        return opened(messages, self.device)
 
     def load_part(self, layout: list[dict[str, Any]], is_first: bool) -> None:
         """Load the parameters that are in the buffer."""

@@ -4,7 +4,7 @@ Commands are executed in order. Those that change the weights wait until all req
 wait for them, so the completions of a request do not depend on when later weights arrive. Weights with ``in_flight``
 are loaded at once: unfinished responses continue with them, or end if ``cut`` is set.
 
-Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffer``, ``load_part``,
+Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffers``, ``load_part``,
 ``finish_parts``, ``swap``, ``sleep``, ``trace``, ``images``, ``add``, ``close``. To the trainer: ``ready``,
 ``finished``, ``reply``, ``error`` (a command failed), ``alive`` (at intervals while it computes), ``fatal`` (the engine
 failed and the process ends).
@@ -24,7 +24,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_SECONDS = 10.0
-_NEED_IDLE_ENGINE = ("load", "open_buffer", "load_part", "finish_parts", "swap", "sleep", "trace")
+_NEED_IDLE_ENGINE = ("load", "open_buffers", "load_part", "finish_parts", "swap", "sleep", "trace")
 
 
 def main(descriptor: int) -> int:
@@ -90,8 +90,8 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
                     send("finished", **completion)
             core.load(message["weights"], message["version"])
             send("reply", id=message["id"])
-        elif message["kind"] == "open_buffer":
-            core.open_buffer(message["buffer"])
+        elif message["kind"] == "open_buffers":
+            core.open_buffers(message["buffers"])
             send("reply", id=message["id"])
         elif message["kind"] == "load_part":
             core.load_part(message["layout"], message["is_first"])

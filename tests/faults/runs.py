@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
+from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
 
@@ -302,6 +304,25 @@ def assert_same(directory, reference, names=("last", "best")):
     assert list((directory / "run").rglob("*.new*")) == []
     for folder in (directory / "run/checkpoints").iterdir():
         assert len(list(folder.iterdir())) == 2, f"leftovers in {folder}"
+
+
+class MakesWorkersFaulty(Callback):
+    """Makes the engine use tests.faults.faulty_worker.
+
+    Args:
+        most: largest number of faults.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        os.environ["MOST_FAULTS"] = str(self._most)
+        vllm_engine.EngineProcess = partial(_start_process, vllm_engine.EngineProcess)
+
+
+def _start_process(start: Any, module: str, *arguments: Any) -> Any:
+    return start("tests.faults.faulty_worker", *arguments)
 
 
 class KillsEngine(Callback):

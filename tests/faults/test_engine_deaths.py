@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import yaml
@@ -79,6 +80,23 @@ def test_stopped_engines_are_replaced(forge, undisturbed, tmp_path):
     config = config_of(1, None, silent_seconds=15.0)
     assert disturbed(config, forge, tmp_path, seed=1, deaths=2, number=int(signal.SIGSTOP), every=2.0) >= 1
     assert "it did nothing for 15 s (silent_seconds)" in output(tmp_path)
+    assert_same(tmp_path, undisturbed(config))
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "environment"), [(0, CONVERSATIONS), (1, None)], ids=["0-conversations", "1-prompts"]
+)
+def test_nonsense_slow_and_missing_messages_change_no_result(forge, undisturbed, tmp_path, max_staleness, environment):
+    config = config_of(max_staleness, environment, LONG, silent_seconds=8.0)
+    faulty = {"class_path": "tests.faults.runs.MakesWorkersFaulty", "init_args": {"most": 20}}
+    trainer = {**config["trainer"], "callbacks": [faulty, *config["trainer"]["callbacks"]]}
+    assert forge.attempt(tmp_path, {**config, "trainer": trainer}) == 0, output(tmp_path)[-4000:]
+    faults = Counter((tmp_path / "faults").read_text().split())
+    assert sum(faults.values()) == 20
+    assert min(faults[fault] for fault in ("nonsense", "slow", "hang")) >= 1
+    shown = output(tmp_path)
+    assert shown.count("it sent an invalid message") == faults["nonsense"]
+    assert shown.count("it did nothing for 8 s (silent_seconds)") == faults["hang"]
     assert_same(tmp_path, undisturbed(config))
 
 

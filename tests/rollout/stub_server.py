@@ -93,11 +93,12 @@ def valid_server(folder):
 
     def generate(body):
         ids = body["token_ids"]
+        count = min(len(ids), body.get("sampling_params", {}).get("max_tokens", len(ids)))
         choice = {
-            "token_ids": ids[:1] * len(ids),
+            "token_ids": ids[:1] * count,
             "finish_reason": "stop",
-            "weight_versions": [{"version": server.version, "start": 0, "end": len(ids)}],
-            "logprobs": {"content": [{"token_id": ids[0], "logprob": -0.5}] * len(ids)},
+            "weight_versions": [{"version": server.version, "start": 0, "end": count}],
+            "logprobs": {"content": [{"token_id": ids[0], "logprob": -0.5}] * count},
         }
         response = {"choices": [choice]}
         if "prompt_logprobs" in body.get("sampling_params", {}):

@@ -132,11 +132,13 @@ def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub
 
 
 def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
-    prompts = [[number, 1, 1][: number % 3 + 1] for number in range(300)]
+    prompts = [[number % 60, 1, 1][: number % 7 % 3 + 1] for number in range(300)]
     completions = generate(engine, prompts, SAMPLING, range(300))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
     assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
-    (body,) = (body for path, body in stub.requested if path.endswith("generate") and body["token_ids"] == [3])
+    sent = (body for path, body in stub.requested if path.endswith("generate"))
+    (body,) = (body for body in sent if body["sampling_params"]["seed"] == 3)
+    assert body["token_ids"] == prompts[3]
     assert body["sampling_params"] == {
         "max_tokens": 4,
         "temperature": 0.5,

@@ -63,7 +63,7 @@ def engine(make, stubs):
 
 
 def prompts(count, length=2):
-    return [[4 + number % 90] * length for number in range(count)]
+    return [[4 + number % 57] * length for number in range(count)]
 
 
 def shares(stubs):
@@ -201,6 +201,22 @@ def test_nonsense_of_one_server_is_answered_by_the_other(engine, stubs, nonsense
     stubs[0].answers["/weight_info"] = 200, b"<html>"
     assert len(generate(engine, prompts(20), SAMPLING, range(20))) == 20
     assert engine.restarted == 1
+
+
+@pytest.mark.parametrize("tokens", [[61], [-1], [5] * 5])
+def test_tokens_of_one_server_that_cannot_be_a_response_are_those_of_the_other(engine, stubs, tokens, caplog):
+    def answer(body):
+        content = [{"logprob": -1.0}] * len(tokens)
+        version = {"start": 0, "version": stubs[0].version}
+        choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": [version]}
+        stubs[0].answers["/weight_info"] = 200, b"<html>"
+        return 200, {"choices": [{**choice, "finish_reason": "stop"}]}
+
+    stubs[0].answers[ROUTE] = answer
+    completions = generate(engine, prompts(20), SAMPLING, range(20))
+    assert [completion.token_ids for completion in completions] == prompts(20)
+    assert engine.restarted == 1
+    assert "sent an invalid response (RunError: " in caplog.text
 
 
 def test_a_server_fails_max_restarts_times(make, stubs):

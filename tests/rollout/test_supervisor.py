@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,8 +20,9 @@ import psutil
 import pytest
 
 from lightning_rlhf.expected_errors import EngineDied, ExpectedError, RunError
-from lightning_rlhf.rollout.vllm.requests import as_completion
+from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_tokens
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
+from lightning_rlhf.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60
@@ -45,7 +47,7 @@ def start(tmp_path, monkeypatch):
 
 
 def request(*prompt):
-    return {"prompt": list(prompt), "sampling": {}, "seed": 0}
+    return {"prompt": list(prompt), "sampling": {"max_tokens": 900}, "seed": 0}
 
 
 def wait_for_end(pid, seconds):
@@ -366,6 +368,10 @@ def test_error_of_the_worker_is_an_expected_error(start):
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 
+def check(message, request):
+    check_tokens(as_completion(message).token_ids, request, 1000)
+
+
 @pytest.fixture
 def restarted(tmp_path, monkeypatch):
     """Start a worker that is started again, with weights of version 5 after its first push."""
@@ -374,7 +380,7 @@ def restarted(tmp_path, monkeypatch):
 
     def start(most=3, silent_seconds=None, state=None, **arguments):
         held = [{"kind": "load", "weights": {}, "version": 5}]
-        restarts = Restarts(state or (lambda: held), as_completion, most, silent_seconds)
+        restarts = Restarts(state or (lambda: held), check, most, silent_seconds)
         module = "tests.rollout.stub_worker"
         started.append(EngineProcess(module, arguments, {}, tmp_path / "new" / "engine.log", restarts))
         started[0].ready.result(WAIT)
@@ -461,7 +467,7 @@ def _later(seconds):
 
 def test_worker_that_was_never_ready_is_not_started_again(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    restarts = Restarts(list, as_completion)
+    restarts = Restarts(list, check)
     engine = EngineProcess("tests.rollout.stub_worker", {"exit": 3}, {}, tmp_path / "engine.log", restarts)
     with pytest.raises(EngineDied, match="exit code 3"):
         engine.ready.result(WAIT)
@@ -493,14 +499,32 @@ def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, cap
     engine = restarted()
     calls = []
 
-    def check(message):
-        calls.append(message)
+    def refuse_first(message, request):
+        calls.append(request["prompt"])
         if len(calls) == 1:
             raise RunError("a completion without tokens")
 
-    engine._restarts.check = check
+    engine._restarts.check = refuse_first
     assert engine.generate([request(1)])[0].result(WAIT)["token_ids"] == [1]
+    assert calls == [[1], [1]]
     assert "it sent an invalid message (RunError: a completion without tokens)" in lines(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "echo", "message"),
+    [
+        ([1, 2, 3], False, "3 tokens for a request of at most 2"),
+        ([1] * 4, True, None),
+        ([1] * 5, True, "5 tokens for a request of at most 4"),
+        ([60, 61], False, "token 61; the actor has tokens 0 to 60"),
+        ([60, -1], False, "token -1; the actor has tokens 0 to 60"),
+        ([60], False, None),
+    ],
+)
+def test_tokens_that_cannot_be_a_response_are_rejected(tokens, echo, message):
+    (asked,) = as_requests([[5, 6, 7]], [SamplingParams(2, echo=echo)], [0])
+    with nullcontext() if message is None else pytest.raises(RunError, match=f"^{message}$"):
+        check_tokens(tokens, asked, 61)
 
 
 def test_restart_waits_until_weights_are_written(restarted):

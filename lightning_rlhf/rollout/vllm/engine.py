@@ -24,7 +24,14 @@ from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
 from lightning_rlhf.rollout.vllm.gpu_buffer import check_ranks, push_within_gpu
-from lightning_rlhf.rollout.vllm.requests import SentImages, as_completion, as_requests, check_temperature
+from lightning_rlhf.rollout.vllm.requests import (
+    SentImages,
+    as_completion,
+    as_requests,
+    check_temperature,
+    check_tokens,
+    vocabulary_of,
+)
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
@@ -200,8 +207,12 @@ class VLLMEngine(RolloutEngine):
             setup.processor.save(setup.model)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         self._kept, self._asleep = None, True  # it needs no weights before the first push
-        restarts = Restarts(self._state, as_completion, self._max_restarts, self._silent_seconds)
+        self._vocabulary = vocabulary_of(setup.model)
+        restarts = Restarts(self._state, self._check_response, self._max_restarts, self._silent_seconds)
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log, restarts)
+
+    def _check_response(self, message: dict[str, Any], request: dict[str, Any]) -> None:
+        check_tokens(as_completion(message).token_ids, request, self._vocabulary)
 
     def _state(self) -> list[dict[str, Any]] | None:
         """Return the commands that give a new process the weights and images of the old one; see :class:`Restarts`.

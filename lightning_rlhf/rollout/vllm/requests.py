@@ -6,7 +6,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any, TypeVar
+
+from transformers import AutoConfig
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -136,6 +139,31 @@ def as_completion(message: dict[str, Any]) -> Completion:
     later_versions = tuple((start, version) for start, version in message.get("later_versions", []))
     token_ids, logprobs, finish_reason, policy_version = fields
     return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions)
+
+
+def vocabulary_of(directory: Path) -> int:
+    """Return the number of tokens of the model with its ``config.json`` in a directory."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return int(config.get_text_config().vocab_size)
+
+
+def check_tokens(token_ids: Sequence[int], request: dict[str, Any], vocabulary: int) -> None:
+    """Validate that tokens can be a response, so that an engine that sends others is started again or left out.
+
+    Args:
+        token_ids: tokens of a completion.
+        request: one of :func:`as_requests`.
+        vocabulary: number of tokens of the actor.
+
+    Raises:
+        RuntimeError: there are more than were requested, or the actor does not have one of them.
+    """
+    sampling = request["sampling"]
+    echoed = len(request["prompt"]) - 1 if "prompt_logprobs" in sampling else 0
+    if len(token_ids) > echoed + sampling["max_tokens"]:
+        raise RunError(f"{len(token_ids)} tokens for a request of at most {echoed + sampling['max_tokens']}")
+    if unknown := [token for token in token_ids if not 0 <= token < vocabulary]:
+        raise RunError(f"token {unknown[0]}; the actor has tokens 0 to {vocabulary - 1}")
 
 
 def as_completed_with_heartbeat(futures: Collection[Future[T]], seconds: float) -> Iterator[Future[T] | None]:

@@ -55,13 +55,13 @@ class Restarts:
     Args:
         state: function that returns the commands after which a new process has the weights and images of the old one;
             None while weights are being written. An :class:`EngineDied` that it raises ends the restarts.
-        check: validation of a completion, which raises an error for one that no engine sends.
+        check: validation of a completion and its request, which raises an error for one that no engine sends.
         most: largest number of restarts within an hour; 0 for none.
         silent_seconds: longest time without a message of a process that has something to do; None: no limit.
     """
 
     state: Callable[[], list[dict[str, Any]] | None]
-    check: Callable[[dict[str, Any]], object]
+    check: Callable[[dict[str, Any], dict[str, Any]], object]
     most: int = 3
     silent_seconds: float | None = 900.0
     _times: deque[float] = field(default_factory=deque)
@@ -301,9 +301,10 @@ class EngineProcess:
             if kind == "error":
                 raise RunError(message["message"])
         elif message["id"] in self._pending:
+            future, sent = self._pending[message["id"]]
             if kind == "finished" and self._restarts is not None:
-                self._restarts.check(message)
-            future, _ = self._pending.pop(message["id"])
+                self._restarts.check(message, sent["requests"][0])
+            del self._pending[message["id"]]
             if kind == "error":
                 future.set_exception(RunError(message["message"]))
             else:

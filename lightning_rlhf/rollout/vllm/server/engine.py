@@ -23,7 +23,13 @@ from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
-from lightning_rlhf.rollout.vllm.requests import as_requests, check_expansion, check_temperature
+from lightning_rlhf.rollout.vllm.requests import (
+    as_requests,
+    check_expansion,
+    check_temperature,
+    check_tokens,
+    vocabulary_of,
+)
 from lightning_rlhf.rollout.vllm.server.client import HOW_TO_START, RejectedKey, VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import TRANSPORTS, WeightPush
 from lightning_rlhf.rollout.vllm.server.servers import Addresses, Limits, Member, Servers, label_of
@@ -121,6 +127,7 @@ class VLLMServerEngine(RolloutEngine):
         check_receives(setup.model, setup.max_tokens)
         self._setup = setup
         self._published = PublishedNames(setup.model)
+        self._vocabulary = vocabulary_of(setup.model)
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
         give_weights = self._give_weights if self._all_ranks.is_first else None
@@ -350,8 +357,7 @@ class VLLMServerEngine(RolloutEngine):
         length = min(_PROOF_TOKENS, self._setup.max_tokens - 1)
         if len(self._running.members) == 1 or length < 2:
             return
-        vocabulary = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).get_text_config().vocab_size
-        text = [3 + token % max(vocabulary - 3, 1) for token in range(length)]
+        text = [3 + token % max(self._vocabulary - 3, 1) for token in range(length)]
         sampling = SamplingParams(1, echo=True)
         (request,) = as_requests([text], [sampling], [0])
         logprobs = self._post(server, request).logprobs[: len(text) - 1]
@@ -417,7 +423,7 @@ class VLLMServerEngine(RolloutEngine):
     def _post(self, server: VLLMServer, request: dict[str, Any]) -> Completion:
         """Send one request without images."""
         response = server.post(_ROUTE, {"token_ids": request["prompt"], "sampling_params": _sampling(request)})
-        return self._completion(server, response)
+        return self._completion(server, response, request)
 
     def _post_with_images(self, member: Member, request: dict[str, Any], images: Sequence[EncodedImage]) -> Completion:
         """Send one request with images by their SHA-256; a request of one token has sent their files before."""
@@ -442,11 +448,11 @@ class VLLMServerEngine(RolloutEngine):
             raise
         except RunError:  # the server keeps some images only
             response = post(with_files=True)
-        completion = self._completion(member.server, response)
+        completion = self._completion(member.server, response, request)
         check_expansion(request["prompt"], response["prompt_token_ids"], len(images))
         return completion
 
-    def _completion(self, server: VLLMServer, response: Any) -> Completion:
+    def _completion(self, server: VLLMServer, response: Any, request: dict[str, Any]) -> Completion:
         """Return the completion in a server's response.
 
         Raises:
@@ -462,7 +468,8 @@ class VLLMServerEngine(RolloutEngine):
             echoed = [item for position in of_prompt for item in (position or {}).items()]
             sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
             tokens = [(int(token), float(fields["logprob"])) for token, fields in (*echoed, *sampled)]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            check_tokens([token for token, _ in tokens], request, self._vocabulary)
+        except (AttributeError, KeyError, TypeError, ValueError, RunError) as error:
             raise EngineDied(
                 f"the vLLM server at {server.url} sent an invalid response ({type(error).__name__}: {error})"
             ) from error

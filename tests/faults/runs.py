@@ -314,10 +314,7 @@ class MakesWorkersFaulty(Callback):
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        os.environ["MOST_FAULTS"] = str(self._most)
+        os.environ["MOST_FAULTS"] = str(most)
         vllm_engine.EngineProcess = partial(_start_process, vllm_engine.EngineProcess)
 
 

@@ -1,13 +1,17 @@
 """The vLLM servers of a run are killed or stopped at random times: the run has the same bits as an undisturbed one."""
 
 import json
+import re
 import signal
 import threading
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from tests.faults.runs import CONVERSATIONS, LLAMA, assert_same, output, ppo
+from tests.faults.test_engine_deaths import LONG
 from tests.faults.vllm_servers import VLLMServers, with_servers
 
 pytestmark = [
@@ -18,11 +22,11 @@ pytestmark = [
 ]
 
 
-def started(folder, count):
+def started(folder, count, faults=None):
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    return VLLMServers(model, count, 128, folder)
+    return VLLMServers(model, count, 128, folder, faults)
 
 
 @pytest.fixture(scope="module")
@@ -41,47 +45,89 @@ def servers(tmp_path_factory):
 
 def disturbed(config, forge, directory, servers, **killer):
     """Run while servers are killed; return the number of kills."""
-    before, ended = servers.deaths, threading.Event()
+    before = servers.deaths
+    with during_steps(directory, partial(servers.kill_at_random, **killer)):
+        assert forge.attempt(directory, config) == 0, output(directory)[-4000:]
+    return servers.deaths - before
 
-    def kill():
+
+@contextmanager
+def during_steps(directory, disturb):
+    """Call a function in a thread after the first step, with an event of the end and a function that counts steps."""
+    ended = threading.Event()
+
+    def steps():
+        shown = output(directory) if (directory / "output.log").exists() else ""
+        return len(re.findall(r"^step [1-9]\d*: reward", shown, re.MULTILINE))
+
+    def wait_and_disturb():
         while not ended.wait(0.1):
-            if (directory / "output.log").exists() and "step 1:" in output(directory):
-                servers.kill_at_random(ended, **killer)
+            if steps():
+                disturb(ended, steps)
                 return
 
-    killing = threading.Thread(target=kill)
-    killing.start()
+    thread = threading.Thread(target=wait_and_disturb)
+    thread.start()
     try:
-        assert forge.attempt(directory, config) == 0, output(directory)[-4000:]
+        yield
     finally:
         ended.set()
-        killing.join()
-    return servers.deaths - before
+        thread.join()
 
 
 def assert_same_with_kills(config, forge, undisturbed, directory, servers, deaths, **killer):
     reference = undisturbed(config)
     most = servers.deaths + deaths
-    assert disturbed(config, forge, directory, servers, most=most, **killer) >= min(deaths, 2)
+    assert disturbed(config, forge, directory, servers, most=most, **killer) == deaths
     assert "is left out until it works" in output(directory)
     assert_same(directory, reference)
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "environment"),
-    [(0, None), (1, CONVERSATIONS), (2, None)],
+    ("max_staleness", "environment", "deaths"),
+    [(0, None, 20), (1, CONVERSATIONS, 3), (2, None, 3)],
     ids=["prompts", "conversations ahead", "two steps ahead"],
 )
-def test_a_killed_server_changes_no_result(forge, undisturbed, tmp_path, server, max_staleness, environment):
-    config = with_servers(ppo(1, max_staleness=max_staleness, environment=environment), server.urls)
-    assert_same_with_kills(config, forge, undisturbed, tmp_path, server, 3, seed=max_staleness, every=2.0)
+def test_a_killed_server_changes_no_result(forge, undisturbed, tmp_path, server, max_staleness, environment, deaths):
+    config = with_servers(ppo(5, max_staleness=max_staleness, environment=environment, **LONG), server.urls)
+    assert_same_with_kills(config, forge, undisturbed, tmp_path, server, deaths, seed=max_staleness, every=1.0)
 
 
-@pytest.mark.parametrize("environment", [None, CONVERSATIONS], ids=["prompts", "conversations"])
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_killed_servers_change_no_result(forge, undisturbed, tmp_path, servers, max_staleness, environment):
-    config = with_servers(ppo(1, max_staleness=max_staleness, environment=environment), servers.urls)
-    assert_same_with_kills(config, forge, undisturbed, tmp_path, servers, 5, seed=max_staleness, every=1.0)
+@pytest.mark.parametrize(
+    ("max_staleness", "environment", "deaths"),
+    [(0, None, 5), (0, CONVERSATIONS, 5), (1, None, 5), (1, CONVERSATIONS, 20)],
+    ids=["prompts", "conversations", "prompts ahead", "conversations ahead"],
+)
+def test_killed_servers_change_no_result(forge, undisturbed, tmp_path, servers, max_staleness, environment, deaths):
+    config = with_servers(ppo(5, max_staleness=max_staleness, environment=environment, **LONG), servers.urls)
+    assert_same_with_kills(config, forge, undisturbed, tmp_path, servers, deaths, seed=max_staleness, every=1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "max_staleness", "environment"),
+    [(1, 0, None), (2, 1, CONVERSATIONS)],
+    ids=["one server", "two servers, conversations ahead"],
+)
+def test_wrong_late_and_missing_responses_change_no_result(
+    forge, undisturbed, tmp_path, count, max_staleness, environment
+):
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    faults = folder / "faults"
+    faults.write_text("0\n")
+    faulty = started(folder, count, faults)
+    try:
+        run = ppo(5, max_staleness=max_staleness, environment=environment, **LONG)
+        config = with_servers(run, faulty.urls, timeout=40.0, silent_seconds=10.0)
+        reference = undisturbed(config)
+        with during_steps(tmp_path, lambda ended, steps: faults.write_text("20\n")):
+            assert forge.attempt(tmp_path, config) == 0, output(tmp_path)[-4000:]
+    finally:
+        faulty.close()
+    _, *made = faults.read_text().split()
+    assert len(made) == 20
+    assert {"error", "nonsense", "tokens", "slow"} <= set(made)
+    assert_same(tmp_path, reference)
 
 
 def test_a_stopped_server_is_left_out(forge, undisturbed, tmp_path, server):

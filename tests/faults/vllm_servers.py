@@ -30,9 +30,10 @@ class VLLMServers:
         count: number of servers.
         max_model_len: largest number of tokens of a text.
         logs: directory for their output.
+        faults: file of faults that tests.faults.faulty_server makes; None for servers without faults.
     """
 
-    def __init__(self, model, count, max_model_len, logs):
+    def __init__(self, model, count, max_model_len, logs, faults=None):
         self.deaths = 0
         self._ended = threading.Event()
         self._logs = logs
@@ -41,7 +42,9 @@ class VLLMServers:
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--max-model-len", str(max_model_len), *_OPTIONS,
+            *(["--middleware=tests.faults.faulty_server.Faults"] if faults else []),
         ]  # fmt: skip
+        self._environment = {"FAULTS": str(faults)}
         self._processes = [self._start(port) for port in self._ports]
         self._restarter = threading.Thread(target=self._restart, daemon=True)
         self._restarter.start()
@@ -55,7 +58,7 @@ class VLLMServers:
         with (self._logs / f"server{port}.log").open("ab") as output:
             return subprocess.Popen(
                 [*self._command, "--port", str(port)],
-                env={**inherited, **fixed},
+                env={**inherited, **fixed, **self._environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -68,18 +71,26 @@ class VLLMServers:
                     _signal_all(process, signal.SIGKILL)  # its engine
                     self._processes[index] = self._start(self._ports[index])
 
-    def kill_at_random(self, until, seed, every, number=signal.SIGKILL, most=1000):
+    def kill_at_random(self, until, steps, seed, every, number=signal.SIGKILL, most=1000):
         """Send signals to servers that respond, one at a time, until an event is set.
+
+        Four of five signals follow the end of a step, so that they are spread over the run.
 
         Args:
             until: the event.
+            steps: function that returns the number of finished steps.
             seed: seed of the times.
-            every: largest number of seconds between two signals.
+            every: largest number of seconds before a signal.
             number: signal, for all processes of a server.
             most: largest number of signals.
         """
         draw = random.Random(seed)
-        while self.deaths < most and not until.wait(draw.random() * every):
+        while self.deaths < most:
+            before = steps()
+            while draw.random() < 0.8 and steps() == before and not until.wait(0.05):
+                pass
+            if until.wait(draw.random() * every):
+                return
             index = draw.randrange(len(self._processes))
             if _responds(self.urls[index]):
                 self.deaths += 1

@@ -485,6 +485,27 @@ def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
     assert engine.restarted == 1
 
 
+def test_worker_may_need_longer_to_start_again_than_it_may_be_silent(restarted):
+    engine = restarted(silent_seconds=1.0, slow=3)
+    reply = engine.generate([request(*[1] * 60)])[0]
+    die(engine)
+    assert reply.result(WAIT)["token_ids"] == [1] * 60
+    assert engine.restarted == 1
+
+
+def test_worker_that_hangs_while_it_starts_again_is_replaced(restarted, caplog):
+    engine = restarted(silent_seconds=1.5)
+    reply = engine.generate([request(*[1] * 60)])[0]
+    first = engine.process.pid
+    die(engine)
+    while engine.process.pid == first:
+        time.sleep(0.01)
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    assert reply.result(WAIT)["token_ids"] == [1] * 60
+    assert engine.restarted == 2
+    assert "(silent_seconds and three first starts)" in lines(caplog)[-1]
+
+
 @pytest.mark.parametrize("prompt", [[-1], [-2], [-3, 1]])
 def test_worker_that_sends_nonsense_is_replaced(restarted, prompt, caplog):
     engine = restarted(most=1)

@@ -70,7 +70,8 @@ class VLLMEngine(RolloutEngine):
             sent nonsense; unfinished responses are then generated again from their seeds. 0 ends the run instead, as
             does a failure with ``push_within_gpu``, whose weights are not kept.
         silent_seconds: longest time in which the process may load weights or compute a step without a message; a
-            longer one counts as hanging. None: no limit.
+            longer one counts as hanging. To start again, it may need three times the first start in addition. None: no
+            limit.
     """
 
     def __init__(

@@ -57,7 +57,8 @@ class Restarts:
             None while weights are being written. An :class:`EngineDied` that it raises ends the restarts.
         check: validation of a completion and its request, which raises an error for one that no engine sends.
         most: largest number of restarts within an hour; 0 for none.
-        silent_seconds: longest time without a message of a process that has something to do; None: no limit.
+        silent_seconds: longest time without a message of a process that has something to do; None: no limit. A process
+            that starts again may need three times the seconds of the first start in addition.
     """
 
     state: Callable[[], list[dict[str, Any]] | None]
@@ -118,6 +119,8 @@ class EngineProcess:
         self._ids = itertools.count()
         self._pending: dict[str, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}  # with their commands or requests
         self._death: EngineDied | None = None
+        self._start_seconds = 0.0  # of the first process
+        self._is_starting = True
         self.ready: Future[dict[str, Any]] = Future()
         self._start()
         self._reader = threading.Thread(target=self._read, name="engine messages", daemon=True)
@@ -142,6 +145,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+        self._is_starting, self._began = True, time.monotonic()
         for message in ({"kind": "start", "arguments": self._arguments}, *messages):
             self._send(message)
 
@@ -274,8 +278,10 @@ class EngineProcess:
             while True:
                 if limit is not None and not self._connection.poll(_POLL_SECONDS):
                     silent += _POLL_SECONDS
-                    if silent >= limit and self.ready.done() and self._pending:
-                        reason = f"it did nothing for {limit:g} s (silent_seconds)"
+                    longest = limit + 3 * self._start_seconds * self._is_starting
+                    if silent >= longest and self.ready.done() and self._pending:
+                        allowed = "silent_seconds and three first starts" if self._is_starting else "silent_seconds"
+                        reason = f"it did nothing for {longest:.3g} s ({allowed})"
                         self._kill()
                     continue
                 silent = 0.0
@@ -291,7 +297,9 @@ class EngineProcess:
         """Handle one message; return the reason of the worker's end if it has one."""
         kind = message["kind"]
         if kind == "ready":
+            self._is_starting = False
             if not self.ready.done():
+                self._start_seconds = time.monotonic() - self._began
                 self.ready.set_result(message)
         elif kind == "fatal":
             return str(message["message"])

@@ -17,7 +17,7 @@ from tests.faults.vllm_servers import VLLMServers, with_servers
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed"),
 ]
 

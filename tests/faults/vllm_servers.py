@@ -129,6 +129,6 @@ def with_servers(config, urls, **arguments):
     config = yaml.safe_load(yaml.safe_dump(config))
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
         "class_path": "lightning_rlhf.rollout.vllm.server.engine.VLLMServerEngine",
-        "init_args": {"urls": urls, "timeout": 240.0, "max_restarts": 99, **arguments},
+        "init_args": {"urls": urls, "timeout": 900.0, "max_restarts": 99, **arguments},
     }
     return config

@@ -27,7 +27,7 @@ class EngineTraits:
         ranks: number of consecutive ranks that share the engine; all call every method but ``request`` and ``close``,
             in the same order. Identical requests of several of these ranks are generated once.
         push_ranks: number of consecutive ranks of which the first reads the parameters of a push; the others exhaust
-            them without reading any. 1: all ranks read them.
+            them without reading any, because theirs may have no values. 1: all ranks read them.
         overlaps: whether the engine generates while the trainer computes; otherwise ``request`` generates at once.
         mixes_versions: whether weights are loaded while responses are generated, so that their tokens have several
             versions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -33,19 +34,17 @@ class SharedEngine(RolloutEngine):
             raise UsageError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
         if isinstance(engine, (SharedEngine, VLLMServerEngine)):
             raise UsageError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
+        self._joint: VLLMEngine | None = None  # the engine, if all ranks take part in a push
         if isinstance(engine, VLLMEngine):
             engine.shared_by = ranks
+            self._joint = engine if engine.joins_push else None
         self._engine = engine
         self._ranks = ranks
 
     @property
     def traits(self) -> EngineTraits:
         """See :attr:`RolloutEngine.traits`."""
-        return replace(self._engine.traits, ranks=self._ranks, push_ranks=1 if self._joins_push else self._ranks)
-
-    @property
-    def _joins_push(self) -> bool:
-        return isinstance(self._engine, VLLMEngine) and self._engine.joins_push
+        return replace(self._engine.traits, ranks=self._ranks, push_ranks=1 if self._joint else self._ranks)
 
     @property
     def source(self) -> str:
@@ -72,8 +71,8 @@ class SharedEngine(RolloutEngine):
             ValueError: the ranks are not on one machine, or cannot be split into groups.
         """
         self.group = RankGroup(self._ranks)
-        if isinstance(self._engine, VLLMEngine) and self._engine.joins_push:
-            self._engine.join(setup, self.group)
+        if self._joint is not None:
+            self._joint.join(setup, self.group)
         members = self.group.gather((socket.gethostname(), setup.devices))
 
         def start() -> None:
@@ -94,10 +93,14 @@ class SharedEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, also after an error."""
-        if self._joins_push:
-            self._engine.update_weights(parameters, version)
+        if self._joint is None:
+            self._running.run_on_first_with(parameters, lambda rest: self._engine.update_weights(rest, version))
             return
-        self._running.run_on_first_with(parameters, lambda remaining: self._engine.update_weights(remaining, version))
+        remaining = iter(parameters)
+        try:
+            self._joint.update_weights(remaining, version)
+        finally:
+            deque(remaining, maxlen=0)
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_adapters`; every rank exhausts the parameters, also after an error."""

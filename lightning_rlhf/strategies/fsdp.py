@@ -120,6 +120,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
                 f"shard_size: {shards} does not divide the {data_ranks} data-parallel processes of this run; use a "
                 f"divisor"
             )
+        self._group_size = shards * splitting  # processes that have all weights together, with consecutive ranks
         # Lightning's default is one data rank per node. Its mesh has no sequence-parallel processes.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
@@ -308,6 +309,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_unmerged_params`; a tensor is gathered while the one before it is used."""
         self._reshard(name)
+        if receivers is not None and len({rank // self._group_size for rank in receivers}) < len(receivers):
+            receivers = None  # a group has several, and sends to all at once in less time
         before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()

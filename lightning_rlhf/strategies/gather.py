@@ -18,16 +18,16 @@ def start_gathering(shards: DTensor, receivers: Sequence[int] | None = None) -> 
     Args:
         shards: tensor of which each rank has a part, in the order of FSDP2: of the mesh dimensions that split one
             dimension of the tensor, the last one splits it first.
-        receivers: ranks that receive the tensor. The others may get one without values, on the meta device, of the same
-            shape and dtype. None: all ranks receive it.
+        receivers: ranks that receive the tensor, at most one of each group with all parts, because a group sends to one
+            receiver after the other. The other ranks get a tensor without values, on the meta device, of the same shape
+            and dtype. None: all ranks receive it.
     """
     mesh = shards.device_mesh
-    # Tensors that tensor parallelism does not split have a mesh of the ranks with one part of the others.
-    here = None if receivers is None else [rank for rank in receivers if rank in mesh.mesh]
-    if here is None or 2 * len(here) > mesh.size():
+    if receivers is None:
         gathered = shards.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local()
         return partial(_arrived, gathered)
-    started = [_start_sending(shards, receiver) for receiver in here]
+    # A tensor that tensor parallelism does not split has several meshes, each with a copy of all parts.
+    started = [_start_sending(shards, receiver) for receiver in receivers if receiver in mesh.mesh]
 
     def finish() -> Tensor:
         tensors = [tensor for wait in started if (tensor := wait()) is not None]

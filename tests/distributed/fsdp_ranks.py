@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -255,19 +256,24 @@ def _memory(strategy):
 
 
 def gather_on(options, receivers):
-    """Return, for each model and rank, how tensors that only some ranks receive differ from those that all receive.
+    """Return the models whose tensors differ if only some ranks receive them.
+
+    If several receivers have their tensors from the same ranks, all ranks receive them; else the other ranks have
+    tensors without values.
 
     Args:
         options: options of the strategy.
         receivers: ranks that receive tensors.
     """
+    sizes = (options.get(name, 1) for name in ("shard_size", "tensor_parallel_size", "sequence_parallel_size"))
+    together = math.prod(sizes) if "shard_size" in options else RANKS
+    all_receive = len({rank // together for rank in receivers}) < len(receivers)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}  # and a vocabulary of 11
     sources = {
         "plain": TinyModel(TINY_LLAMA | heads),
         "tied": TinyModel(TINY_LLAMA | heads | {"tie_word_embeddings": True}),
     }
-    if options.get("tensor_parallel_size", 1) == 1:
-        sources["lora"] = TinyModel(TINY_LLAMA | heads, lora=LoRA(rank=2, alpha=4))
+    sources["lora"] = TinyModel(TINY_LLAMA | heads, lora=LoRA(rank=2, alpha=4))
     module, data, _ = parts("sft")
     module.sources = {"actor": sources["plain"]}
 
@@ -280,7 +286,7 @@ def gather_on(options, receivers):
                 got = {key: tensor.clone() for key, tensor in read("probe", receivers=receivers)}
                 same = list(got) == list(expected)
                 for key, tensor in expected.items():
-                    if strategy.global_rank in receivers:
+                    if all_receive or strategy.global_rank in receivers:
                         same &= torch.equal(tensor, got[key])
                     else:
                         same &= got[key].is_meta and (tensor.shape, tensor.dtype) == (got[key].shape, got[key].dtype)

@@ -127,12 +127,11 @@ def within_gpus(folder):
     result["sizes"] = list(buffers.sizes)
     dist.barrier()
     fault.write_text("map")
-    result["through the host"] = rolled(engine, pushed(engine, sources[0], 5), rank)
-    result["push ranks after"] = engine.traits.push_ranks
-    engine._engine._within_gpu = True
+    result["through the host"] = [rolled(engine, pushed(engine, sources[n], 5 + n), rank) for n in range(2)]
+    engine._engine._maps_buffers = True
     dist.barrier()
     fault.write_text("load")
-    result["error"] = error_of(lambda: pushed(engine, sources[1], 6))
+    result["error"] = error_of(lambda: pushed(engine, sources[1], 7))
     engine.close()
     dist.destroy_process_group()
     return result

@@ -216,7 +216,6 @@ def test_building_needs_the_memory_of_the_model_on_rank_0_and_of_shards_and_a_la
     ids=str,
 )
 def test_weights_reach_the_ranks_that_need_them(options, receivers):
-    """The other ranks have tensors without values."""
     assert run_ranks("tests.distributed.fsdp_ranks:gather_on", 4, options, receivers) == [[]] * 4
 
 

@@ -1,6 +1,7 @@
 """Middleware of a vLLM server whose responses are sometimes wrong, late or missing."""
 
 import asyncio
+import fcntl
 import json
 import os
 import random
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from starlette.responses import JSONResponse, Response
 
+_KINDS = ("tokens", "error", "nonsense", "slow", "tokens", "nonsense", "hang", "nonsense", "slow", "error")
 _APART = 12  # requests between two faults, so that no request fails three times
 _PUSH = ("/update_weights", "/finish_weight_update", "/weight_info")
 
@@ -27,11 +29,7 @@ class Faults:
     async def __call__(self, scope, receive, send):
         """Pass a request to the server, or answer it with a fault."""
         path = scope.get("path", "")
-        kind = None
-        if path.endswith("/generate"):
-            kind = self._next(["error", "nonsense", "nonsense", "tokens", "tokens", "slow", "hang"])
-        elif path in _PUSH:
-            kind = self._next(["error", "nonsense", "slow"])
+        kind = self._next(path in _PUSH) if path.endswith("/generate") or path in _PUSH else None
         if kind is None:
             await self._app(scope, receive, send)
             return
@@ -46,17 +44,25 @@ class Faults:
             await asyncio.sleep(2 if kind == "slow" else 3600)
             await self._app(scope, receive, send)
 
-    def _next(self, kinds):
-        """Return the fault of this request, which is added to the file, or None."""
-        file = Path(os.environ["FAULTS"])
-        most, *faults = file.read_text().split()
+    def _next(self, of_push):
+        """Return the fault of this request, which is added to the file, or None.
+
+        Args:
+            of_push: whether the request belongs to a push, which has fewer kinds of faults.
+        """
         self._since += 1
-        if self._since < _APART or len(faults) >= int(most) or self._draw.random() > 0.2:
+        if self._since < _APART or self._draw.random() > 0.2:
             return None
+        with Path(os.environ["FAULTS"]).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            most, *faults = file.read().split()
+            if len(faults) >= int(most):
+                return None
+            kind = _KINDS[len(faults) % len(_KINDS)]
+            if of_push and kind in ("tokens", "hang"):
+                return None
+            file.write(f"{kind}\n")
         self._since = 0
-        kind = self._draw.choice(kinds)
-        with file.open("a") as opened:
-            opened.write(f"{kind}\n")
         return kind
 
 

@@ -16,6 +16,7 @@ from lightning_rlhf.rollout.vllm import worker
 
 FAULTS = Path("faults")
 SENDABLE = ("finished", "reply", "alive")
+KINDS = ("nonsense", "slow", "nonsense", "hang", "nonsense")
 
 
 def nonsense(message, draw):
@@ -44,7 +45,7 @@ class FaultyConnection(Connection):
         if message["kind"] not in SENDABLE or len(before) >= int(os.environ["MOST_FAULTS"]) or draw.random() > 0.05:
             super().send_bytes(content)
             return
-        fault = draw.choice(["nonsense", "nonsense", "slow", "hang"])
+        fault = KINDS[len(before) % len(KINDS)]
         with FAULTS.open("a") as file:
             file.write(f"{fault}\n")
         if fault == "nonsense":

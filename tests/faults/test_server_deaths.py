@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
@@ -125,8 +126,7 @@ def test_wrong_late_and_missing_responses_change_no_result(
     finally:
         faulty.close()
     _, *made = faults.read_text().split()
-    assert len(made) == 20
-    assert {"error", "nonsense", "tokens", "slow"} <= set(made)
+    assert Counter(made) == {"error": 4, "nonsense": 6, "tokens": 4, "slow": 4, "hang": 2}
     assert_same(tmp_path, reference)
 
 

@@ -19,6 +19,7 @@ from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import map_memory
 from lightning_rlhf.types import SamplingParams
+from tests.distributed.launch import run_ranks
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
 
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
@@ -128,7 +129,7 @@ def test_weights_pushed_in_parts_equal_those_pushed_through_the_host(tied, engin
 def test_engine_that_cannot_map_the_buffer_gets_weights_through_the_host(
     tied, engines, buffers, buffer_fault, caplog, monkeypatch, kind, reason
 ):
-    monkeypatch.setattr(tied, "_within_gpu", True)
+    monkeypatch.setattr(tied, "_maps_buffers", True)
     buffer_fault.write_text(kind)
     try:
         pushed(tied, source_of(seed=12), 12)
@@ -163,6 +164,18 @@ def test_lost_parameters_and_errors_between_two_parts_are_detected(
                     pushed(engine, source, 2)
         finally:
             buffer_fault.write_text("")
+
+
+@needs_vllm
+def test_ranks_of_two_engines_push_together_also_after_failures(tmp_path):
+    output = run_ranks("tests.rollout.joint_pushes:push", 4, str(tmp_path))
+    for rank, result in enumerate(output):
+        assert result["push ranks"] == 1  # all ranks read the weights, also for an engine that has no buffers
+        assert result["sizes"] == [2000, 3648]
+        failed = "no load_part" if rank > 1 else True
+        assert result["results"] == [True, failed, True, True, True]
+    assert output[0]["commands"] == output[2]["commands"] == ["finish_parts", "load_part", "open_buffers"]
+    assert [result["last"] for result in output] == [["finish_parts"], [], ["load"], []]
 
 
 def test_push_needs_only_the_memory_of_the_buffer(buffers, monkeypatch):

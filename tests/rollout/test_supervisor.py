@@ -535,8 +535,9 @@ def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, cap
     ("tokens", "echo", "message"),
     [
         ([1, 2, 3], False, "3 tokens for a request of at most 2"),
-        ([1] * 4, True, None),
-        ([1] * 5, True, "5 tokens for a request of at most 4"),
+        ([6, 7, 1, 1], True, None),
+        ([6, 7, 1, 1, 1], True, "5 tokens for a request of at most 4"),
+        ([6, 8, 1, 1], True, "other tokens than those of the prompt, whose log-probabilities were requested"),
         ([60, 61], False, "token 61; the actor has tokens 0 to 60"),
         ([60, -1], False, "token -1; the actor has tokens 0 to 60"),
         ([60], False, None),

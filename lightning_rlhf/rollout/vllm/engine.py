@@ -107,6 +107,7 @@ class VLLMEngine(RolloutEngine):
         self._deterministic = deterministic
         self._sleeps = sleep_while_learning
         self._within_gpu = push_within_gpu
+        self._maps_buffers = push_within_gpu  # until the engine cannot
         if max_restarts < 0:
             raise UsageError(f"max_restarts must be at least 0, got {max_restarts}")
         if silent_seconds is not None and not silent_seconds > 0:
@@ -126,7 +127,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def joins_push(self) -> bool:
-        """Whether all ranks that share the engine take part in a push, each on its GPU; they call :meth:`join`."""
+        """Whether all ranks that share the engine call :meth:`join` and :meth:`update_weights`, each on its GPU."""
         return self._within_gpu and self._size > 1
 
     @property
@@ -221,7 +222,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             EngineDied: the weights of the last push were not kept.
         """
-        if self._within_gpu:
+        if self._maps_buffers:
             raise EngineDied("weights that were pushed within the GPU are not kept")
         images = [{"kind": "images", "new": new, "dropped": []}] if (new := self._sent_images.all()) else []
         if self._asleep:
@@ -311,7 +312,7 @@ class VLLMEngine(RolloutEngine):
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; does not wait for responses that are still generated."""
         self._pushing.run_on_first(self._await_ready)
-        if not (self._within_gpu and self._push_within_gpu(parameters, version)):
+        if not (self._maps_buffers and self._push_within_gpu(parameters, version)):
             self._pushing.run_on_first_with(parameters, partial(self._push_through_host, version))
         self._version = version
 
@@ -329,7 +330,7 @@ class VLLMEngine(RolloutEngine):
         """Push weights through buffers on the GPUs; return False, before any is read, if the engine cannot map them."""
         reason = push_within_gpu(self._converted(parameters), version, self._execute, self._pushing)
         if reason is not None:
-            self._within_gpu = False
+            self._maps_buffers = False
             if self._pushing.is_first:
                 log.warning("push_within_gpu fails, so weights are pushed through memory of the host: %s", reason)
         return reason is None
@@ -391,7 +392,7 @@ class VLLMEngine(RolloutEngine):
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; after a push within the GPU, only lost parameters are found."""
-        if self._within_gpu:  # its buffer is freed: push again, through memory that remains
+        if self._maps_buffers:  # they are freed: push again, through memory that remains
             self._push_through_host(self._version, parameters)
             return self._first_lost()
         return self._sender.first_difference(self._converted(parameters)) or self._first_lost()

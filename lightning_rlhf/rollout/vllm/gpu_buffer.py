@@ -115,24 +115,18 @@ class _BufferSender:
         self._load_part(slots, is_first)
 
     def _allocate(self, nbytes: int) -> None:
-        self._buffer = None
-        message, fault = None, None
+        self._buffer, fault = None, None
         try:
             self._buffer = allocate(nbytes)
             self._buffer[: len(_PROBE)].copy_(_PROBE)
             wait_for(self._buffer)
-            message = exported(self._buffer)
-        except RuntimeError as error:  # of CUDA; the other ranks of the group must learn of it
+        except RuntimeError as error:  # of CUDA; the other ranks must learn of it before they export their buffers
             fault = str(error)
-        answers = self._group.gather((message, fault))
-        self._group.run_on_first(partial(self._open_all, answers))
-
-    def _open_all(self, answers: Sequence[tuple[dict[str, Any] | None, str | None]]) -> None:
-        """Let the engine map the buffers; called with the message or the fault of each rank, on the first one."""
-        faults = [fault for _, fault in answers if fault is not None]
-        if faults:
-            raise RunError(faults[0])
-        self._execute("open_buffers", buffers=[message for message, _ in answers])
+        faults = self._group.gather(fault)
+        self._group.run_on_first(partial(_raise_first, faults))
+        assert self._buffer is not None
+        buffers = self._group.gather(exported(self._buffer))
+        self._group.run_on_first(partial(self._execute, "open_buffers", buffers=buffers))
 
     def _load_part(self, slots: list[Slot], is_first: bool) -> None:
         assert self._buffer is not None
@@ -146,6 +140,14 @@ class _BufferSender:
         self._buffer = None
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
+
+
+def _raise_first(faults: Sequence[str | None]) -> None:
+    """Raise the first fault of the ranks of an engine, if there is one."""
+    for index, fault in enumerate(faults):
+        if fault is not None:
+            where = f" (rank {index} of the {len(faults)} ranks of the engine)" if len(faults) > 1 else ""
+            raise RunError(f"{fault}{where}")
 
 
 def allocate(nbytes: int) -> Tensor:

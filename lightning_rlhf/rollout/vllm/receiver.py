@@ -28,6 +28,7 @@ class WeightReceiver:
 
     def receive_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> None:
         """Load all parameters from shared memory and update packed copies of them."""
+        self._buffer = None  # of a push within GPUs that other workers could not start
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
         self.reload_weights(weights_iterator=read_slots(self._memory, layout))

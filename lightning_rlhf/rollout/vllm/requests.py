@@ -156,13 +156,18 @@ def check_tokens(token_ids: Sequence[int], request: dict[str, Any], vocabulary: 
         vocabulary: number of tokens of the actor.
 
     Raises:
-        RuntimeError: there are more than were requested, or the actor does not have one of them.
+        RuntimeError: they do not begin with those of the prompt although these were requested, there are more than were
+            requested, or the actor does not have one of them.
     """
     sampling = request["sampling"]
-    echoed = len(request["prompt"]) - 1 if "prompt_logprobs" in sampling else 0
-    if len(token_ids) > echoed + sampling["max_tokens"]:
-        raise RunError(f"{len(token_ids)} tokens for a request of at most {echoed + sampling['max_tokens']}")
-    if unknown := [token for token in token_ids if not 0 <= token < vocabulary]:
+    echoed = request["prompt"][1:] if "prompt_logprobs" in sampling else []
+    if echoed and "images" in request:  # vLLM may expand them to other tokens, which check_expansion reports
+        return
+    if list(token_ids[: len(echoed)]) != echoed:
+        raise RunError("other tokens than those of the prompt, whose log-probabilities were requested")
+    if len(token_ids) > len(echoed) + sampling["max_tokens"]:
+        raise RunError(f"{len(token_ids)} tokens for a request of at most {len(echoed) + sampling['max_tokens']}")
+    if unknown := [token for token in token_ids[len(echoed) :] if not 0 <= token < vocabulary]:
         raise RunError(f"token {unknown[0]}; the actor has tokens 0 to {vocabulary - 1}")
 
 

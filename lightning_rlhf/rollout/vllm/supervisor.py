@@ -119,8 +119,8 @@ class EngineProcess:
         self._ids = itertools.count()
         self._pending: dict[str, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}  # with their commands or requests
         self._death: EngineDied | None = None
+        self._is_starting, self._began = True, 0.0  # of the present process
         self._start_seconds = 0.0  # of the first process
-        self._is_starting = True
         self.ready: Future[dict[str, Any]] = Future()
         self._start()
         self._reader = threading.Thread(target=self._read, name="engine messages", daemon=True)
@@ -281,7 +281,7 @@ class EngineProcess:
                     longest = limit + 3 * self._start_seconds * self._is_starting
                     if silent >= longest and self.ready.done() and self._pending:
                         allowed = "silent_seconds and three first starts" if self._is_starting else "silent_seconds"
-                        reason = f"it did nothing for {longest:.3g} s ({allowed})"
+                        reason = f"it did nothing for {round(longest, 1):g} s ({allowed})"
                         self._kill()
                     continue
                 silent = 0.0

@@ -78,28 +78,9 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
                 size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
-                sent[PUSH] += _gathered_for_engines(size, gpus // shard.replicas, run)
+                sent[PUSH] += all_gather(size, gpus // shard.replicas)
             sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
     return +sent
-
-
-def _gathered_for_engines(size: int, gpus: int, run: Run) -> int:
-    """Compute the bytes that a GPU sends so that one GPU of each engine has the weights.
-
-    FSDP sends the shards to these GPUs only, unless every GPU has an engine. With tensor parallelism, those
-    of one part of the matrices are first gathered on one GPU, which sends the part on.
-
-    Args:
-        size: bytes of the weights.
-        gpus: number of GPUs that have the weights together.
-        run: run with an engine.
-    """
-    assert run.engine is not None
-    receivers = max(1, gpus // run.engine.tensor_parallel_size)
-    if run.strategy.stage or 2 * receivers > gpus:
-        return all_gather(size, gpus)
-    parts = run.strategy.tensor_parallel_size
-    return size * receivers // gpus + (size // parts if parts > 1 else 0)
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class VLLMServers:
         """
         draw = random.Random(seed)
         while self.deaths < most:
-            before = steps()
-            while draw.random() < 0.8 and steps() == before and not until.wait(0.05):
+            before, awaits_step = steps(), draw.random() < 0.8
+            while awaits_step and steps() == before and not until.wait(0.05):
                 pass
             if until.wait(draw.random() * every):
                 return

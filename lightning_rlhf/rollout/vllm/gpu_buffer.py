@@ -115,23 +115,31 @@ class _BufferSender:
         self._load_part(slots, is_first)
 
     def _allocate(self, nbytes: int) -> None:
-        self._buffer, fault = None, None
-        try:
-            self._buffer = allocate(nbytes)
-            self._buffer[: len(_PROBE)].copy_(_PROBE)
-            wait_for(self._buffer)
-        except RuntimeError as error:  # of CUDA; the other ranks must learn of it before they export their buffers
-            fault = str(error)
-        faults = self._group.gather(fault)
-        self._group.run_on_first(partial(_raise_first, faults))
+        self._on_all_ranks(partial(self._fill_new_buffer, nbytes))
         assert self._buffer is not None
-        buffers = self._group.gather(exported(self._buffer))
+        buffers = self._on_all_ranks(partial(exported, self._buffer))  # if all ranks have one: it cannot be taken back
         self._group.run_on_first(partial(self._execute, "open_buffers", buffers=buffers))
+
+    def _fill_new_buffer(self, nbytes: int) -> None:
+        self._buffer = None
+        self._buffer = allocate(nbytes)
+        self._buffer[: len(_PROBE)].copy_(_PROBE)
+        wait_for(self._buffer)
+
+    def _on_all_ranks(self, make: Callable[[], Any]) -> list[Any]:
+        """Call a function on all ranks; return their results on the first one, or raise the first error on all."""
+        result, fault = None, None
+        try:
+            result = make()
+        except RuntimeError as error:  # of CUDA
+            fault = str(error)
+        answers = self._group.gather((result, fault))
+        self._group.run_on_first(partial(_raise_first, [fault for _, fault in answers]))
+        return [result for result, _ in answers]
 
     def _load_part(self, slots: list[Slot], is_first: bool) -> None:
         assert self._buffer is not None
-        wait_for(self._buffer)
-        self._group.gather(None)  # until all ranks have filled their buffers
+        self._on_all_ranks(partial(wait_for, self._buffer))  # until all buffers are filled
         layout = [asdict(slot) for slot in slots]
         self._group.run_on_first(partial(self._execute, "load_part", layout=layout, is_first=is_first))
 

@@ -544,9 +544,9 @@ def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, cap
     ],
 )
 def test_tokens_that_cannot_be_a_response_are_rejected(tokens, echo, message):
-    (asked,) = as_requests([[5, 6, 7]], [SamplingParams(2, echo=echo)], [0])
+    (sent,) = as_requests([[5, 6, 7]], [SamplingParams(2, echo=echo)], [0])
     with nullcontext() if message is None else pytest.raises(RunError, match=f"^{message}$"):
-        check_tokens(tokens, asked, 61)
+        check_tokens(tokens, sent, 61)
 
 
 def test_restart_waits_until_weights_are_written(restarted):

@@ -119,7 +119,7 @@ def test_wrong_late_and_missing_responses_change_no_result(
     faulty = started(folder, count, faults)
     try:
         run = ppo(5, max_staleness=max_staleness, environment=environment, **LONG)
-        config = with_servers(run, faulty.urls, timeout=40.0, silent_seconds=10.0)
+        config = with_servers(run, faulty.urls, timeout=120.0, silent_seconds=10.0)
         reference = undisturbed(config)
         with during_steps(tmp_path, lambda ended, steps: faults.write_text("20\n")):
             assert forge.attempt(tmp_path, config) == 0, output(tmp_path)[-4000:]

@@ -501,7 +501,7 @@ def test_unfinished_push_of_another_trainer_is_ended_first(engine, stub):
 
     def start(body):
         if refused:
-            return 200, {}
+            return 200, {"message": "done"}
         refused.append(body)
         return 500, {"error": {"message": "a weight update is already active"}}
 

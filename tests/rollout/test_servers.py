@@ -237,7 +237,21 @@ def test_a_push_that_one_server_cannot_load_reaches_the_other(engine, stubs):
     engine.update_weights(PARAMETERS, 2)
     assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {2}
     assert stubs[0].version.startswith("unfinished")
-    stubs[0].answers["/update_weights"] = 200, {}
+    stubs[0].answers["/update_weights"] = 200, {"message": "done"}
+    if not engine._running.members[0].given_up:
+        until(lambda: engine._running.members[0].is_used)
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize("nonsense", [[], {}, 3, {"choices": []}])
+def test_a_server_that_does_not_confirm_a_step_of_a_push_is_left_out(engine, stubs, path, nonsense):
+    before = stubs[0].answers.get(path, (200, {"message": "done"}))
+    stubs[0].answers[path] = 200, nonsense
+    engine.update_weights(PARAMETERS, 2)
+    assert not engine._running.members[0].is_used
+    assert stubs[0].version != stubs[1].version
+    assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {2}
+    stubs[0].answers[path] = before
     if not engine._running.members[0].given_up:
         until(lambda: engine._running.members[0].is_used)
 
@@ -352,7 +366,7 @@ def test_requests_of_a_closed_engine_are_not_sent_again(engine, stubs):
 def test_weights_that_a_restarted_server_gets_have_their_own_label(engine, stubs, monkeypatch):
     """The trainer pushes new weights while a server gets the last ones, and the new push fails there."""
     inspects, continues, sums = threading.Event(), threading.Event(), []
-    inspect, update = engine._inspect, stubs[0].answers.get("/update_weights", (200, {}))
+    inspect, update = engine._inspect, stubs[0].answers.get("/update_weights", (200, {"message": "done"}))
 
     def slow_inspect(server):
         if server.url == stubs[0].url:

@@ -243,6 +243,6 @@ def test_documented_configurations_are_engines():
     parser.add_argument("--engine", type=RolloutEngine)
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)]
     engines = [parser.instantiate(parser.parse_object(block)).engine for block in blocks if "engine" in block]
-    assert [type(engine) for engine in engines] == [SharedEngine, VLLMServerEngine]
+    assert [type(engine) for engine in engines] == [SharedEngine, VLLMServerEngine, VLLMServerEngine]
     assert engines[0]._engine._tensor_parallel_size == engines[0].traits.ranks == 2
     assert engines[1].traits.ranks == 1

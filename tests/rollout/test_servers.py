@@ -203,20 +203,31 @@ def test_nonsense_of_one_server_is_answered_by_the_other(engine, stubs, nonsense
     assert engine.restarted == 1
 
 
-@pytest.mark.parametrize("tokens", [[61], [-1], [5] * 5])
-def test_tokens_of_one_server_that_cannot_be_a_response_are_those_of_the_other(engine, stubs, tokens, caplog):
+@pytest.fixture(params=[[61], [-1], [5] * 5], ids=str)
+def invalid(request, stubs):
+    """A response whose tokens cannot be those of a response: outside the vocabulary, or too many."""
+    content = [{"logprob": -1.0}] * len(request.param)
+    version = {"start": 0, "version": stubs[0].version}
+    choice = {"token_ids": request.param, "logprobs": {"content": content}, "weight_versions": [version]}
+    return 200, {"choices": [{**choice, "finish_reason": "stop"}]}
+
+
+def test_tokens_of_one_server_that_cannot_be_a_response_are_those_of_the_other(engine, stubs, invalid):
     def answer(body):
-        content = [{"logprob": -1.0}] * len(tokens)
-        version = {"start": 0, "version": stubs[0].version}
-        choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": [version]}
         stubs[0].answers["/weight_info"] = 200, b"<html>"
-        return 200, {"choices": [{**choice, "finish_reason": "stop"}]}
+        return invalid
 
     stubs[0].answers[ROUTE] = answer
     completions = generate(engine, prompts(20), SAMPLING, range(20))
     assert [completion.token_ids for completion in completions] == prompts(20)
     assert engine.restarted == 1
-    assert "sent an invalid response (RunError: " in caplog.text
+
+
+def test_tokens_of_all_servers_that_cannot_be_a_response_end_the_run(engine, stubs, invalid):
+    for stub in stubs:
+        stub.answers[ROUTE] = invalid
+    with pytest.raises(EngineDied, match=r"sent an invalid response \(RunError: "):
+        generate(engine, prompts(20), SAMPLING, range(20))
 
 
 def test_a_server_fails_max_restarts_times(make, stubs):

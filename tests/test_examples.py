@@ -68,6 +68,7 @@ def test_verl_data_are_read_by_a_recipe(tmp_path, capsys):
     assert batch.columns["data_source"] == ["openai/gsm8k"] * 3
 
 
+@pytest.mark.slow
 def test_custom_engine_generates_the_rollouts_of_a_run(tmp_path, monkeypatch):
     engine = runpy.run_path(str(EXAMPLES / "05_own_engine.py"))["PlainEngine"]
     monkeypatch.setattr("lightning_rlhf.rollout.transformers.TransformersEngine", engine)

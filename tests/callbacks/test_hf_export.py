@@ -121,6 +121,7 @@ def test_missing_adapter_raises_before_the_run(run):
         run(callbacks=[HFExport(adapter=True)]).fit()
 
 
+@pytest.mark.slow
 def test_sixteen_adapters_are_kept_and_switched_by_peft_and_transformers(run, tmp_path):
     class KeepsLogits(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -185,6 +185,7 @@ def images_in(directory, name):
     return [json.loads(line).get("images") for line in lines]
 
 
+@pytest.mark.slow
 def test_lines_of_steps_and_validations_name_their_images(model, tmp_path):
     def expected(number):
         return [{"file": f"images/{name_of(drawing(number))}", "width": 24, "height": 16}]

@@ -235,6 +235,7 @@ def test_zero_rows_disable_the_comparison(run):
     assert not made.engine.echoed
 
 
+@pytest.mark.slow
 def test_comparison_does_not_change_the_responses(run):
     made = [echoing(run, 2, loop={"check_rows": rows}).fit() for rows in (0, 2)]
     first, second = ([rollout.response_ids.tolist() for rollout in each.recorder.rollouts] for each in made)
@@ -397,6 +398,7 @@ def sampled(run, directory, max_staleness, resume=None, interrupted_after=None):
     return [(rollout.policy_version.tolist(), rollout.response_ids.tolist()) for rollout in recorder.rollouts]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_resumed_run_trains_on_the_responses_requested_before_the_checkpoint(run, tmp_path, max_staleness):
     whole = sampled(run, tmp_path / "whole", max_staleness)

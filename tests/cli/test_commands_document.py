@@ -56,6 +56,7 @@ def call(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_documented_commands_work(files, call, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")  # vLLM takes half a minute
     monkeypatch.setattr(response_backends, "choose_engine", lambda config: (TransformersEngine(), "for this test"))

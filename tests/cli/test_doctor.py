@@ -245,6 +245,7 @@ def test_amd_gpu_is_reported_as_unused(report, monkeypatch, tmp_path):
     assert not report.faults
 
 
+@pytest.mark.slow
 def test_tf32_variable_of_torch_has_the_reported_effect():
     code = "import torch; print(torch.get_float32_matmul_precision())"
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}

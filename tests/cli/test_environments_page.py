@@ -54,12 +54,14 @@ def test_documented_tool(metrics):
     assert "env/tool_calls" in last
 
 
+@pytest.mark.slow
 def test_documented_stateful_tools(metrics):
     last = metrics(STATEFUL_TOOLS)
     assert 1 <= float(last["env/turns"]) <= 6
     assert "env/tool_calls" in last
 
 
+@pytest.mark.slow
 def test_documented_agent(metrics):
     pytest.importorskip("openai")
     last = metrics({"rewards": [], **AGENT})

@@ -72,6 +72,7 @@ def needs(package):
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
+@pytest.mark.slow
 def test_tensorboard(fit_and_resume):
     assert fit_and_resume("TensorBoard") == {}
     events = EventAccumulator("runs/tiny/tensorboard")

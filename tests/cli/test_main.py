@@ -435,6 +435,7 @@ def test_run_directory_that_is_a_file_is_rejected(fit, config):
     assert result.err == "lightning-rlhf: trainer.default_root_dir 'taken' is a file: set it to a directory\n"
 
 
+@pytest.mark.slow
 def test_trial_run_writes_no_files(fit, config):
     assert fit(config).code == 0
     before = sorted(Path("runs").rglob("*"))

@@ -114,6 +114,7 @@ def in_eight_bits(name, folder, **options):
     return {"kind": "ppo", "strategy": name, "module": {"eight_bits": True}, "weights": weights} | options
 
 
+@pytest.mark.slow
 def test_run_with_optimizers_in_8_bits_resumes_to_the_bit(tmp_path):
     whole = in_eight_bits("rlhf_single", tmp_path, save=f"{tmp_path}/2.ckpt", save_at=2)
     resumed = in_eight_bits(

@@ -104,6 +104,7 @@ def test_edited_history_starts_a_branch_whose_prompt_contains_it(converse):
     assert completion.conversation.metrics == {"branches": 1.0}
 
 
+@pytest.mark.slow
 def test_alternating_requests_of_two_agents_continue_their_branches(converse):
     """The branch with the last turn is the last one of the row."""
     engine = Spy(LETTERS, ["b"])
@@ -135,6 +136,7 @@ def test_tool_calls_are_returned_to_the_client(converse):
     assert completion.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("row", "max_turns", "turns", "stop"),
@@ -151,6 +153,7 @@ def test_requests_beyond_a_limit_are_rejected(converse, row, max_turns, turns, s
     assert len(completion.token_ids) <= 24
 
 
+@pytest.mark.slow
 def test_turn_limited_by_the_agent_is_continued_after_its_missing_end(converse):
     engine = Spy(LETTERS, ["bcd"])
     row = {"code": "max_turns", "max_tokens": 2}
@@ -185,7 +188,7 @@ def test_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
     assert completion.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))
 def test_invalid_requests_are_rejected_and_the_run_continues(converse, number):
     (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
@@ -197,6 +200,7 @@ def test_parallel_requests_are_all_answered_or_rejected(converse):
     assert completion.conversation.turn_rewards[-1] == 2.0
 
 
+@pytest.mark.slow
 def test_parallel_requests_are_answered_sequentially(converse):
     (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
     assert completion.conversation.turn_rewards == [0.0, 2.0]

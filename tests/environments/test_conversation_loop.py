@@ -165,6 +165,7 @@ def test_host_of_the_environments_does_not_change_a_bit(converse, engine, option
     assert len({tuple(each.token_ids) for each in instance}) > 4
 
 
+@pytest.mark.slow
 def test_reordered_and_separate_requests_give_the_same_conversations(converse, engine):
     together = converse(engine, small(6), factory=worlds.Echo)
     backwards = converse(engine, small(6)[::-1], factory=worlds.Echo)[::-1]

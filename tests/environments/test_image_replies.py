@@ -178,6 +178,7 @@ def compare(number: int):
     return [f"colour {number}", picture(number), {"n": number}]
 
 
+@pytest.mark.slow
 def test_tools_return_images_from_worker_processes():
     host = ProcessHost(Spec(Tools, {"functions": [show, compare]}), 30.0, 1)
     try:

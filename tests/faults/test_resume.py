@@ -95,6 +95,13 @@ def test_kills_at_random_points_of_an_asynchronous_run_change_no_result(forge, u
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, 10, seed=max_staleness)
 
 
+def test_kill_in_the_middle_of_an_update_changes_no_result(forge, undisturbed, tmp_path):
+    config = ppo(max_steps=6)
+    assert forge.finish(tmp_path, config, [{"position": DEATHS["in the middle of an update"]}]) == 1
+    assert_same(tmp_path, undisturbed(config, calls=0))
+
+
+@pytest.mark.slow
 def test_kills_at_four_points_of_one_run_change_no_result(forge, undisturbed, tmp_path):
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "after an epoch's last batch")  # fmt: skip

@@ -32,6 +32,7 @@ def test_last_step_is_saved_even_if_no_interval_ends_there(forge, tmp_path):
     assert checkpoint(tmp_path)["global_step"] == 3
 
 
+@pytest.mark.slow
 def test_fast_dev_run_counts_rollouts_and_writes_nothing(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(), arguments=["--trainer.fast_dev_run", "2"]) == 0
     steps = [line.split(":")[0] for line in output(tmp_path).splitlines() if "reward/mean" in line]

@@ -41,7 +41,7 @@ def assert_equal_weights(ours, theirs, atol):
         assert_close(ours[name], value, atol=atol, rtol=0)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3", "granite", "phi3", "mamba"])
 def test_ppo_of_architectures(kind, quantization, tmp_path):
@@ -55,6 +55,7 @@ def test_ppo_of_architectures(kind, quantization, tmp_path):
     assert_equal_weights(ours, trained(apart), atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_student_and_teacher(top_k, tmp_path):
     quantized, (student, teacher, _) = with_dequantized(tiny("qwen3"), "nf4", tmp_path)

@@ -166,6 +166,7 @@ def test_lost_parameters_and_errors_between_two_parts_are_detected(
             buffer_fault.write_text("")
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_ranks_of_two_engines_push_together_also_after_failures(tmp_path):
     output = run_ranks("tests.rollout.joint_pushes:push", 4, str(tmp_path))

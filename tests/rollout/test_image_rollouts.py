@@ -134,6 +134,7 @@ def running(tmp_path_factory):
     engine.close()
 
 
+@pytest.mark.slow
 @real_vllm
 def test_logprobs_of_200_responses_are_those_of_the_trainer(running):
     engine, processor, role = running

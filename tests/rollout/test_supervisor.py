@@ -485,6 +485,7 @@ def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
     assert engine.restarted == 1
 
 
+@pytest.mark.slow
 def test_worker_may_need_longer_to_start_again_than_it_may_be_silent(restarted):
     engine = restarted(silent_seconds=1.0, slow=3)
     reply = engine.generate([request(*[1] * 60)])[0]
@@ -580,6 +581,7 @@ def test_failing_command_of_a_restart_is_another_death(restarted, caplog):
     assert engine.restarted == 2
 
 
+@pytest.mark.slow
 def test_closing_while_a_worker_starts_again_leaves_no_process(restarted):
     engine = restarted(slow=5)
     pid = die(engine)

@@ -274,6 +274,9 @@ def gather_on(options, receivers):
         "tied": TinyModel(TINY_LLAMA | heads | {"tie_word_embeddings": True}),
     }
     sources["lora"] = TinyModel(TINY_LLAMA | heads, lora=LoRA(rank=2, alpha=4))
+    if "tensor_parallel_size" not in options:  # which does not split experts
+        few = {"model_type": "mixtral", "num_local_experts": 2}  # fewer than ranks: another dimension is sharded
+        sources["experts"] = TinyModel(TINY_LLAMA | heads | few)
     module, data, _ = parts("sft")
     module.sources = {"actor": sources["plain"]}
 

@@ -98,6 +98,7 @@ def test_version_of_a_step_is_a_function_of_the_step(run, max_staleness, version
     assert recorded(run, max_staleness).recorder.versions() == [[version] for version in versions]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_each_step_trains_on_its_prompts_with_the_same_seeds_in_every_epoch(run, max_staleness):
     on_policy, ahead = recorded(run, 0), recorded(run, max_staleness)
@@ -186,6 +187,7 @@ def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
     return made
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_engine_and_actor_evaluate_the_ends_of_responses_after_each_push(run, max_staleness):
     made = echoing(run, max_staleness).fit()
@@ -196,6 +198,7 @@ def test_engine_and_actor_evaluate_the_ends_of_responses_after_each_push(run, ma
         assert texts == [[*prompt[:p].tolist(), *response[:r].tolist()] for prompt, p, response, r in rows]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_corrupted_push_ends_the_run_before_its_responses_are_used(run, max_staleness, damaged):

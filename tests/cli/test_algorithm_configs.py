@@ -50,7 +50,7 @@ def contains(part, whole):
     return part == whole
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_builds_its_objects(cli, path, monkeypatch):
     made = []

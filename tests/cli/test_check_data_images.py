@@ -110,6 +110,7 @@ MARKED = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
 @pytest.mark.parametrize(
     ("kind", "row", "texts"),

@@ -191,7 +191,7 @@ def test_exported_model_generates_until_the_end_token_of_its_tokenizer(trained, 
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -73,7 +73,7 @@ def exported():
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("rejected")], ids=lambda row: row[1])
 def test_features_of_automatic_optimization_are_rejected_with_their_replacement(with_feature, row):
     result = with_feature(row)
@@ -98,7 +98,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("feature", CHECKS)
 def test_feature_works(with_feature, config, feature):
     config["trainer"]["max_steps"] = 8 if feature == "early stop" else 2

@@ -207,7 +207,7 @@ def test_parallel_requests_are_answered_sequentially(converse):
     assert completion.conversation.metrics == {"branches": 1.0}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],

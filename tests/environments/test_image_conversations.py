@@ -37,6 +37,7 @@ class Silent(Questions):
         return None
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("factory", [Questions, Silent])
 @pytest.mark.parametrize("bridge", ["template", "plain"])
@@ -89,6 +90,7 @@ def engine_of(name):
     return TransformersEngine() if name == "transformers" else VLLMEngine()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("in_prompts", [True, False])
 @pytest.mark.parametrize("bridge", ["template", "plain"])
@@ -119,6 +121,7 @@ def test_pictures_of_an_environment(tmp_path, in_prompts, bridge, engine):
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_pictures_of_an_environment_with_other_models(tmp_path, name):
     rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]

@@ -81,6 +81,7 @@ def change(module):
     return {name: (first[name] - p.detach()) / RATE for name, p in module.actor.lm.named_parameters()}
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("top_k", [None, 4])
@@ -333,6 +334,7 @@ def test_sources_without_teacher_raise(teacher, message):
 # -- other architectures, long texts and bfloat16 ---------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "granite", "mamba"])
 @pytest.mark.parametrize("top_k", [None, 5])
 def test_architectures_that_are_no_llama_are_compared_by_their_own_logits(kind, top_k):

@@ -48,6 +48,7 @@ def cross_entropy(rows=(0, 1, 2, 3, 4, 5)):
     return float(loss.detach()), {name: p.grad for name, p in lm.named_parameters()}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("tokens", [9, 30, 1000])
 def test_loss_is_that_of_the_policy_and_the_mean_cross_entropy(tokens, packing):

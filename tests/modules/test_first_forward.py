@@ -107,6 +107,7 @@ def test_several_micro_batches_and_a_reference_are_supported(kl_loss, made):
         assert metrics["kl/ref"] == pytest.approx(expected["kl/ref"], rel=1e-4)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("keep_groups", [False, True])
 @pytest.mark.parametrize("size", [4, 3, 2])
 def test_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, made):

@@ -91,6 +91,7 @@ def assert_gradient(module, expected, tolerance=1e-12):
         assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("tokens", [9, 30, 1000])
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_gradient_is_the_weighted_sum_of_separate_runs(tokens, top_k):
@@ -173,6 +174,7 @@ def recorder(seen):
     return lambda minibatch: seen.append(minibatch) or minibatch
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("objective", ["math", "chat", "code"])
 def test_sources_without_rows_in_a_step_have_metrics_that_are_nan(objective):
     number = Sources.source_names.index(objective)

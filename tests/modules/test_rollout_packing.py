@@ -41,6 +41,7 @@ def step(kind, rollout, **options):
     return {name: float(metrics[name]) for name in names}, weights, module
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 def test_step_equals_that_on_padded_rows_for_any_token_budget(kind, budget):
@@ -172,6 +173,7 @@ def test_texts_in_one_row_are_computed_as_if_they_were_separate(packed):
     assert (without - sampled_scores(module, apart)[0]).abs().max() > 1e-3
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 def test_step_on_rows_of_several_texts_equals_that_on_padded_ones(kind, budget):

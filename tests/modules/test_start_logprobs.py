@@ -51,6 +51,7 @@ def run(directory, ref, steps=5, ckpt=None, **options):
     return module, watch.rows
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{}, {"loss": IPOLoss()}, {"sft_coef": 0.5}])
 def test_run_equals_that_with_a_copy_as_reference(tmp_path, options):
     copy, expected = run(tmp_path / "copy", None, **options)

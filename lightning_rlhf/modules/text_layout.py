@@ -254,7 +254,8 @@ def packing_fault(
         is_exact: whether the model computes in float32.
         device: device that the model computes on; idle weights may be elsewhere.
     """
-    if packed_attention.has_packed_attention(lm) or lm.config.model_type in packed_attention.ARCHITECTURES:
+    kind, with_images = lm.config.model_type, packed_attention.VISION_ARCHITECTURES
+    if kind in packed_attention.ARCHITECTURES or (kind in with_images and packed_attention.has_packed_attention(lm)):
         return None
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(backbone_of(lm).forward).parameters:

@@ -5,8 +5,8 @@
 #       --tensor-parallel-size 8
 #
 # It adds the server's address to the file, which is on a disk that all machines share, and which `urls` of
-# VLLMServerEngine names. A server that ends is started again. On SIGTERM, its address is
-# removed and the server ends, after 20 seconds at the latest.
+# VLLMServerEngine names. A server that ends is started again. On SIGTERM, its address is removed and the server ends,
+# after 20 seconds at the latest.
 set -euo pipefail
 
 FILE=${1:?is the file of addresses}
@@ -31,7 +31,7 @@ leave() {
   change "grep -vxF '$ADDRESS' || true"
   if [ -n "${SERVER:-}" ]; then
     kill -TERM -- "-$SERVER" 2> /dev/null || true
-    for _ in $(seq 200); do # 20 seconds, which a server that is still starting may exceed
+    for _ in $(seq 200); do # 20 seconds: a server that is still starting may not end by itself
       kill -0 "$SERVER" 2> /dev/null || break
       sleep 0.1
     done

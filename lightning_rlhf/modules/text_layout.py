@@ -254,8 +254,11 @@ def packing_fault(
         is_exact: whether the model computes in float32.
         device: device that the model computes on; idle weights may be elsewhere.
     """
-    kind, with_images = lm.config.model_type, packed_attention.VISION_ARCHITECTURES
-    if kind in packed_attention.ARCHITECTURES or (kind in with_images and packed_attention.has_packed_attention(lm)):
+    kind = lm.config.model_type
+    is_compared = kind in packed_attention.ARCHITECTURES
+    if kind in packed_attention.VISION_ARCHITECTURES:
+        is_compared = packed_attention.has_packed_attention(lm)
+    if is_compared:
         return None
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(backbone_of(lm).forward).parameters:

@@ -137,7 +137,6 @@ def test_tool_calls_are_returned_to_the_client(converse):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("row", "max_turns", "turns", "stop"),
     [

@@ -80,11 +80,11 @@ class SharedMemoryTransport(Transport[dict[str, Any]]):
 
     def connect(self, server: VLLMServer) -> None:
         """See :meth:`Transport.connect`."""
-        confirmed(server, "/init_weight_transfer_engine", {"init_info": {}})
+        _confirmed(server, "/init_weight_transfer_engine", {"init_info": {}})
 
     def send(self, server: VLLMServer, part: dict[str, Any]) -> None:
         """See :meth:`Transport.send`."""
-        confirmed(server, "/update_weights", {"update_info": part})
+        _confirmed(server, "/update_weights", {"update_info": part})
 
     def last_weights(self) -> dict[str, Any]:
         """See :meth:`Transport.last_weights`."""
@@ -234,13 +234,13 @@ class WeightPush:
             self.transport.connect(server)
             self._connected.add(server)
         try:
-            confirmed(server, "/start_weight_update")
+            _confirmed(server, "/start_weight_update")
         except EngineDied as error:
             if _ALREADY_ACTIVE not in str(error):
                 raise
             # An earlier push did not finish: end its update, whose weights are replaced now.
-            confirmed(server, "/finish_weight_update")
-            confirmed(server, "/start_weight_update")
+            _confirmed(server, "/finish_weight_update")
+            _confirmed(server, "/start_weight_update")
 
     def _finish(self, server: VLLMServer, label: str) -> None:
         # Before the update is finished, because the cache has values of the old weights.
@@ -251,7 +251,7 @@ class WeightPush:
             raise RunError(f"the vLLM server at {server.url} kept the prefix cache of the old weights")
         if self._has_images:
             server.post("/reset_encoder_cache")
-        confirmed(server, "/finish_weight_update", {"weight_version": label})
+        _confirmed(server, "/finish_weight_update", {"weight_version": label})
 
     def disconnect(self, server: VLLMServer) -> None:
         """Discard the connection to a server that has ended."""
@@ -264,7 +264,7 @@ class WeightPush:
         self._threads.close()
 
 
-def confirmed(server: VLLMServer, path: str, body: Any = None) -> None:
+def _confirmed(server: VLLMServer, path: str, body: Any = None) -> None:
     """Send a step of a push, and validate that the server confirms it.
 
     Args:
@@ -308,7 +308,7 @@ class _ChunkClient:
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        confirmed(self._server, "/update_weights", {"update_info": update_info})
+        _confirmed(self._server, "/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass

@@ -349,7 +349,9 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_pa
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        for version in range(2, 8):
+        version = 1
+        while version < 7 or engine.restarted <= 5:  # a quick machine has fewer failures in a step
+            version += 1
             engine.update_weights(PARAMETERS, version)
             completions = generate(engine, prompts(60), SAMPLING, range(60))
             assert [each.token_ids for each in completions] == prompts(60)
@@ -357,7 +359,6 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_pa
     finally:
         ended.set()
         killer.join()
-    assert engine.restarted > 5
     for stub in stubs:
         stub.close()
 

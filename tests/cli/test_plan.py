@@ -165,6 +165,9 @@ def test_adapters_are_read_and_their_actor_serves_as_reference(planned, config):
 )
 def test_strategy_is_read_by_name_or_class(planned, config, strategy, read):
     config["trainer"]["strategy"] = strategy
+    for source in config["model"]["init_args"].values():
+        if isinstance(source, dict) and "architecture" in source.get("init_args", {}):
+            source["init_args"]["architecture"] = {**LLAMA, "num_attention_heads": 2}  # for sequence_parallel_size
     result = planned("--gpus", "2")
     assert result.code == 0, result.err
     assert {name: getattr(result.run.strategy, name) for name in read} == read

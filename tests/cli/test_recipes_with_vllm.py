@@ -19,8 +19,9 @@ RECIPE_OF = {
 }
 
 
-def test_table_has_every_architecture_of_the_recipes():
-    assert RECIPE_OF.keys() == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
+def test_table_has_every_architecture_of_the_recipes_without_images():
+    texts = {architecture["model_type"] for architecture, _ in PUBLISHED.values() if "vision_config" not in architecture}
+    assert RECIPE_OF.keys() == texts
 
 
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")

@@ -268,8 +268,9 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     if kind == "kto":
         items = [{"prompt": word, "completion": word[::-1], "label": len(word) % 2 == 0} for word in WORDS]
         items = with_pictures(items) if images else items
-        # Held-out batches of 5 and 2: a last one of 1 would be joined to the one before, and its KL be of more texts.
-        data = UnpairedDataModule(InMemory(items), val=InMemory(items[:7]), **texts)
+        # Held-out batches of 5 and 4: a last one of fewer rows than data ranks would be joined to the one before, and
+        # its KL be of more texts.
+        data = UnpairedDataModule(InMemory(items), val=InMemory(items[:9]), **texts)
         inputs["ref"] = None if adapters else model(2)
         return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **inputs), data, []
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]

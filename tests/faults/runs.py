@@ -325,8 +325,8 @@ def _start_process(start: Any, module: str, *arguments: Any) -> Any:
 class KillsEngine(Callback):
     """Kills or stops child processes, such as the engine's, at random times of a run.
 
-    Four of five deaths follow the end of a step, so that they are spread over the run; the others may kill a process
-    that is still starting.
+    Most deaths follow the end of a step, so that they are spread over the run; the others may kill a process that is
+    still starting.
 
     Args:
         seed: seed of the times.
@@ -334,6 +334,7 @@ class KillsEngine(Callback):
         number: signal.
         every: largest number of seconds before a death.
         word: part of the command line of the processes.
+        after_steps: share of the deaths that follow the end of a step; with 1, no two are in the same step.
     """
 
     def __init__(
@@ -343,8 +344,9 @@ class KillsEngine(Callback):
         number: int = signal.SIGKILL,
         every: float = 4.0,
         word: str = "lightning_rlhf.rollout.vllm.worker",
+        after_steps: float = 0.8,
     ) -> None:
-        self._word = word
+        self._word, self._after_steps = word, after_steps
         self._random = random.Random(seed)
         self._deaths, self._number, self._every = deaths, number, every
         self._ended, self._step_ended = threading.Event(), threading.Event()
@@ -364,7 +366,7 @@ class KillsEngine(Callback):
     def _kill(self) -> None:
         killed: set[int] = set()
         while len(killed) < self._deaths:
-            if self._random.random() < 0.8:
+            if self._random.random() < self._after_steps:
                 self._step_ended.clear()
                 if not self._ended.is_set():
                     self._step_ended.wait()

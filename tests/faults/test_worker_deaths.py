@@ -15,7 +15,8 @@ def test_killed_workers_change_no_result(forge, undisturbed, tmp_path, of):
     if of == "rewards":
         slow = {"function": "tests.faults.runs.slow_digits", "name": "digits", "timeout_s": 60.0}
         config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [slow]
-    killing = with_killer(config, seed=1, deaths=20, every=12.0, word="multiprocessing.spawn")
+    # A call is repeated once after its worker was killed, so only one worker is killed in a step.
+    killing = with_killer(config, seed=1, deaths=20, every=1.0, word="multiprocessing.spawn", after_steps=1.0)
     assert forge.attempt(tmp_path, killing) == 0, output(tmp_path)[-4000:]
     assert int((tmp_path / "killed").read_text()) == 20
     assert_same(tmp_path, undisturbed(config))

@@ -152,8 +152,8 @@ def run_of(config: Namespace) -> Run:
     module = make_module(config)
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
     nodes = config["nodes"] or config["trainer"]["num_nodes"]
-    if chosen.kind == "fsdp" and chosen.shard_size is None and nodes > 1:  # as the strategy does
-        chosen = replace(chosen, shard_size=max(config["gpus"] // nodes // chosen.splitting, 1))
+    if nodes > 1:
+        chosen = replace(chosen, node_gpus=max(config["gpus"] // nodes, 1))
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]

@@ -113,7 +113,7 @@ def smallest_gpu_count(run: Run) -> int | None:
     """Find the smallest number of GPUs that a run fits on.
 
     The number is doubled until the run fits, then every number down to half of it is tried. Only multiples of the
-    tensor-parallel sizes are possible.
+    tensor-parallel sizes are possible, and numbers of ranks that the shards of the weights divide.
 
     Returns:
         The number; None if the run fits on none up to one data-parallel rank per text of a mini-batch.
@@ -121,11 +121,19 @@ def smallest_gpu_count(run: Run) -> int | None:
     split = run.strategy.splitting
     step = math.lcm(split, _engine_size(run))
     most = 1 if run.strategy.kind == "single" else run.work.minibatch_size * split
-    counts = range(step, most + 1, step)
+    counts = [gpus for gpus in range(step, most + 1, step) if _can_shard(run, gpus)]
     high = 1
     while high < len(counts) and not plan(run, counts[high - 1]).fits:
         high *= 2
     return next((gpus for gpus in counts[high // 2 : high] if plan(run, gpus).fits), None)
+
+
+def _can_shard(run: Run, gpus: int) -> bool:
+    try:
+        run.strategy.replicas(run.ranks(gpus))
+    except UsageError:
+        return False
+    return True
 
 
 def first_changes(run: Run, gpus: int) -> tuple[list[str], Plan] | None:
@@ -135,7 +143,7 @@ def first_changes(run: Run, gpus: int) -> tuple[list[str], Plan] | None:
         The settings and the plan with them; None if they do not suffice.
     """
     settings: list[str] = []
-    for text, changed in _changes(run):
+    for text, changed in _changes(run, gpus):
         try:
             result = plan(changed(run), gpus)
         except UsageError:
@@ -149,7 +157,7 @@ def first_changes(run: Run, gpus: int) -> tuple[list[str], Plan] | None:
     return None
 
 
-def _changes(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
+def _changes(run: Run, gpus: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
     """Yield settings that need less memory, each with the function that changes a run accordingly."""
 
     def of_strategy(**fields: Any) -> Callable[[Run], Run]:
@@ -183,6 +191,9 @@ def _changes(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
         yield f"micro_batch_tokens: {tokens}", of_work(tokens)
     for size in (2, 4, 8):
         yield f"sequence_parallel_size: {size}", of_fsdp(sequence_parallel_size=size)
+    ranks = gpus // before.tensor_parallel_size
+    for size in sorted({max(ranks // replicas, 1) for replicas in (8, 4, 2, 1)}):
+        yield f"shard_size: {size}", of_fsdp(shard_size=size)
     yield "cpu_offload: true", of_fsdp(offload_optimizer=True, offload_params=True)
 
 

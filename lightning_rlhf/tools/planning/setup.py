@@ -49,7 +49,8 @@ class Strategy:
         stage: stage of ZeRO, 1 to 3; 0 for other kinds.
         tensor_parallel_size: GPUs that split the matrices of a layer, at least 1.
         sequence_parallel_size: GPUs that divide the tokens of a row, at least 1.
-        shard_size: data-parallel ranks over which FSDP shards weights; None is all.
+        shard_size: data-parallel ranks over which FSDP shards weights; None is those of a node.
+        node_gpus: GPUs of each node, of which there may be several; None is one node of any size.
         checkpointing: whether the backward pass recomputes the activations of a layer.
         reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
         offload_optimizer: whether gradients and optimizer state are in host memory.
@@ -65,6 +66,7 @@ class Strategy:
     tensor_parallel_size: int = 1
     sequence_parallel_size: int = 1
     shard_size: int | None = None
+    node_gpus: int | None = None
     checkpointing: bool = False
     reduce_every: bool = True
     offload_optimizer: bool = False
@@ -97,13 +99,16 @@ class Strategy:
             ranks: number of data-parallel ranks.
 
         Raises:
-            ValueError: ``shard_size`` does not divide it.
+            ValueError: ``shard_size``, or the ranks of a node, do not divide it.
         """
-        if self.shard_size is None:
-            return 1
-        if ranks % self.shard_size:
-            raise UsageError(f"shard_size {self.shard_size} does not divide {ranks} data-parallel ranks")
-        return ranks // self.shard_size
+        shards = self.shard_size
+        if shards is None:
+            if self.kind != "fsdp" or self.node_gpus is None or ranks * self.splitting <= self.node_gpus:
+                return 1
+            shards = max(self.node_gpus // self.splitting, 1)
+        if ranks % shards:
+            raise UsageError(f"shard_size {shards} does not divide {ranks} data-parallel ranks")
+        return ranks // shards
 
 
 def strategy(name: str, **options: Any) -> Strategy:

@@ -63,6 +63,22 @@ def test_message_has_the_settings_to_change_first():
     assert "change first" not in misfit_message(plan(run(capacity=4), 2))
 
 
+def test_shards_lie_within_a_node_and_are_enlarged_if_they_do_not_fit():
+    nodes = run(checkpointing=True, reduce_every=True, capacity=24, node_gpus=4)
+    assert [nodes.strategy.replicas(ranks) for ranks in (2, 4, 8, 16)] == [1, 1, 2, 4]
+    split = strategy("rlhf_fsdp", tensor_parallel_size=2, node_gpus=4)
+    assert [split.replicas(ranks) for ranks in (1, 2, 4)] == [1, 1, 2]
+    assert strategy("rlhf_deepspeed_stage_3", node_gpus=4).replicas(8) == 1
+
+    assert not plan(nodes, 16).fits
+    assert smallest_gpu_count(nodes) is None
+    settings, changed = first_changes(nodes, 16)
+    assert settings[-1] in ("shard_size: 8", "shard_size: 16")
+    assert changed.fits
+    few = run(checkpointing=True, reduce_every=True, capacity=80, node_gpus=4)
+    assert smallest_gpu_count(few) == smallest_gpu_count(run(checkpointing=True, reduce_every=True, capacity=80)) <= 4
+
+
 def test_message_for_a_fully_sharded_run_does_not_suggest_sharding():
     assert "shard" not in misfit_message(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
     assert "shard" in misfit_message(plan(run("rlhf_ddp"), 2))

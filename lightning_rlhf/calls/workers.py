@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessPool
@@ -16,6 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 from lightning_rlhf.calls.guard import describe_exit, mark_trainer
 
 MOST_STARTS = 10  # of worker processes for one call, after they were ended by something else
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,15 @@ class WorkerPool:
         self._size = size
         self._initialize = initialize
         self._arguments = arguments
-        self._pool: ProcessPool | None = None
-        self._retired: list[ProcessPool] = []  # pools in error whose threads are not joined
+        self._running: _Running | None = None
+        self._watchers: list[threading.Thread] = []
+        self._lock = threading.RLock()
         self.replaced = 0
 
     @property
     def active(self) -> bool:
         """Whether there are processes that a call will reach; False after an error and before the first call."""
-        return self._pool is not None and bool(self._pool.active)
+        return self._running is not None and bool(self._running.pool.active)
 
     def schedule(self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None) -> Future[Any]:
         """Schedule a call.
@@ -90,40 +93,91 @@ class WorkerPool:
             timeout_s: time limit, seconds; the process of a call that takes longer is killed.
 
         Raises:
+            BrokenProcessPool: the processes ended at once.
             OSError: the system starts no further process.
             RuntimeError: processes cannot be started, such as while a script without a main guard is imported.
         """
-        if self._pool is not None and not self.active:
-            self._retired.append(self._pool)  # not joined here, because a thread of the pool may have called this
-            self._pool = None
-            self.replaced += 1
-        if self._pool is None:
-            mark_trainer()
-            self._pool = ProcessPool(
-                self._size,
-                initializer=self._initialize,
-                initargs=self._arguments,
-                context=multiprocessing.get_context("spawn"),
-            )
-        future: Future[Any] = self._pool.schedule(function, args=arguments, timeout=timeout_s)
+        with self._lock:
+            if self._running is not None and not self.active:
+                self._running = None  # its watcher ends it
+                self.replaced += 1
+            if self._running is None:
+                self._running = self._start()
+            running = self._running
+            try:
+                future: Future[Any] = running.pool.schedule(function, args=arguments, timeout=timeout_s)
+            except RuntimeError:
+                if running.pool.active:
+                    raise
+                return self.schedule(function, *arguments, timeout_s=timeout_s)  # the error came in between
+            running.calls.add(future)
+        future.add_done_callback(running.calls.discard)
         return future
 
-    def end_retired(self) -> None:
-        """End pools that were replaced; not to be called in a thread of a pool."""
-        retired, self._retired = self._retired, []
-        for pool in retired:
+    def _start(self) -> _Running:
+        """Start processes, and a thread that ends them after an error of the pool."""
+        mark_trainer()
+        pool = ProcessPool(
+            self._size,
+            initializer=self._initialize,
+            initargs=self._arguments,
+            context=multiprocessing.get_context("spawn"),
+        )
+        try:
+            if not pool.active:  # the property starts it
+                raise BrokenProcessPool("the worker processes ended at once")
+        except BaseException:
             pool.stop()
             pool.join()
+            raise
+        running = _Running(pool)
+        watcher = threading.Thread(target=self._watch, args=(running,), daemon=True)
+        watcher.start()
+        self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
+        return running
+
+    def _watch(self, running: _Running) -> None:
+        """End a pool after an error or :meth:`stop`, and after an error fail the calls that it has lost.
+
+        Pebble fails the calls that it has given to a process; those in its queue would wait for ever.
+        """
+        while running.pool.active:
+            running.stopped.wait(_POLL_S)
+        running.pool.stop()
+        running.pool.join()
+        with self._lock:  # until now a call may be added
+            calls = [] if running.stopped.is_set() else list(running.calls)
+        for call in calls:
+            if not call.done():
+                call.set_exception(BrokenProcessPool("the pool had an error before the call began"))
 
     def stop(self) -> None:
         """Kill the processes, without waiting for their end."""
-        if self._pool is not None:
-            self._pool.stop()
+        with self._lock:
+            if self._running is not None:
+                self._running.stopped.set()
+                self._running.pool.stop()
 
     def close(self) -> None:
         """Kill the processes and all that they started."""
         self.stop()
-        if self._pool is not None:
-            self._pool.join()
-            self._pool = None
-        self.end_retired()
+        with self._lock:
+            self._running = None
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher.join()
+
+
+@dataclass
+class _Running:
+    """A started pool.
+
+    Args:
+        pool: the pool.
+        calls: calls that are not done.
+        stopped: set when it is ended on purpose; nothing waits for its calls then.
+    """
+
+    pool: ProcessPool
+    calls: set[Future[Any]] = field(default_factory=set)
+    stopped: threading.Event = field(default_factory=threading.Event)

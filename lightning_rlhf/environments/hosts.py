@@ -186,13 +186,6 @@ class ProcessHost(Host):
         else:
             result.set_result(Fault("timeout" if lost.kind == "timeout" else "died", lost.message))
 
-    def end_overdue(self) -> None:
-        """End the threads of pools that were replaced; calls are ended by their pools."""
-        with self._lock:
-            slots = list(self._slots)
-        for slot in slots:
-            slot.workers.end_retired()
-
     def release(self, key: str) -> None:
         """See :meth:`Host.release`."""
         with self._lock:

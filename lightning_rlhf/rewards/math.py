@@ -10,6 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +25,7 @@ _QUICK_S = 0.05  # limit of the first pass, the time of about 30 ordinary compar
 _KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time
 _KILL_S = 1.0  # added to that time
 _START_S = 300.0
+_POLL_S = 1.0
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\.[0-9]+")
 # Text after a number that is the whole answer. Anything else continues a formula: 1/2, 3x + 1, 1, 2, 3 or 4, 2 pi.
@@ -134,7 +137,7 @@ class MathReward:
         timeout = _KILL_FACTOR * seconds + _KILL_S
         futures = [pool.schedule(is_equal, (*pair, seconds), timeout=timeout) for pair in pairs]
         try:
-            return [_result(future) for future in futures]
+            return [_result(pool, future) for future in futures]
         finally:
             for future in futures:
                 future.cancel()
@@ -196,7 +199,11 @@ def _boxed_after_hashes(text: str) -> str | None:
     return rf"\boxed{{{answer}}}"
 
 
-def _result(future: Any) -> bool | None:
+def _result(pool: Any, future: Any) -> bool | None:
+    while pool.active and not wait([future], _POLL_S).done:
+        pass
+    if not wait([future], _POLL_S).done:
+        raise BrokenProcessPool("a process of MathReward was killed from outside before the call began")
     try:
         equal: bool | None = future.result()
     except (FutureTimeoutError, ProcessExpired):

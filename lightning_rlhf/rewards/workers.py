@@ -75,7 +75,6 @@ class RewardWorkers:
 
     def _schedule(self, function: RewardFunction, call: tuple[Any, ...]) -> Future[RewardResult]:
         future: Future[RewardResult] = self._pool.schedule(_evaluate, *call, timeout_s=function.timeout_s)
-        self._pool.end_retired()
         self._calls[future] = call
         return future
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import psutil
@@ -324,3 +325,17 @@ def test_without_math_verify_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-rlhf\[math\]'"):
         MathReward()
+
+
+def test_comparison_that_was_waiting_when_its_process_was_killed_is_an_error(monkeypatch):
+    reward = MathReward(workers=1)
+    assert reward.compare([(r"\boxed{1}", r"\boxed{1}")]) == [True]
+    manager = reward._pool._pool_manager
+    monkeypatch.setattr(manager, "schedule", lambda task: None)  # the call is never sent
+    for process in list(manager.worker_manager.workers.values()):
+        process.kill()
+    with pytest.raises(BrokenProcessPool, match="was killed from outside"):
+        reward.compare([(r"\boxed{2}", r"\boxed{2}")])
+    monkeypatch.undo()
+    assert reward.compare([(r"\boxed{2}", r"\boxed{2}")]) == [True]
+    reward.close()

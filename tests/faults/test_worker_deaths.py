@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 @pytest.mark.parametrize("of", ["rewards", "environments"])
 def test_killed_workers_change_no_result(forge, undisturbed, tmp_path, of):
-    steps = {"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None}
+    steps = {"max_steps": 80, "val_check_interval": 40, "check_val_every_n_epoch": None}
     config = ppo(60, environment={**CONVERSATIONS, "timeout_s": 60.0} if of == "environments" else None, **steps)
     if of == "rewards":
         slow = {"function": "tests.faults.runs.slow_digits", "name": "digits", "timeout_s": 60.0}

@@ -20,8 +20,8 @@ RECIPE_OF = {
 
 
 def test_table_has_every_architecture_of_the_recipes_without_images():
-    published = [architecture for architecture, _ in PUBLISHED.values() if "vision_config" not in architecture]
-    assert RECIPE_OF.keys() == {architecture["model_type"] for architecture in published}
+    architectures = [architecture for architecture, _ in PUBLISHED.values() if "vision_config" not in architecture]
+    assert RECIPE_OF.keys() == {architecture["model_type"] for architecture in architectures}
 
 
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")

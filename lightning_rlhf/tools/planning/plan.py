@@ -30,11 +30,10 @@ _REMEDIES = {
 }
 # The same under a strategy that already shards weights, gradients and optimizer state.
 _REMEDIES_IF_SHARDED = {
-    memory_.PARAMETERS: "use more GPUs, offload them, or train LoRA adapters",
-    memory_.GRADIENTS: "use more GPUs, reduce_every_micro_batch: true with rlhf_fsdp, or train LoRA adapters",
-    memory_.OPTIMIZER: "use more GPUs, offload it (rlhf_fsdp_offload, rlhf_deepspeed_stage_3_offload), or train LoRA "
-    "adapters",
-    memory_.STEP: "use more GPUs, offload the optimizer's state, or train LoRA adapters",
+    memory_.PARAMETERS: "{shard}, offload them, or train LoRA adapters",
+    memory_.GRADIENTS: "{shard}, reduce_every_micro_batch: true with rlhf_fsdp, or train LoRA adapters",
+    memory_.OPTIMIZER: "{shard}, offload it (rlhf_fsdp_offload, rlhf_deepspeed_stage_3_offload), or train LoRA adapters",
+    memory_.STEP: "{shard}, offload the optimizer's state, or train LoRA adapters",
 }
 
 
@@ -86,7 +85,7 @@ class Plan:
 
 
 def plan(run: Run, gpus: int) -> Plan:
-    """Plan a run on a number of GPUs, eight in each node.
+    """Plan a run on a number of GPUs, eight in each node if the strategy has no other number.
 
     Raises:
         ValueError: strategy, engine or mini-batch cannot use this number.
@@ -106,7 +105,15 @@ def plan(run: Run, gpus: int) -> Plan:
             f"make it larger, or use fewer GPUs"
         )
     gpu, host, peak = memory_.memory(run, gpus)
-    return Plan(run, gpus, memory=gpu, host=host, peak=peak, traffic=traffic(run, gpus), gpus_per_node=min(gpus, 8))
+    return Plan(
+        run,
+        gpus,
+        memory=gpu,
+        host=host,
+        peak=peak,
+        traffic=traffic(run, gpus),
+        gpus_per_node=min(gpus, run.strategy.node_gpus or 8),
+    )
 
 
 def smallest_gpu_count(run: Run) -> int | None:
@@ -203,7 +210,9 @@ def misfit_message(plan: Plan) -> str:
     term = plan.largest_term
     remedy = _REMEDIES[term]
     if run.strategy.shards_weights:
+        has_replicas = run.strategy.replicas(run.ranks(plan.gpus)) > 1  # more GPUs would only add some
         remedy = _REMEDIES_IF_SHARDED.get(term, remedy)
+        remedy = remedy.format(shard="use a larger shard_size" if has_replicas else "use more GPUs")
     enough = smallest_gpu_count(run)
     if enough:
         advice = f"the smallest number of GPUs that it fits on is {enough}"

@@ -71,6 +71,8 @@ def test_shards_lie_within_a_node_and_are_enlarged_if_they_do_not_fit():
     assert strategy("rlhf_deepspeed_stage_3", node_gpus=4).replicas(8) == 1
 
     assert not plan(nodes, 16).fits
+    assert plan(nodes, 16).gpus_per_node == 4
+    assert "(use a larger shard_size, offload it" in misfit_message(plan(nodes, 16))
     assert smallest_gpu_count(nodes) is None
     settings, changed = first_changes(nodes, 16)
     assert settings[-1] in ("shard_size: 8", "shard_size: 16")

@@ -32,7 +32,8 @@ _REMEDIES = {
 _REMEDIES_IF_SHARDED = {
     memory_.PARAMETERS: "{shard}, offload them, or train LoRA adapters",
     memory_.GRADIENTS: "{shard}, reduce_every_micro_batch: true with rlhf_fsdp, or train LoRA adapters",
-    memory_.OPTIMIZER: "{shard}, offload it (rlhf_fsdp_offload, rlhf_deepspeed_stage_3_offload), or train LoRA adapters",
+    memory_.OPTIMIZER: "{shard}, offload it (rlhf_fsdp_offload, rlhf_deepspeed_stage_3_offload), or train LoRA "
+    "adapters",
     memory_.STEP: "{shard}, offload the optimizer's state, or train LoRA adapters",
 }
 

@@ -110,6 +110,7 @@ def installed(wheel, tmp_path_factory):
     return tmp_path / "venv/bin", site
 
 
+@pytest.mark.slow
 def test_wheel_works_in_a_clean_environment(installed, tmp_path):
     programs, site = installed
     python = programs / "python"

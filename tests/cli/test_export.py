@@ -240,7 +240,7 @@ def test_damaged_checkpoint_is_reported(trained, export):
     assert "actor/shard-" in output
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
 def test_checkpoint_of_another_model_is_rejected(trained, export, strategy):
     run = trained(strategy)

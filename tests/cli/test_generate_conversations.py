@@ -95,6 +95,7 @@ def test_rows_contain_the_conversations(converse):
     assert len(set().union(*replies.values())) > 1
 
 
+@pytest.mark.slow
 def test_result_is_independent_of_batches_and_interruptions(converse):
     assert converse("-n", "2", "--batch-size", "2", to="a.jsonl")[0] == 0
     assert converse("-n", "2", "--batch-size", "100", to="b.jsonl")[0] == 0

@@ -98,7 +98,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("feature", CHECKS)
 def test_feature_works(with_feature, config, feature):
     config["trainer"]["max_steps"] = 8 if feature == "early stop" else 2

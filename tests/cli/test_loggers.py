@@ -169,6 +169,7 @@ def test_missing_package_is_reported(fit, config, monkeypatch):
     assert "TrackioLogger needs the package trackio: run pip install 'lightning-rlhf[trackio]'" in result.err
 
 
+@pytest.mark.slow
 def test_damaged_identifiers_raise_before_the_run(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0

@@ -66,6 +66,7 @@ def test_human_preferences_from_data_to_policy(run):
     assert {"val/score_sampled", "val/score_greedy", "kl/ref"} <= set(metrics)
 
 
+@pytest.mark.slow
 def test_rule_based_rewards_from_data_to_policy(run):
     run("gsm8k/sft.yaml")
     out, metrics = run("gsm8k/ppo.yaml")

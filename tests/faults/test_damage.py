@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -97,10 +98,10 @@ DAMAGES = [
 
 
 @pytest.fixture(scope="module")
-def finished_run(forge, tmp_path_factory):
+def finished_run(undisturbed, tmp_path_factory):
     """Directory of a run with a checkpoint, its configuration, and the files of the checkpoint."""
     directory, config = tmp_path_factory.mktemp("finished"), ppo(1, max_steps=2)
-    assert forge.attempt(directory, config) == 0
+    shutil.copytree(undisturbed(config), directory, dirs_exist_ok=True)
     return directory, config, {path: path.read_bytes() for path in (directory / LAST).rglob("*") if path.is_file()}
 
 

@@ -95,6 +95,7 @@ def test_kills_at_random_points_of_an_asynchronous_run_change_no_result(forge, u
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, 10, seed=max_staleness)
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_an_update_changes_no_result(forge, undisturbed, tmp_path):
     config = ppo(max_steps=6)
     assert forge.finish(tmp_path, config, [{"position": DEATHS["in the middle of an update"]}]) == 1

@@ -65,11 +65,9 @@ def digits(completions):
 
 
 @pytest.fixture(scope="module")
-def begun(forge, tmp_path_factory):
+def begun(undisturbed):
     """A directory with a run of two steps, which tests copy."""
-    directory = tmp_path_factory.mktemp("begun")
-    assert forge.attempt(directory, ppo(1, max_steps=2)) == 0
-    return directory
+    return undisturbed(ppo(1, max_steps=2))
 
 
 def resumed(forge, begun, directory, config):

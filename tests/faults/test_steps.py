@@ -5,12 +5,14 @@ import pytest
 from tests.faults.runs import KILLED, callback, checkpoint, output, ppo, rows
 
 
+@pytest.mark.slow
 def test_max_steps_counts_rollouts(undisturbed):
     directory = undisturbed(ppo(), calls=0)
     assert checkpoint(directory)["global_step"] == 12
     assert len(list((directory / "run/rollouts").glob("step-*"))) == 12
 
 
+@pytest.mark.slow
 def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
     table = [dict(row) for row in rows(undisturbed(ppo(), calls=0))]
     assert [row["step"] for row in table if row["val/digits_sampled"]] == ["0", "3", "6", "9", "12"]

@@ -61,6 +61,7 @@ def first(tmp_path_factory):
     return run(tmp_path_factory.mktemp("first"), seed=1)
 
 
+@pytest.mark.slow
 def test_toy_task_is_solved(first):
     history, _ = first
     assert len(history) == STEPS

@@ -229,7 +229,7 @@ def test_hostile_texts_are_shown_as_text(page, run_directory):
     assert not browser.problems
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
 def test_ten_thousand_responses_fit_narrow_and_dark_windows(page, run_directory, width, dark):
     rows = [response(f"prompt {i // 8}", ["a", str(i)], float(i % 3), i // 8) for i in range(10_000)]

@@ -150,6 +150,7 @@ def test_logprobs_of_200_responses_are_those_of_the_trainer(running):
     assert all(4 not in completion.token_ids for completion in completions)
 
 
+@pytest.mark.slow
 @real_vllm
 def test_each_image_is_sent_once(running):
     engine, processor, _ = running
@@ -167,6 +168,7 @@ def test_each_image_is_sent_once(running):
     assert sorted(each["sha256"] for each in message["new"]) == sorted({i.sha256 for p in images for i in p.images})
 
 
+@pytest.mark.slow
 @real_vllm
 def test_the_same_seeds_give_the_same_responses_and_other_images_give_others(running):
     engine, processor, _ = running
@@ -179,6 +181,7 @@ def test_the_same_seeds_give_the_same_responses_and_other_images_give_others(run
     assert changed.logprobs != one[0].logprobs
 
 
+@pytest.mark.slow
 @real_vllm
 def test_weights_of_the_image_encoder_are_pushed(running):
     engine, processor, role = running
@@ -202,6 +205,7 @@ def test_weights_of_the_image_encoder_are_pushed(running):
     assert [completion.logprobs for completion in again] == [completion.logprobs for completion in before]
 
 
+@pytest.mark.slow
 @real_vllm
 def test_a_prompt_that_vllm_expands_otherwise_is_an_error_and_the_engine_continues(running):
     engine, processor, _ = running

@@ -421,6 +421,7 @@ def test_a_killed_worker_is_replaced_and_gets_all_unfinished_messages_in_their_o
     assert line.endswith("with the same weights and requests: 1 of at most 3 times in an hour.")
 
 
+@pytest.mark.slow
 def test_worker_that_dies_at_random_loses_no_request(restarted):
     engine = restarted(most=20)
     random = Random(3)
@@ -494,6 +495,7 @@ def test_worker_may_need_longer_to_start_again_than_it_may_be_silent(restarted):
     assert engine.restarted == 1
 
 
+@pytest.mark.slow
 def test_worker_that_hangs_while_it_starts_again_is_replaced(restarted, caplog):
     engine = restarted(silent_seconds=1.5)
     reply = engine.generate([request(*[1] * 60)])[0]

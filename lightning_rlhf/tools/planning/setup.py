@@ -107,7 +107,7 @@ class Strategy:
                 return 1
             shards = max(self.node_gpus // self.splitting, 1)
         if ranks % shards:
-            raise UsageError(f"shard_size {shards} does not divide {ranks} data-parallel ranks")
+            raise UsageError(f"shard_size {shards} does not divide {ranks} data-parallel ranks: set it to a divisor")
         return ranks // shards
 
 

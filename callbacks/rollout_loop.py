@@ -239,8 +239,8 @@ class RolloutLoop(Callback):
         if self._configured_tokens is not None:  # a later run with this callback has whole responses
             self.max_response_tokens = self._configured_tokens
             self._configured_tokens = None
-        self.reward_executor.close()
-        for part in (self._engine, self._sampler, *self.rewards):
+        # Responses that arrive until the engine is closed would start processes of rewards again.
+        for part in (self._engine, self._sampler, self.reward_executor, *self.rewards):
             if part is not None:
                 part.close()
 

@@ -94,6 +94,23 @@ class _Slot:
         return self.killed + self.workers.replaced
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """An attempt at a call.
+
+    Args:
+        slot: slot of its process.
+        repeats: number of times that the call is repeated if it is killed.
+        starts: number of times that the call is repeated if its process ends otherwise.
+        ended: ``ended`` of the slot when the limit was computed; None if the limit is that of a new process.
+    """
+
+    slot: _Slot
+    repeats: int
+    starts: int
+    ended: int | None
+
+
 class ProcessHost(Host):
     """Worker processes, each with the environments of several conversations and one call at a time.
 
@@ -138,7 +155,8 @@ class ProcessHost(Host):
                 return
             self._homes[call.key] = slot, slot.ended
             slot.calls += 1
-        future.add_done_callback(partial(self._finish, call, slot, result, (repeats, starts)))
+            attempt = _Attempt(slot, repeats, starts, None if replays else slot.ended)
+        future.add_done_callback(partial(self._finish, call, result, attempt))
 
     def _slot(self) -> _Slot:
         """Return an idle slot, a new one while the limit allows, or the one with the fewest conversations."""
@@ -149,18 +167,16 @@ class ProcessHost(Host):
         homes = Counter(id(slot) for slot, _ in self._homes.values())
         return min(idle or self._slots, key=lambda slot: homes[id(slot)])
 
-    def _finish(
-        self, call: Call, slot: _Slot, result: Future[Reply | Fault], left: tuple[int, int], future: Future[Any]
-    ) -> None:
+    def _finish(self, call: Call, result: Future[Reply | Fault], attempt: _Attempt, future: Future[Any]) -> None:
         """Set the result of a call whose future is done; an error that this did not handle would be lost.
 
         Args:
             call: the call.
-            slot: slot of its process.
             result: future of its result.
-            left: number of times that it is repeated if its process was killed, or ended by something else.
+            attempt: attempt whose future is done.
             future: future of the process.
         """
+        slot = attempt.slot
         with self._lock:
             slot.calls -= 1
         if future.cancelled():
@@ -175,12 +191,15 @@ class ProcessHost(Host):
         if lost is None:  # for example a reply that cannot be sent between processes
             result.set_result(Fault("invalid", f"returned a value that cannot be sent between processes: {error}"))
             return
+        # A process that began while the call waited for it had to repeat the earlier turns within the limit of one.
+        repeated_turns = call.turns and attempt.ended not in (None, slot.ended)
         slot.killed += lost.kind != "broken"
-        repeats, starts = left
-        if lost.kind == "killed" and repeats:
-            self._schedule(call, result, repeats - 1, starts)
-        elif lost.kind == "broken" and starts and self._answered:
-            self._schedule(call, result, repeats, starts - 1)
+        if lost.kind == "timeout" and repeated_turns:
+            self._schedule(call, result, attempt.repeats, attempt.starts)
+        elif lost.kind == "killed" and attempt.repeats:
+            self._schedule(call, result, attempt.repeats - 1, attempt.starts)
+        elif lost.kind == "broken" and attempt.starts and self._answered:
+            self._schedule(call, result, attempt.repeats, attempt.starts - 1)
         elif lost.kind == "broken":
             result.set_result(_lost_process(self._answered))
         else:

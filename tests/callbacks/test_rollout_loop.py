@@ -312,6 +312,15 @@ def test_engine_starts_before_the_models_load(run, monkeypatch):
     assert order == ["start", "actor", "critic", "wait"]
 
 
+def test_rewards_are_closed_after_the_engine_that_may_still_request_them(run, monkeypatch):
+    made, order = run(), []
+    close = made.loop.reward_executor.close
+    monkeypatch.setattr(made.loop.reward_executor, "close", lambda: order.append("rewards") or close())
+    monkeypatch.setattr(made.engine, "close", lambda: order.append("engine"))
+    made.fit()
+    assert order == ["engine", "rewards"]
+
+
 def test_engine_gets_the_architecture_before_the_weights(run, tmp_path):
     made, seen = run(loop={"max_response_tokens": 5}), []
     made.engine.start = seen.append

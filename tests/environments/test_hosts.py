@@ -75,6 +75,24 @@ def test_too_long_call_ends_only_its_process(host):
     assert instance.call(Call("good", row, 0, tuple(good), tuple(digests))).result(30) == Reply("ef")
 
 
+class Slow(Environment):
+    def step(self, turn):
+        time.sleep(60 if turn.text == "hang" else 0.6)
+        return turn.text
+
+
+def test_call_that_waits_for_one_that_is_ended_may_repeat_its_conversation(host):
+    instance = host(Slow, timeout_s=1.0, concurrency=1)
+    talk(instance, "bad")
+    waiting, digests = [Turn("a"), Turn("b", number=1), Turn("c", number=2)], []
+    for count in range(3):
+        digests.append(digest_of(instance.call(Call("good", {}, 0, tuple(waiting[:count]), tuple(digests))).result(30)))
+    bad = instance.call(Call("bad", {}, 0, (Turn("hang"),), ()))
+    good = instance.call(Call("good", {}, 0, tuple(waiting), tuple(digests)))
+    assert bad.result(30).kind == "timeout"
+    assert good.result(30) == Reply("c")
+
+
 def test_closed_host_leaves_no_processes(host):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     instance = host(worlds.Harmless, concurrency=3)

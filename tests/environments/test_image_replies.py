@@ -367,3 +367,7 @@ def test_engine_process_keeps_the_last_images_only():
         assert {image.sha256 for image in of_step} <= set(held)
         assert len(held) <= 3
     assert sent.message([PromptImages((encoded(20),), (), ())]) == {}
+    # Another process also needs those of unfinished requests.
+    needed = sent.all([PromptImages((encoded(3),), (), ())])
+    assert {encoded(step).sha256 for step in (3, 20)} <= {fields["sha256"] for fields in needed}
+    assert len(needed) == len(held) + 1

@@ -1,6 +1,7 @@
 """The real worker with a fake vLLM: ``python -m tests.rollout.stub_worker <descriptor>``.
 
-The fake answers a request with its prompt after as many steps as the prompt has tokens.
+The fake answers a request with its prompt after as many steps as the prompt has tokens. The log-probabilities are the
+negative of the first pushed weight, -1 if none is pushed.
 """
 
 import os
@@ -11,6 +12,8 @@ import types
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
 
 BABBLE = {-1: b"\xff", -2: b"[]", -3: b'{"id": "0"}'}
 
@@ -29,6 +32,7 @@ class StubCore:
             os._exit(arguments["exit"])
         if "kill" in arguments:
             os.kill(os.getpid(), arguments["kill"])
+        self.weight = 1.0
         self.running, self.version, self.deaf = {}, -1, arguments.get("deaf", False)
 
     cache_size: ClassVar = {"blocks": 7, "block_size": 32}
@@ -42,6 +46,9 @@ class StubCore:
     def load(self, weights, version):
         if weights is None:
             raise TypeError("no weights")
+        time.sleep(weights.get("seconds", 0))
+        if "path" in weights:
+            self.weight = np.fromfile(weights["path"], np.float32, 1).item()
         self.version = version
 
     def add(self, requests):
@@ -63,7 +70,7 @@ class StubCore:
                 yield {
                     "id": identity,
                     "token_ids": prompt,
-                    "logprobs": [-1.0] * len(prompt),
+                    "logprobs": [-self.weight] * len(prompt),
                     "finish_reason": "stop",
                     "policy_version": self.version,
                 }

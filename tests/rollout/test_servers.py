@@ -267,6 +267,30 @@ def test_a_server_that_does_not_confirm_a_step_of_a_push_is_left_out(engine, stu
         until(lambda: engine._running.members[0].is_used)
 
 
+@pytest.mark.parametrize("answer", [None, (500, {"error": {"message": "busy"}})])
+def test_a_server_that_may_still_be_paused_after_a_push_is_used_when_it_was_resumed(engine, stubs, answer):
+    stubs[0].answers["/resume"] = answer if answer else lambda body: None
+    engine.update_weights(PARAMETERS, 2)
+    member = engine._running.members[0]
+    assert stubs[0].version == stubs[1].version
+    assert not member.is_used
+    assert len(generate(engine, prompts(9), SAMPLING, range(9))) == 9
+    stubs[0].requested.clear()
+    stubs[0].answers["/resume"] = 200, {"message": "done"}
+    until(lambda: member.is_used or member.given_up)
+    assert member.is_used
+    assert set(stubs[0].paths()) <= {"/weight_info", "/resume"}  # it had the weights
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/version"])
+@pytest.mark.parametrize("nonsense", [None, [], {}, {"vllm_config": 3}])
+def test_a_server_that_describes_itself_by_nonsense_is_not_used(make, stubs, path, nonsense):
+    stubs[0].answers[path] = 200, nonsense
+    engine = make([stub.url for stub in stubs])
+    generate(engine, prompts(9), SAMPLING, range(9))
+    assert shares(stubs) == [0, 9]
+
+
 def test_servers_join_and_leave_between_steps(make, stubs, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text(f"{stubs[0].url}\n")

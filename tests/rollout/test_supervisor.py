@@ -18,11 +18,14 @@ from random import Random
 
 import psutil
 import pytest
+import torch
 
 from lightning_rlhf.expected_errors import EngineDied, ExpectedError, RunError
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_tokens
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import parameters_of, setup_of, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60
@@ -487,6 +490,14 @@ def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
 
 
 @pytest.mark.slow
+def test_idle_time_is_not_silence(restarted):
+    engine = restarted(silent_seconds=2.0)
+    time.sleep(3)
+    engine.command("load", weights={"seconds": 1.2}, version=6).result(WAIT)
+    assert engine.restarted == 0
+
+
+@pytest.mark.slow
 def test_worker_may_need_longer_to_start_again_than_it_may_be_silent(restarted):
     engine = restarted(silent_seconds=1.0, slow=3)
     reply = engine.generate([request(*[1] * 60)])[0]
@@ -498,13 +509,15 @@ def test_worker_may_need_longer_to_start_again_than_it_may_be_silent(restarted):
 @pytest.mark.slow
 def test_worker_that_hangs_while_it_starts_again_is_replaced(restarted, caplog):
     engine = restarted(silent_seconds=1.5)
-    reply = engine.generate([request(*[1] * 60)])[0]
+    long = {"unused": "x" * 10_000}  # together more than a socket holds
+    replies = engine.generate([{**request(*[1] * 60), **long} for _ in range(60)])
     first = engine.process.pid
     die(engine)
     while engine.process.pid == first:
         time.sleep(0.01)
     os.kill(engine.process.pid, signal.SIGSTOP)
-    assert reply.result(WAIT)["token_ids"] == [1] * 60
+    replies += engine.generate([{**request(*[1] * 60), **long} for _ in range(60)])  # does not wait for it either
+    assert [reply.result(WAIT)["token_ids"] for reply in replies] == [[1] * 60] * 120
     assert engine.restarted == 2
     assert "(silent_seconds and three first starts)" in lines(caplog)[-1]
 
@@ -561,6 +574,54 @@ def test_restart_waits_until_weights_are_written(restarted):
     assert not reply.done()
     held.append({"kind": "load", "weights": {}, "version": 9})
     assert reply.result(WAIT)["policy_version"] == 9
+
+
+def test_state_changes_when_a_worker_that_was_started_again_has_it(restarted):
+    engine = restarted(state=lambda: [{"kind": "load", "weights": {"seconds": 1.0}, "version": 5}])
+    reply = engine.generate([request(*[1] * 100)])[0]
+    pid = die(engine)
+    while engine.process.pid == pid:
+        time.sleep(0.01)
+    began, changed_after = time.monotonic(), []
+    engine.change_state(lambda: changed_after.append(time.monotonic() - began))
+    assert changed_after[0] >= 1.0
+    engine.change_state(lambda: changed_after.append(time.monotonic() - began))
+    assert changed_after[1] < changed_after[0] + 1.0
+    assert reply.result(WAIT)["policy_version"] == 5
+
+
+def test_state_of_an_engine_that_has_ended_cannot_be_changed(restarted):
+    engine = restarted(most=0)
+    reply = engine.generate([request(*[1] * 900)])[0]
+    die(engine)
+    for wait in (lambda: reply.result(WAIT), lambda: engine.change_state(pytest.fail)):
+        with pytest.raises(EngineDied, match="killed by signal 9"):
+            wait()
+
+
+@pytest.mark.vllm
+def test_weights_are_not_replaced_before_a_worker_that_was_started_again_has_loaded_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    stub = lambda module, *arguments: EngineProcess("tests.rollout.stub_worker", *arguments)  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", stub)
+    engine = VLLMEngine(arguments={"slow": 1.0})
+    engine.start(setup_of(source_of(), tmp_path))
+    try:
+        parameters = dict(parameters_of(source_of().causal()))
+        for version in (1, 2):
+            engine.update_weights([(n, torch.full_like(p, version)) for n, p in parameters.items()], version)
+            if version == 1:
+                responses = engine.request([[1] * 300], [SamplingParams(300)], [0])
+                die(engine._process)
+                while not engine.restarted:
+                    time.sleep(0.01)
+        responses += engine.request([[1]], [SamplingParams(300)], [0])
+        assert [(each.result(WAIT).policy_version, each.result().logprobs[0]) for each in responses] == [
+            (1, -1),
+            (2, -2),
+        ]
+    finally:
+        engine.close()
 
 
 def test_weights_that_are_not_kept_end_the_engine(restarted, caplog):

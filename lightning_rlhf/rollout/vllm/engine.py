@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -37,6 +38,7 @@ from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 log = logging.getLogger(__name__)
+_NO_IMAGES = PromptImages((), (), ())
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
 
 
@@ -117,9 +119,9 @@ class VLLMEngine(RolloutEngine):
         self._silent_seconds = silent_seconds
         self._kept: int | None = None  # version of the weights that the sender has completely
         self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
-        self._generating = set[Future[Completion]]()
+        self._generating: dict[Future[Completion], PromptImages] = {}
         self._sender = WeightSender()
-        self._sent_images = SentImages()
+        self._sent_images, self._sending_images = SentImages(), threading.Lock()
         self._reads_texts_only = False  # with a vision-language model
         self._process: EngineProcess | None = None
         self._pushing = RankGroup(1)  # ranks that take part in a push
@@ -224,7 +226,8 @@ class VLLMEngine(RolloutEngine):
         """
         if self._maps_buffers:
             raise EngineDied("weights that were pushed within the GPU are not kept")
-        images = [{"kind": "images", "new": new, "dropped": []}] if (new := self._sent_images.all()) else []
+        new = self._sent_images.all(list(self._generating.values()))
+        images = [{"kind": "images", "new": new, "dropped": []}] if new else []
         if self._asleep:
             return images
         if self._kept is None:
@@ -321,10 +324,13 @@ class VLLMEngine(RolloutEngine):
         self._finish_loading()  # the engine reads the memory that is written next
 
     def _push_through_host(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._kept, self._asleep = None, False
+        self._running.change_state(self._forget_weights)  # another process may still load those of the last push
         weights = self._sender.write(self._converted(parameters))
         self._kept = version
         self._load("load", weights=weights, version=version)
+
+    def _forget_weights(self) -> None:
+        self._kept, self._asleep = None, False
 
     def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
         """Push weights through buffers on the GPUs; return False, before any is read, if the engine cannot map them."""
@@ -370,16 +376,17 @@ class VLLMEngine(RolloutEngine):
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request_with_images`; each image is sent to the process once."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
-        self._generating.update(completions)
-        if message := self._sent_images.message(images):
-            self._running.command("images", **message)
+        self._generating.update(zip(completions, images or [_NO_IMAGES] * len(prompts), strict=True))
+        with self._sending_images:  # requests of another thread with the same images follow
+            if message := self._sent_images.message(images):
+                self._running.command("images", **message)
         replies = self._running.generate(as_requests(prompts, sampling, seeds, images))
         for completion, reply in zip(completions, replies, strict=True):
             reply.add_done_callback(partial(self._on_reply, completion))
         return completions
 
     def _on_reply(self, completion: Future[Completion], reply: Future[dict[str, Any]]) -> None:
-        self._generating.discard(completion)
+        self._generating.pop(completion, None)  # close() may have emptied it
         try:
             completion.set_result(as_completion(reply.result()))
         except Exception as error:  # raised where the completion is read
@@ -495,12 +502,15 @@ class VLLMAdapterEngine(VLLMEngine):
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_adapters`."""
-        self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}
         self._finish_loading()  # the engine reads the file that is written next
-        self._swapped = None
+        self._running.change_state(self._forget_adapters)
+        self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}
         save_adapter(self._lora, self._pushed, self._directory)
         self._swapped = version
         self._load("swap", adapter=str(self._directory), version=version)
+
+    def _forget_adapters(self) -> None:
+        self._swapped = None
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first adapter tensor that differs from the last push; None if all are equal."""

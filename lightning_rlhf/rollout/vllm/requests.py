@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -84,6 +85,7 @@ class SentImages:
     def __init__(self, max_bytes: int = 1 << 29) -> None:
         self._max_bytes = max_bytes
         self._sent: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._lock = threading.Lock()
 
     def message(self, images: Sequence[PromptImages]) -> dict[str, Any]:
         """Return the fields of the message before requests with some images; empty if the process has all of them.
@@ -93,22 +95,30 @@ class SentImages:
             no request uses any more.
         """
         distinct = {image.sha256: image for prompt in images for image in prompt.images}
-        new = [image.as_fields() for sha256, image in distinct.items() if sha256 not in self._sent]
-        for sha256, image in distinct.items():
-            self._sent[sha256] = image
-            self._sent.move_to_end(sha256)
-        dropped, total = [], sum(map(_size, self._sent.values()))
-        for sha256, image in list(self._sent.items())[: len(self._sent) - len(distinct)]:
-            if total <= self._max_bytes:
-                break
-            if _size(image):
-                total -= _size(self._sent.pop(sha256))
-                dropped.append(sha256)
+        with self._lock:
+            new = [image.as_fields() for sha256, image in distinct.items() if sha256 not in self._sent]
+            for sha256, image in distinct.items():
+                self._sent[sha256] = image
+                self._sent.move_to_end(sha256)
+            dropped, total = [], sum(map(_size, self._sent.values()))
+            for sha256, image in list(self._sent.items())[: len(self._sent) - len(distinct)]:
+                if total <= self._max_bytes:
+                    break
+                if _size(image):
+                    total -= _size(self._sent.pop(sha256))
+                    dropped.append(sha256)
         return {"new": new, "dropped": dropped} if new else {}
 
-    def all(self) -> list[dict[str, Any]]:
-        """Return the fields of the images that the process has, for another process."""
-        return [image.as_fields() for image in self._sent.values()]
+    def all(self, images: Sequence[PromptImages]) -> list[dict[str, Any]]:
+        """Return the fields of the images that another process needs: those that the process has, and further ones.
+
+        Args:
+            images: images of the requests that are not finished, of which the process may have dropped some.
+        """
+        with self._lock:
+            sent = dict(self._sent)
+        needed = {image.sha256: image for prompt in images for image in prompt.images}
+        return [image.as_fields() for image in (needed | sent).values()]
 
 
 def _size(image: EncodedImage) -> int:

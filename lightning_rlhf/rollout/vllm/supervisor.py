@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import queue
 import re
 import shutil
 import signal
@@ -89,6 +90,7 @@ class EngineProcess:
     when it is closed. A killed run leaves it, and the next process with the same log removes it.
 
     A thread reads the worker's messages from a socket pair, which is closed when the worker ends for any reason.
+    Another thread writes to it, because a worker that starts or computes does not read.
 
     Args:
         module: module to run, for example ``lightning_rlhf.rollout.vllm.worker``.
@@ -119,6 +121,9 @@ class EngineProcess:
         self._ids = itertools.count()
         self._pending: dict[str, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}  # with their commands or requests
         self._death: EngineDied | None = None
+        self._restored: Future[None] = Future()  # done when the present process has the state of the one before
+        self._restored.set_result(None)
+        self._state_replies = 0  # that are missing until then
         self._is_starting, self._began = True, 0.0  # of the present process
         self._start_seconds = 0.0  # of the first process
         self.ready: Future[dict[str, Any]] = Future()
@@ -145,6 +150,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+        self._writer = _Writer(self._connection)
         self._is_starting, self._began = True, time.monotonic()
         for message in ({"kind": "start", "arguments": self._arguments}, *messages):
             self._send(message)
@@ -157,6 +163,24 @@ class EngineProcess:
             future = self._new_future(identity, message)
             self._send(message)
         return future
+
+    def change_state(self, change: Callable[[], None]) -> None:
+        """Call a function that changes what :attr:`Restarts.state` returns, when each restarted process has read that.
+
+        Args:
+            change: function; no process is started again while it runs.
+
+        Raises:
+            EngineDied: the engine has ended.
+        """
+        while True:
+            with self._lock:
+                if self._death is not None:
+                    raise self._death
+                restored = self._restored
+                if restored.done():
+                    return change()
+            self.results([restored], "the engine to load its weights again")
 
     def generate(self, requests: list[dict[str, Any]]) -> list[Future[dict[str, Any]]]:
         """Queue requests; return the futures of the completions."""
@@ -207,22 +231,23 @@ class EngineProcess:
     def close(self) -> None:
         """End the worker, and kill it if it is still starting or does not end in time."""
         self._closing = True
-        while not self._lock.acquire(timeout=_POLL_SECONDS):
-            self._signal_group(signal.SIGKILL)  # a thread that has the lock waits for it to read
-        try:
+        with self._lock:
             if self.ready.done():
                 self._send({"kind": "close"})
             else:
                 self._kill()
-        finally:
-            self._lock.release()
         try:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
         self._reader.join(_CLOSE_SECONDS)  # before closing: a new file could reuse the descriptor it reads from
-        self._connection.close()
+        self._close_connection()
         _remove(self._temporary)
+
+    def _close_connection(self) -> None:
+        """Close the connection to a worker that has ended."""
+        self._writer.end()
+        self._connection.close()
 
     def _kill(self) -> int:
         """Kill the worker's process group and return the worker's exit code."""
@@ -253,9 +278,8 @@ class EngineProcess:
         return future
 
     def _send(self, message: dict[str, Any]) -> None:
-        # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
-        with self._lock, contextlib.suppress(OSError):
-            self._connection.send_bytes(json.dumps(message).encode())
+        with self._lock:
+            self._writer.send(json.dumps(message).encode())
 
     def _read(self) -> None:
         death: EngineDied | None = None
@@ -277,9 +301,10 @@ class EngineProcess:
         try:
             while True:
                 if limit is not None and not self._connection.poll(_POLL_SECONDS):
-                    silent += _POLL_SECONDS
+                    has_work = self._pending or not self._restored.done()
+                    silent = silent + _POLL_SECONDS if has_work else 0.0
                     longest = limit + 3 * self._start_seconds * self._is_starting
-                    if silent >= longest and self.ready.done() and self._pending:
+                    if silent >= longest and self.ready.done():
                         allowed = "silent_seconds and three first starts" if self._is_starting else "silent_seconds"
                         reason = f"it did nothing for {round(longest, 1):g} s ({allowed})"
                         self._kill()
@@ -308,6 +333,9 @@ class EngineProcess:
         elif message["id"] is None:  # reply to a command of a restart
             if kind == "error":
                 raise RunError(message["message"])
+            self._state_replies -= 1
+            if not self._state_replies:
+                self._restored.set_result(None)
         elif message["id"] in self._pending:
             future, sent = self._pending[message["id"]]
             if kind == "finished" and self._restarts is not None:
@@ -341,12 +369,17 @@ class EngineProcess:
                     state = restarts.state()
                     if state is not None:
                         self.restarted += 1
-                        self._connection.close()
+                        self._close_connection()
+                        if self._restored.done():  # else others wait for it
+                            self._restored = Future()
+                        self._state_replies = len(state)
+                        if not state:
+                            self._restored.set_result(None)
                         pending = [message for _, message in self._pending.values()]
                         self._start([*({**message, "id": None} for message in state), *pending])
                         return True
                 time.sleep(_POLL_SECONDS)
-        except EngineDied as error:
+        except (EngineDied, OSError) as error:
             log.warning("The engine cannot be started again: %s", error)
             return False
 
@@ -357,7 +390,10 @@ class EngineProcess:
         except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
             code = self._kill()
         cause = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        try:
+            text = self._log.read_text(errors="replace")
+        except OSError:
+            text = ""
         missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
         if missing and missing[1] not in cause:
             cause = f"{missing[1]} (the first missing module in its log), then {cause}"
@@ -369,11 +405,40 @@ class EngineProcess:
         """Set :class:`EngineDied` on all futures."""
         with self._lock:
             self._death = death
-            futures = [self.ready, *(future for future, _ in self._pending.values())]
+            futures: list[Future[Any]] = [self.ready, self._restored, *(future for future, _ in self._pending.values())]
             self._pending.clear()
         for future in futures:
             if not future.done():
                 future.set_exception(death)
+
+
+class _Writer:
+    """Thread that writes messages to a worker in their order.
+
+    Args:
+        connection: connection to the worker.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="messages to the engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Queue a message."""
+        self._messages.put(message)
+
+    def end(self) -> None:
+        """End the thread, after the worker."""
+        self._messages.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _write(self) -> None:
+        # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
+        with contextlib.suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
 
 
 def _temporary_files(directory: Path) -> dict[str, str]:

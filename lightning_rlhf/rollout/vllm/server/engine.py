@@ -130,9 +130,9 @@ class VLLMServerEngine(RolloutEngine):
         self._vocabulary = vocabulary_of(setup.model)
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
-        give_weights = self._give_weights if self._all_ranks.is_first else None
+        prepare = self._prepare if self._all_ranks.is_first else None
         limits = Limits(self._timeout, self._silent_seconds, self._max_restarts)
-        self._servers = Servers(self._addresses, self._client, give_weights, limits)
+        self._servers = Servers(self._addresses, self._client, prepare, limits)
         # Distinguishes the labels of several runs that push to one server.
         self._run_id = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
@@ -188,18 +188,32 @@ class VLLMServerEngine(RolloutEngine):
             time.sleep(min(1.0, self._timeout))
 
     def _inspect(self, server: VLLMServer) -> str:
-        """Validate the settings of a server; return its description."""
+        """Validate the settings of a server; return its description.
+
+        Raises:
+            EngineDied: its description of itself cannot be read.
+            ValueError: the settings do not fit this run.
+        """
         if not server.is_local:
             self._check_key_is_required(server)
-        config = server.get("/server_info", config_format="json")["vllm_config"]
-        backend = str((config.get("weight_transfer_config") or {}).get("backend"))
-        if (remedy := next(self._remedies(server, config, backend), None)) is not None:
+        version, info = server.get("/version"), server.get("/server_info", config_format="json")
+        try:
+            description = f"vLLM {version['version']} at {server.url}"
+            config = info["vllm_config"]
+            backend = str((config.get("weight_transfer_config") or {}).get("backend"))
+            model, remedy = config["model_config"]["model"], next(self._remedies(server, config, backend), None)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise EngineDied(
+                f"the vLLM server at {server.url} sent an invalid response at /version or /server_info "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if remedy is not None:
             raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
-        self._compare_models(server, config["model_config"]["model"])
+        self._compare_models(server, model)
         if self._push is None:
             self._backend = backend
             self._push = WeightPush(TRANSPORTS[backend](), has_images=self._setup.processor is not None)
-        return f"vLLM {server.get('/version')['version']} at {server.url}"
+        return description
 
     def _remedies(self, server: VLLMServer, config: dict[str, Any], backend: str) -> Iterator[str]:
         """Yield the option that corrects each setting of a server that does not fit this run.
@@ -334,17 +348,19 @@ class VLLMServerEngine(RolloutEngine):
             return False
         return True
 
-    def _give_weights(self, member: Member) -> None:
-        """Give the weights of the last push to a server that lacks them, if they were kept."""
+    def _prepare(self, member: Member) -> None:
+        """Use a server that works again; one without the weights of the last push gets them first, if they are kept."""
         with self._push_lock:
-            if self._push is None or not self._push.transport.keeps_weights:
-                return  # the run has ended, or the server gets the weights of the next push
-            if member.is_used or member.has_left:
-                return  # a push has just given it the weights
-            self._inspect(member.server)
-            self._push.repeat(member.server, self._label)
-            self._prove(member.server)
-            self._running.use(member)
+            if self._push is None or member.is_used or member.has_left:
+                return  # the run has ended, or a push has just given it the weights
+            if self._running.has_weights(member):
+                self._push.resume(member.server)  # which may have failed after the push
+                self._running.use(member)
+            elif self._push.transport.keeps_weights:  # else it gets those of the next push
+                self._inspect(member.server)
+                self._push.repeat(member.server, self._label)
+                self._prove(member.server)
+                self._running.use(member)
 
     def _prove(self, server: VLLMServer) -> None:
         """Compare the log-probs of a short text with those of the other servers with the same weights.

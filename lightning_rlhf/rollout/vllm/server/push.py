@@ -6,7 +6,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -205,9 +204,15 @@ class WeightPush:
                 for server in servers:
                     if server in failed:
                         self.disconnect(server)
-                    with suppress(RuntimeError, ValueError):  # the first error is reported
-                        server.post("/resume", seconds=_RESUME_SECONDS)
+                    try:
+                        self.resume(server)
+                    except (RuntimeError, ValueError) as error:  # it may still be paused
+                        failed.setdefault(server, EngineDied(str(error)))
         return failed
+
+    def resume(self, server: VLLMServer) -> None:
+        """Let a server generate again after a push; raises as :meth:`VLLMServer.post`."""
+        server.post("/resume", seconds=_RESUME_SECONDS)
 
     def _each(
         self, servers: Sequence[VLLMServer], action: Callable[[VLLMServer], None], failed: dict[VLLMServer, EngineDied]

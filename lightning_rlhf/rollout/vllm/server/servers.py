@@ -132,7 +132,7 @@ class Servers:
     Args:
         addresses: addresses of the servers, which :meth:`refresh` reads again.
         connect: function that returns the client of an address.
-        give_weights: function that gives a server the weights of the last push; None on ranks that do not push.
+        prepare: function that lets a server generate with the weights of the last push; None on ranks that do not push.
         limits: limits of waiting and of failures.
     """
 
@@ -140,12 +140,12 @@ class Servers:
         self,
         addresses: Addresses,
         connect: Callable[[str], VLLMServer],
-        give_weights: Callable[[Member], None] | None,
+        prepare: Callable[[Member], None] | None,
         limits: Limits,
     ) -> None:
         self._addresses = addresses
         self._connect = connect
-        self._give_weights = give_weights
+        self._prepare = prepare
         self._limits = limits
         self._balancer = Balancer[Member]()
         self._changed = Condition()
@@ -332,6 +332,18 @@ class Servers:
             return error
         return None
 
+    def has_weights(self, member: Member) -> bool:
+        """Return whether a server that is not used has the weights of the last push.
+
+        Raises:
+            EngineDied: it does not respond.
+        """
+        try:
+            self._look(member, _ANSWER_SECONDS)
+        except LacksWeights:
+            return False
+        return True
+
     def _look(self, member: Member, seconds: float) -> None:
         """Check that a server responds and has the weights of the last push.
 
@@ -376,16 +388,16 @@ class Servers:
             member.server.abort()  # a push to it
         if member.is_up and ((self.label, self._pushing) != before or self._pushing):
             return  # a server may have the weights before or after a push
-        if fault is None:
+        if fault is None and (is_used or self._prepare is None):
             self.use(member)
         elif isinstance(fault, OtherRun):
             self._reject(member, fault)
-        elif is_used:
+        elif is_used and fault is not None:
             self.leave_out(member, use, fault)
-        elif member.is_up and self._give_weights is not None:
+        elif member.is_up and self._prepare is not None:
             try:
                 with member.server.limited_to(self._limits.silent_seconds):
-                    self._give_weights(member)
+                    self._prepare(member)
             except EngineDied as error:
                 member.is_up = False
                 if not self._pushing:  # a push of newer weights aborts this one

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.strategies import ranks
@@ -88,9 +89,10 @@ class RunState(Callback):
         """Store the random state for a checkpoint that is saved during the validation."""
         self._before_validation = random_state()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: RoleModule, checkpoint: dict[str, Any]) -> None:
         """Add random states, metrics and settings; count every batch as finished or not started."""
         checkpoint[_KEY] = {
+            "data_ranks": pl_module.data_ranks.size,
             "random": ranks.from_all_ranks(self._before_validation if trainer.validating else random_state()),
             "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
             "validation_due": trainer.validating or validation_due(trainer),
@@ -165,7 +167,8 @@ class RunState(Callback):
         if trainer.is_global_zero:
             self._log_settings(trainer, pl_module)
         trainer.callback_metrics.update(self._restored["metrics"])
-        continue_random_state(self._restored["random"], trainer.global_step)
+        stored_ranks = self._restored.get("data_ranks", pl_module.data_ranks.size)
+        continue_random_state(self._restored["random"], stored_ranks, trainer.global_step, pl_module.data_ranks)
         if self._restored["validation_due"]:
             run_validation(trainer)
         self._restored = None
@@ -214,17 +217,21 @@ def optimizer_settings(trainer: Trainer, module: RoleModule) -> dict[tuple[str, 
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
-def continue_random_state(states: list[dict[str, Any]], step: int) -> None:
-    """Restore this rank's random state, or seed the generators if the number of ranks has changed.
+def continue_random_state(states: list[dict[str, Any]], stored_ranks: int, step: int, data_ranks: DataRanks) -> None:
+    """Restore this rank's random state, or seed the generators if the number of ranks or of data ranks has changed.
+
+    Ranks with the same data get the same seed, because tensor-parallel ranks need the same dropout.
 
     Args:
         states: states of all ranks of the run that wrote the checkpoint.
+        stored_ranks: number of data ranks of that run.
         step: step of the checkpoint.
+        data_ranks: data ranks of this run.
     """
-    if len(states) == ranks.world_size():
+    if (len(states), stored_ranks) == (ranks.world_size(), data_ranks.size):
         restore_random_state(states[ranks.rank()])
         return
-    seed = derive_seed(run_seed(), "resumed", step, ranks.rank())
+    seed = derive_seed(run_seed(), "resumed", step, data_ranks.rank)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -127,9 +127,10 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         self._data_parallel_size = data_ranks
         if self.sequence_parallel_size > 1 or shards < data_ranks:
             self._replace_mesh(data_ranks // shards, shards)
-        if splitting > 1 and self._timeout is not None:
-            for dimension in ("data_parallel", "tensor_parallel", *self._further_groups):
-                set_group_timeout(self.device_mesh[dimension].get_group(), self._timeout)
+        if self._timeout is not None and (splitting > 1 or shards < data_ranks):  # else all groups are that of the run
+            flattened = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
+            for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in flattened)):
+                set_group_timeout(group, self._timeout)
 
     @property
     def _further_groups(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from lightning_rlhf import RLHFModule
 from lightning_rlhf.callbacks import RunState
 from lightning_rlhf.callbacks.run_state import continue_random_state, random_state, restore_random_state
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.strategies import ranks
 from tests.stand_ins import TinyModel
 
@@ -24,6 +25,12 @@ def draws():
         float(numpy.random.randn()),  # an odd number of these leaves one in store
         torch.rand(5).tolist(),
     )
+
+
+def data_ranks(rank, size):
+    result = DataRanks()
+    result.rank, result.size = rank, size
+    return result
 
 
 def through_a_file(state):
@@ -55,7 +62,7 @@ def test_each_rank_gets_its_state_back_for_an_unchanged_number_of_ranks(monkeypa
     monkeypatch.setattr(ranks, "world_size", lambda: 3)
     for number in range(3):
         monkeypatch.setattr(ranks, "rank", lambda number=number: number)
-        continue_random_state(through_a_file(states), step=5)
+        continue_random_state(through_a_file(states), 3, 5, data_ranks(number, 3))
         assert draws() == following[number]
 
 
@@ -65,11 +72,26 @@ def test_ranks_are_seeded_by_step_and_rank_for_a_changed_number_of_ranks(monkeyp
 
     def drawn(rank, step):
         monkeypatch.setattr(ranks, "rank", lambda: rank)
-        continue_random_state([random_state()], step)
+        continue_random_state([random_state()], 1, step, data_ranks(rank, 2))
         return draws()
 
     assert drawn(0, 5) == drawn(0, 5)
     assert len({str(drawn(rank, step)) for rank in (0, 1) for step in (5, 6)}) == 4
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_ranks_with_the_same_data_continue_alike_if_another_number_had_the_same(monkeypatch, before):
+    states = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        states.append(random_state())
+    monkeypatch.setattr(ranks, "world_size", lambda: 4)
+    drawn = []
+    for number in range(4):
+        monkeypatch.setattr(ranks, "rank", lambda number=number: number)
+        continue_random_state(states, before, 5, data_ranks(number // 2, 2))
+        drawn.append(str(draws()))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def test_env_json_has_versions_and_command(tmp_path):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
@@ -253,6 +255,21 @@ def _memory(strategy):
     gathered = _most_taken(lambda: [None for _ in strategy.iter_full_params("probe")])
     model, layer = (sum(p.nbytes for p in part.parameters()) for part in (model, model.lm.model.layers[0]))
     return {"built": built, "gathered": gathered, "model": model, "layer": layer}
+
+
+def timeouts(options):
+    """Return the timeouts in seconds of all groups of the mesh of a strategy, by their descriptions."""
+
+    def read(strategy):
+        groups = [group for group in c10d._world.pg_map if group.group_desc.startswith("mesh_")]
+        cpu = torch.device("cpu")
+        return {group.group_desc: group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
+
+    module, data, _ = parts("sft", heads=4)
+    call, strategy = InFit(read), RLHFFSDPStrategy(timeout=timedelta(seconds=420), **options)
+    trainer = quiet_trainer(strategy=strategy, devices=RANKS, callbacks=[call], use_distributed_sampler=False)
+    trainer.fit(module, datamodule=data)
+    return call.result
 
 
 def gather_on(options, receivers):

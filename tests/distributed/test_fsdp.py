@@ -202,6 +202,22 @@ def test_building_needs_the_memory_of_the_model_on_rank_0_and_of_shards_and_a_la
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "dimensions"),
+    [
+        ({"shard_size": 2}, {"replicate", "shard"}),
+        ({"tensor_parallel_size": 2}, {"data_parallel", "tensor_parallel"}),
+        ({"sequence_parallel_size": 2, "shard_size": 1}, {"replicate", "sequence_parallel"}),
+    ],
+    ids=str,
+)
+def test_all_groups_have_the_timeout_of_the_strategy(options, dimensions):
+    for output in run_ranks("tests.distributed.fsdp_ranks:timeouts", 4, options):
+        assert {f"mesh_{name}" for name in dimensions} <= set(output)
+        assert set(output.values()) == {420.0}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("receivers", [[0], [3], [0, 2]])
 @pytest.mark.parametrize(
     "options",

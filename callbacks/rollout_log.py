@@ -101,8 +101,8 @@ class RolloutLog(Callback):
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the file of a step, and print a table when it is due."""
-        if trainer.fast_dev_run:
-            return
+        if trainer.fast_dev_run or not pl_module.role_strategy.is_group_leader:
+            return  # ranks that split the model have the same responses
         rollout = last_step_of(self, pl_module).experience.rollout
         rows = self.rows(trainer, pl_module, correct_answers(rollout, batch, _group_size(trainer)))
         images = prompt_images(rollout, batch, _group_size(trainer))
@@ -120,7 +120,7 @@ class RolloutLog(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Write the greedy responses of a validation, and log them as a table, where a logger has tables."""
         validations = [loop.validation for loop in _loops(trainer) if loop.validation is not None]
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or not pl_module.role_strategy.is_group_leader:
             return
         samples = [sample for validation in validations for sample in validation.samples]
         images = [_images_of(sample) for sample in samples]

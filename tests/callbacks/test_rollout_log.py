@@ -6,6 +6,7 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
 from lightning_rlhf.callbacks.rollout_log import _short
@@ -232,6 +233,26 @@ def test_score_is_the_reward_without_reward_functions(run, tmp_path):
     rows = rows_of(tmp_path, 0, "validation")
     assert len({row["reward"] for row in rows}) > 1
     assert all(row["rewards"] == {"score": row["reward"]} for row in [*rows, *rows_of(tmp_path, 1)])
+
+
+class FollowsInStep2(Callback):
+    """Lets the strategy be that of a rank which splits the model with the first one, during the callbacks of step 2."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 2:
+            self.monkeypatch.setattr(type(pl_module.role_strategy), "is_group_leader", False)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.on_train_batch_end(trainer, pl_module)
+
+
+def test_ranks_with_the_same_responses_write_them_once(run, tmp_path, monkeypatch):
+    callbacks = [FollowsInStep2(monkeypatch), RolloutLog()]
+    run(data={"val": InMemory(ROWS)}, trainer={"max_steps": 2}, callbacks=callbacks).fit()
+    assert files_of(tmp_path) == ["step-000001", "validation-000000"]
 
 
 def test_resumed_run_removes_files_of_steps_after_the_checkpoint(run, tmp_path):

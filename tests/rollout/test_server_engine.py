@@ -21,6 +21,7 @@ from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -327,6 +328,12 @@ def test_key_is_sent_and_a_wrong_key_is_reported(make, stub, monkeypatch):
     monkeypatch.setenv("OTHER", "wrong")
     with pytest.raises(ValueError, match="rejected the API key"):
         make(key_variable="OTHER").wait()
+
+
+def test_address_of_each_machine_itself_is_rejected_in_a_run_over_several(make, monkeypatch):
+    monkeypatch.setattr(RankGroup, "gather", lambda group, value: ["node1", "node2", "node2"])
+    with pytest.raises(UsageError, match=r"^http://127.0.0.1:\d+ is another server on each of .* \(node1, node2\)"):
+        make()
 
 
 def test_remote_server_must_require_a_key_on_every_route(make, stub, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
@@ -122,7 +123,8 @@ class VLLMServerEngine(RolloutEngine):
         """Connect the ranks; the servers may start later. Called by all ranks of the run.
 
         Raises:
-            ValueError: a server is on another machine, but no key is set.
+            ValueError: a server is on another machine but no key is set, or the run is on several machines and an
+                address is that of each machine itself.
         """
         check_receives(setup.model, setup.max_tokens)
         self._setup = setup
@@ -130,6 +132,8 @@ class VLLMServerEngine(RolloutEngine):
         self._vocabulary = vocabulary_of(setup.model)
         self._all_ranks = RankGroup(world_size())
         self.group = RankGroup(self._ranks) if self._ranks > 1 else None
+        hosts = self._all_ranks.gather(socket.gethostname())
+        self._hosts = self._all_ranks.run_on_first(lambda: sorted(set(hosts)))
         prepare = self._prepare if self._all_ranks.is_first else None
         limits = Limits(self._timeout, self._silent_seconds, self._max_restarts)
         self._servers = Servers(self._addresses, self._client, prepare, limits)
@@ -139,6 +143,11 @@ class VLLMServerEngine(RolloutEngine):
     def _client(self, url: str) -> VLLMServer:
         key = os.environ.get(self._key_variable)
         server = VLLMServer(url, key, self._timeout)
+        if server.is_local and len(self._hosts) > 1:
+            raise UsageError(
+                f"{url} is another server on each of the machines of this run ({', '.join(self._hosts)}): use an "
+                f"address that all of them reach, with an API key in {self._key_variable}"
+            )
         if not key and not server.is_local:
             raise UsageError(f"{url} is not on this machine, so it needs an API key: set it in {self._key_variable}")
         return server

@@ -80,9 +80,17 @@ class TextLayout:
     @property
     def shares_prompts(self) -> bool:
         """Whether responses in one forward pass share their prompt: in packed rows with this package's attention."""
-        names = (*self.module.trained_roles, *self.module.frozen_roles)
-        models: list[Any] = [getattr(self.module, name).lm for name in names]
+        models = [model.lm for model in self._models]
         return self.packed and all(map(packed_attention.has_packed_attention, models))
+
+    @property
+    def divides_rows(self) -> bool:
+        """Whether several processes divide the tokens of a row, whose texts must then be without padding in between."""
+        return any(model.sequence_ranks is not None for model in self._models)
+
+    @property
+    def _models(self) -> list[Any]:
+        return [getattr(self.module, name) for name in (*self.module.trained_roles, *self.module.frozen_roles)]
 
     @cached_property
     def rotary_lengths(self) -> list[int]:
@@ -133,17 +141,17 @@ class TextLayout:
     def pack(self, batch: TensorBatch, width: int) -> Packing | None:
         """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.
 
-        Rows of several texts are split into them, also if they are padded.
+        Rows of several texts are split into them, also if they are padded; rows that processes divide are never padded.
 
         Args:
             batch: rows of the micro-batch.
             width: width of the padded texts.
         """
         device, breaks = self.module.device, breaks_of(batch)
-        if not self.packed:
-            if breaks:
-                return pad_parts(batch.total_lengths.tolist(), breaks, width, device)
+        if not self.packed and not breaks:
             return None
+        if not self.packed and not self.divides_rows:
+            return pad_parts(batch.total_lengths.tolist(), breaks, width, device)
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is None:
             return pack_texts(batch.total_lengths.tolist(), width, device, breaks)

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from lightning_rlhf import GRPOModule, PPOModule
+from lightning_rlhf.batching.packing import pack_texts
+from lightning_rlhf.models.sequence_parallel import SequenceRanks
+from lightning_rlhf.modules.text_layout import breaks_of
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.types import Rollout
 from tests.helpers import assert_close
@@ -171,6 +174,17 @@ def test_texts_in_one_row_are_computed_as_if_they_were_separate(packed):
     assert_close(module.scores(joined), module.scores(apart)[last], rtol=0, atol=2e-5)
     without = module.actor_scores("actor", replace(joined, text_starts=None)).logprobs[joined.response_mask]
     assert (without - sampled_scores(module, apart)[0]).abs().max() > 1e-3
+
+
+def test_texts_in_one_row_are_not_padded_where_processes_divide_rows():
+    module, rollout = module_of(PPOModule, packing=False, minibatch_size=6), branched()
+    fit(module, [grouped()])
+    input_ids, _, padded = module.layout.lay_out(rollout)
+    module.actor.sequence_ranks = SequenceRanks(0, 2, None)
+    divided = module.layout.lay_out(rollout)[2]
+    expected = pack_texts(rollout.total_lengths.tolist(), input_ids.shape[1], breaks=breaks_of(rollout))
+    assert torch.equal(divided.tokens, expected.tokens)
+    assert (padded.lengths, divided.lengths) == (((), ()), expected.lengths)
 
 
 @pytest.mark.quick_cases(2)

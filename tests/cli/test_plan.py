@@ -309,6 +309,15 @@ def test_help_is_short_and_lists_the_options_of_plan(planned):
         assert option in result.out
 
 
+def test_gpus_are_in_nodes_of_eight_unless_their_number_is_given(planned, config):
+    config["trainer"]["strategy"] = "rlhf_fsdp"
+    config["model"]["init_args"]["minibatch_size"] = 16
+    config["data"]["init_args"]["batch_size"] = 8
+    assumed, two, one = (planned("--gpus", "16", *rest).out for rest in ((), ("--nodes", "2"), ("--nodes", "1")))
+    assert "gradients summed, replicas" in assumed == two
+    assert "gradients summed, replicas" not in one
+
+
 def test_groups_of_gpus_do_not_span_nodes(planned, config):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
         "class_path": VLLM, "init_args": {"tensor_parallel_size": 2},

@@ -27,7 +27,7 @@ from lightning_rlhf.modules.text_layout import GPU_TOKENS
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from lightning_rlhf.strategies.deepspeed.config import configuration
 from lightning_rlhf.strategies.names import OURS, our_name
 from lightning_rlhf.tools.commands.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
@@ -35,7 +35,7 @@ from lightning_rlhf.tools.planning import bounds, memory, one_gpu
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.bounds import Speeds
 from lightning_rlhf.tools.planning.plan import GIB, Plan, misfit_message, plan
-from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Strategy, Work, Zero, strategy
+from lightning_rlhf.tools.planning.setup import NODE_GPUS, Engine, Role, Run, Strategy, Work, Zero, strategy
 
 _DEFAULT_GIB = 80.0
 _ZERO_SIZES = {
@@ -96,9 +96,10 @@ def run(arguments: list[str]) -> int:
     if config["gpus"] is None:
         raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
     result = plan(run_of(config), config["gpus"])
-    if config["nodes"] is not None:
-        check_nodes(result, config["nodes"])
-        result = replace(result, gpus_per_node=config["gpus"] // config["nodes"])
+    nodes = config["nodes"] or config["trainer"]["num_nodes"]
+    if config["nodes"] is not None or nodes > 1:
+        check_nodes(result, nodes)
+        result = replace(result, gpus_per_node=config["gpus"] // nodes)
     Console().print(table(result), *notes(result), sep="\n")
     if not result.fits:
         raise UsageError(misfit_message(result))
@@ -154,6 +155,8 @@ def run_of(config: Namespace) -> Run:
     nodes = config["nodes"] or config["trainer"]["num_nodes"]
     if nodes > 1:
         chosen = replace(chosen, node_gpus=max(config["gpus"] // nodes, 1))
+    elif config["nodes"] is None and (config["gpus"] < NODE_GPUS or config["gpus"] % NODE_GPUS == 0):
+        chosen = replace(chosen, node_gpus=NODE_GPUS)
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]
@@ -287,6 +290,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
             ("sequence_parallel_size", "sequence_parallel_size"),
             ("shard_size", "shard_size"),
             ("activation_checkpointing", "checkpointing"),
+            ("reshard_after_forward", "reshards"),
             ("reduce_every_micro_batch", "reduce_every"),
             ("cpu_offload", "offload_optimizer"),
             ("cpu_offload", "offload_params"),
@@ -339,6 +343,7 @@ def engine_of(config: Any) -> Engine | None:
             options.get("tensor_parallel_size", 1),
             dtype=extra.get("dtype"),
             sleeps=options.get("sleep_while_learning", False),
+            gets_adapters=not isinstance(config, str) and is_class(config, VLLMAdapterEngine),
         )
     if is_class(config, SharedEngine):
         return engine_of(options["engine"])
@@ -348,7 +353,7 @@ def engine_of(config: Any) -> Engine | None:
 
 
 def check_nodes(plan: Plan, nodes: int) -> None:
-    """Validate that nodes have equal numbers of GPUs, and that groups of GPUs do not span nodes.
+    """Validate that nodes have equal numbers of GPUs, and that engines do not span nodes.
 
     Raises:
         ValueError: the GPUs cannot be divided.
@@ -356,14 +361,12 @@ def check_nodes(plan: Plan, nodes: int) -> None:
     gpus_per_node, rest = divmod(plan.gpus, nodes)
     if rest:
         raise UsageError(f"{plan.gpus} GPUs cannot be divided equally over {nodes} nodes; use a multiple of {nodes}")
-    sizes = {plan.run.strategy.splitting_options: plan.run.strategy.splitting}
-    if plan.run.engine is not None:
-        sizes["the engine's tensor_parallel_size"] = plan.run.engine.tensor_parallel_size
-    for name, size in sizes.items():
-        if gpus_per_node % size:
-            raise UsageError(
-                f"{name} {size} does not divide the {gpus_per_node} GPUs of a node, so groups would span nodes"
-            )
+    size = 1 if plan.run.engine is None else plan.run.engine.tensor_parallel_size
+    if gpus_per_node % size:
+        raise UsageError(
+            f"the engine's tensor_parallel_size {size} does not divide the {gpus_per_node} GPUs of a node, so groups "
+            f"would span nodes"
+        )
 
 
 def table(plan: Plan) -> Table:

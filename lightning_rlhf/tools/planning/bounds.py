@@ -101,7 +101,7 @@ def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, sp
         speeds: speeds of a GPU and its links.
     """
     assert run.engine is not None
-    weights = run.engine.element_bytes(run.actor) * run.actor.model.elements
+    weights = run.engine.pushed_bytes(run.actor)
     across = _link(run, traffic_.PUSH, gpus, gpus_per_node, speeds)
     part = weights // run.engine.tensor_parallel_size
     return sent[traffic_.PUSH] / across + (weights + part) / speeds.bus

@@ -209,6 +209,11 @@ class Shard:
             trained   c (r + e)      c (r + 2 u) + c (e + u) + s u          (2 c + s) r
             frozen    c r            c (r + 2 u)
 
+        With reshard_after_forward: false, all P elements of a trained role stay gathered until the backward pass has
+        left their layer:
+
+            trained   c (P + e)      c P + the larger of 2 c u and c e + s u
+
         See "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", Zhao et al. 2023, section 3. ZeRO-3
         keeps up to 10^9 elements gathered and prefetches 5 x 10^7; ZeRO has a bucket of at most 5 x 10^8 gradients
         (DeepSpeed's defaults, see :class:`~lightning_rlhf.tools.planning.setup.Zero`). Autocast casts matrices in each
@@ -234,10 +239,14 @@ class Shard:
             }
             rest = sizes.pop(None)
             layer = max(sizes.values())
+            stays_gathered = role.trained and strategy.reshards is False
+            at_loss = rest + stays_gathered * sum(sizes.values())
             if not role.trained or role.lora_rank:
-                return Gathered(c * rest, c * (rest + 2 * layer), 0)
-            in_layer = c * (rest + 2 * layer) + c * (largest + layer) + self.precision.reduce * layer
-            return Gathered(c * (rest + largest), in_layer, (2 * c + self.precision.reduce) * rest)
+                return Gathered(c * at_loss, c * (at_loss + 2 * layer), 0)
+            gradients = c * largest + self.precision.reduce * layer
+            in_layer = max(2 * c * layer, gradients) if stays_gathered else 3 * c * layer + gradients
+            at_end = (2 * c + self.precision.reduce) * rest
+            return Gathered(c * (at_loss + largest), c * at_loss + in_layer, at_end)
         if role.quantization is not None:  # a layer is dequantized in each pass
             linear = max(parameter.elements for parameter in model.parameters if parameter.linear)
             return Gathered(0, c * linear, 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.tools.planning import memory as memory_
-from lightning_rlhf.tools.planning.setup import Run, strategy
+from lightning_rlhf.tools.planning.setup import NODE_GPUS, Run, strategy
 from lightning_rlhf.tools.planning.traffic import traffic
 
 GIB = 2**30
@@ -58,7 +58,7 @@ class Plan:
     host: Counter[str]
     peak: str
     traffic: Counter[str]
-    gpus_per_node: int = 8
+    gpus_per_node: int = NODE_GPUS
 
     @property
     def total(self) -> int:
@@ -113,7 +113,7 @@ def plan(run: Run, gpus: int) -> Plan:
         host=host,
         peak=peak,
         traffic=traffic(run, gpus),
-        gpus_per_node=min(gpus, run.strategy.node_gpus or 8),
+        gpus_per_node=min(gpus, run.strategy.node_gpus or NODE_GPUS),
     )
 
 
@@ -215,8 +215,12 @@ def misfit_message(plan: Plan) -> str:
         remedy = _REMEDIES_IF_SHARDED.get(term, remedy)
         remedy = remedy.format(shard="use a larger shard_size" if has_replicas else "use more GPUs")
     enough = smallest_gpu_count(run)
+    together = replace(run, strategy=replace(run.strategy, node_gpus=None))  # weights are sharded over all nodes
     if enough:
         advice = f"the smallest number of GPUs that it fits on is {enough}"
+    elif run.strategy.shard_size is None and (enough := smallest_gpu_count(together)):
+        shards = enough // run.strategy.splitting
+        advice = f"the smallest number of GPUs that it fits on is {enough}, with shard_size: {shards}"
     elif run.strategy.shards_weights:
         advice = f"it fits on no number of such GPUs that a minibatch_size of {run.work.minibatch_size} texts can use"
     else:

@@ -13,6 +13,7 @@ from lightning_rlhf.tools.planning.architecture import Architecture
 
 Kind = Literal["single", "ddp", "fsdp", "zero"]
 _KINDS: dict[str, Kind] = {"rlhf_single": "single", "rlhf_ddp": "ddp", "rlhf_fsdp": "fsdp"}
+NODE_GPUS = 8  # of a node whose number is not set
 _DEEPSPEED = re.compile(r"rlhf_deepspeed_stage_([123])")
 
 
@@ -52,6 +53,8 @@ class Strategy:
         shard_size: data-parallel ranks over which FSDP shards weights; None is those of a node.
         node_gpus: GPUs of each node, of which there may be several; None is one node of any size.
         checkpointing: whether the backward pass recomputes the activations of a layer.
+        reshards: whether FSDP frees a trained role's gathered weights between forward and backward; None frees those of
+            layers only.
         reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
         offload_optimizer: whether gradients and optimizer state are in host memory.
         offload_params: whether parameters are in host memory.
@@ -68,6 +71,7 @@ class Strategy:
     shard_size: int | None = None
     node_gpus: int | None = None
     checkpointing: bool = False
+    reshards: bool | None = None
     reduce_every: bool = True
     offload_optimizer: bool = False
     offload_params: bool = False
@@ -261,6 +265,7 @@ class Engine:
         sequences: responses generated at once by an engine that reserves nothing.
         dtype: dtype of weights and cache; None uses the dtype of the actor's source.
         sleeps: whether its memory is free while the module learns (``sleep_while_learning``).
+        gets_adapters: whether a push after the first one contains the actor's adapters only (``VLLMAdapterEngine``).
     """
 
     share: float
@@ -268,6 +273,13 @@ class Engine:
     sequences: int = 1
     dtype: str | None = None
     sleeps: bool = False
+    gets_adapters: bool = False
+
+    def pushed_bytes(self, actor: Role) -> int:
+        """Return the bytes of a push after the first one; adapters are float32."""
+        if self.gets_adapters:
+            return 4 * actor.adapters
+        return self.element_bytes(actor) * actor.model.elements
 
     def element_bytes(self, actor: Role) -> int:
         """Return the bytes per element of weights and cache."""

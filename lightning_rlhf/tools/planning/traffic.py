@@ -56,7 +56,8 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
         heads          R(c tokens (a + k + v + o)) per layer and pass, 2 with a backward pass, 3 with checkpointing
 
-    where r are the elements outside the layers, which FSDP keeps between the passes, and a, k, v, o the widths of all
+    where r are the elements outside the layers, which FSDP keeps between the passes (all with reshard_after_forward:
+    false, none with true), and a, k, v, o the widths of all
     heads' queries, keys, values and outputs. See Rajbhandari et al. 2020, section 7; for tensors, Korthikanti et al.
     2022, section 4.2; for heads, Jacobs et al. 2023, section 3.2. The padding of shards is sent too and is counted;
     gradient norms, metrics and scores are not.
@@ -76,10 +77,11 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         sent[TENSORS] += _tensors(shard, passes, run.work)
         sent[HEADS] += _heads(shard, passes, run.work)
         if role.name == "actor" and run.engine is not None:
+            pushed = run.engine.pushed_bytes(role)
             if run.strategy.shards_weights:
-                size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
-                sent[PUSH] += all_gather(size, gpus // shard.replicas)
-            sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
+                size = _gathered_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
+                sent[PUSH] += all_gather(pushed if run.engine.gets_adapters else size, gpus // shard.replicas)
+            sent[ENGINE] += pushed // run.engine.tensor_parallel_size
     return +sent
 
 
@@ -119,7 +121,7 @@ def counts(role: Role, work: Work, ranks: int) -> PassCounts:
     )
 
 
-def _pushed_bytes(shard: Shard, engine: Engine) -> int:
+def _gathered_bytes(shard: Shard, engine: Engine) -> int:
     """Return the bytes per element gathered for the engine; FSDP casts before, unless it merges adapters."""
     weights = shard.precision.weights
     cast = shard.strategy.kind == "fsdp" and not shard.role.adapters
@@ -134,7 +136,9 @@ def _weights(shard: Shard, counts: PassCounts) -> Counter[str]:
         return Counter()
     whole = shard.precision.compute * _padded_elements(shard)
     outside = 0  # bytes of parameters outside the layers, which FSDP keeps for the backward pass
-    if shard.strategy.kind == "fsdp":
+    if shard.strategy.reshards is False:
+        outside = whole
+    elif shard.strategy.kind == "fsdp" and shard.strategy.reshards is None:
         parameters = shard.role.model.units[None]
         elements = partition.fsdp_elements(parameters, shard.ranks, shard.strategy.tensor_parallel_size)
         outside = shard.precision.compute * shard.ranks * elements

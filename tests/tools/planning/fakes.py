@@ -83,7 +83,7 @@ def texts(rows=2, length=32):
     return ids, index, ids[:, 1:], torch.ones(rows, length - 1, dtype=torch.bool)
 
 
-def sharded(role, count, split=1, mixed=False, **options):
+def sharded(role, count, split=1, mixed=False, reshards=None, **options):
     """Return the role as ``rlhf_fsdp`` shards it over the given number of ranks."""
     strategy = RLHFFSDPStrategy(tensor_parallel_size=split, **options)
     names = ("data_parallel", "tensor_parallel")
@@ -91,7 +91,7 @@ def sharded(role, count, split=1, mixed=False, **options):
     strategy._receive = lambda modules: None  # this rank has its tensors, and the others do not exist
     if mixed:
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
-    strategy._shard("actor", role, None)
+    strategy._shard("actor", role, reshards)
     return role
 
 

@@ -81,6 +81,15 @@ def test_shards_lie_within_a_node_and_are_enlarged_if_they_do_not_fit():
     assert smallest_gpu_count(few) == smallest_gpu_count(run(checkpointing=True, reduce_every=True, capacity=80)) <= 4
 
 
+def test_message_has_the_shard_size_of_runs_that_need_the_gpus_of_several_nodes():
+    needed = run(checkpointing=True, reduce_every=True, capacity=22)
+    alone = smallest_gpu_count(needed)
+    assert alone > 8
+    of_nodes = replace(needed, strategy=replace(needed.strategy, node_gpus=8))
+    assert misfit_message(plan(of_nodes, 8)).endswith(f"it fits on is {alone}, with shard_size: {alone}")
+    assert misfit_message(plan(needed, 8)).endswith(f"it fits on is {alone}")
+
+
 def test_message_for_a_fully_sharded_run_does_not_suggest_sharding():
     assert "shard" not in misfit_message(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
     assert "shard" in misfit_message(plan(run("rlhf_ddp"), 2))

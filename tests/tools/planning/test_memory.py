@@ -97,13 +97,14 @@ def test_only_adapters_have_gradients_and_optimizer(name):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_peak_of_fsdp_agrees_with_the_plan(mixed):
+@pytest.mark.parametrize("reshards", [None, False])
+def test_peak_of_fsdp_agrees_with_the_plan(mixed, reshards):
     """Measured by torch's tracker for 8 ranks, two micro-batches that both reduce: 5 to 7 % below the plan."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 2000}
     made_of = source("qwen2", **sizes)
     model = architecture(made_of.hf_config())
     with processes(8):
-        role = sharded(made_of.causal().train(), 8, mixed=mixed)
+        role = sharded(made_of.causal().train(), 8, mixed=mixed, reshards=reshards)
         tracker = FSDPMemTracker(role)
         with tracker:
             for _ in range(2):
@@ -114,7 +115,7 @@ def test_peak_of_fsdp_agrees_with_the_plan(mixed):
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Work(16, 16, 1, 16, 32, mixed=mixed)
-    chosen = strategy("rlhf_fsdp", reduce_every=True)
+    chosen = strategy("rlhf_fsdp", reduce_every=True, reshards=reshards)
     used, _, _ = memory(Run([Role("actor", model, True)], chosen, work), 8)
     planned = used.total() - used[terms.RUNTIME] - used[terms.OPTIMIZER]
     assert 0.9 < planned / peak["Total"] < 1.1
@@ -134,6 +135,9 @@ def test_gathered_weights_by_hand():
     assert passing(REF, "rlhf_fsdp") == (2 * rest, 2 * (rest + 2 * layer), 0)
     in_a_layer = 2 * (rest + 2 * layer) + 2 * (head + layer) + 4 * layer
     assert passing(ACTOR, "rlhf_fsdp") == (2 * (rest + head), in_a_layer, 8 * rest)
+    whole = passing(ACTOR, "rlhf_fsdp", reshards=False)
+    assert whole == (2 * (P + head), 2 * P + max(4 * layer, 2 * head + 4 * layer), 8 * rest)
+    assert passing(REF, "rlhf_fsdp", reshards=False) == passing(REF, "rlhf_fsdp")
     assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (
         2 * P,
         2 * P,

@@ -45,6 +45,15 @@ def test_fsdp_gathers_and_scatters_the_planned_bytes(kind, mixed):
     assert sent["all_reduce"] == plan[terms.TENSORS] == 0
 
 
+@pytest.mark.parametrize("reshards", [False, True])
+def test_fsdp_gathers_for_the_backward_pass_what_it_freed(reshards):
+    with processes(8):
+        sent = pass_through(sharded(source("qwen2").causal().train(), 8, reshards=reshards))
+    plan = planned("qwen2", "rlhf_fsdp", replace(WORK, mixed=False), reshards=reshards)
+    assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 8)
+    assert plan[terms.BACKWARD] == reshards * plan[terms.FORWARD]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_tensor_parallel_layers_sum_the_planned_bytes(checkpointing):
     role = source("qwen2").causal().train()
@@ -140,6 +149,18 @@ def test_engine_gets_the_weights_once_per_step():
     assert planned("qwen2", "rlhf_ddp", engine=engine)[terms.ENGINE] == size // 2
     assert terms.PUSH not in planned("qwen2", "rlhf_ddp", engine=engine)
     assert planned("qwen2", "rlhf_fsdp", engine=engine)[terms.PUSH] > 0
+
+
+def test_only_adapters_are_pushed_to_an_engine_that_has_the_rest():
+    actor = Role("actor", architecture(source("qwen2").hf_config()), trained=True, lora_rank=4)
+
+    def sent(**options):
+        run = Run([actor], strategy("rlhf_fsdp"), WORK, Engine(0.4, dtype="bfloat16", **options))
+        plan = traffic(run, 8)
+        return plan[terms.PUSH], plan[terms.ENGINE]
+
+    assert sent(gets_adapters=True) == (all_gather(4 * actor.adapters, 8), 4 * actor.adapters)
+    assert sent()[1] == 2 * actor.model.elements > 4 * actor.adapters
 
 
 def test_actor_that_is_its_own_reference_is_evaluated_twice():

@@ -54,7 +54,7 @@ def alone(tmp_path_factory):
 def test_three_updates_equal_those_of_one_process(strategy, ranks, alone, tmp_path):
     expected, folder, start = alone
     runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]
-    # Process groups of earlier runs keep their threads, which would double the time of the last runs.
+    # Process groups of earlier runs keep their threads, which slow down later ones.
     half = len(runs) // 2
     first, second = (run_ranks("tests.distributed.tasks:train", ranks, some) for some in (runs[:half], runs[half:]))
     answers = [one + other for one, other in zip(first, second, strict=True)]

@@ -81,6 +81,7 @@ class Slow(Environment):
         return turn.text
 
 
+@pytest.mark.slow
 def test_call_that_waits_for_one_that_is_ended_may_repeat_its_conversation(host):
     instance = host(Slow, timeout_s=1.0, concurrency=1)
     talk(instance, "bad")

@@ -36,19 +36,23 @@ def nonsense(message, draw):
 
 
 class FaultyConnection(Connection):
-    """Sends some messages with a fault."""
+    """Sends some messages with a fault; none after nonsense, for which the process is ended."""
+
+    is_valid = True
 
     def send_bytes(self, content):
         message = json.loads(content)
         before = FAULTS.read_text().split() if FAULTS.exists() else []
         draw = random.Random(f"{len(before)} {message.get('id')} {os.getpid()}")
-        if message["kind"] not in SENDABLE or len(before) >= int(os.environ["MOST_FAULTS"]) or draw.random() > 0.05:
+        may_fail = message["kind"] in SENDABLE and self.is_valid and len(before) < int(os.environ["MOST_FAULTS"])
+        if not may_fail or draw.random() > 0.05:
             super().send_bytes(content)
             return
         fault = KINDS[len(before) % len(KINDS)]
         with FAULTS.open("a") as file:
             file.write(f"{fault}\n")
         if fault == "nonsense":
+            self.is_valid = False
             super().send_bytes(nonsense(message, draw))
         else:
             time.sleep(3 if fault == "slow" else 3600)

@@ -93,15 +93,18 @@ class SharedEngine(RolloutEngine):
         return f"{self._running.run_on_first(self._engine.wait)}, shared by {self._ranks} ranks"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, also after an error."""
+        """See :meth:`RolloutEngine.update_weights`; all ranks exhaust the parameters, also after an error of all."""
         if self._joint is None:
+            if self._engine.traits.sleeps:
+                self._running.gather(None)  # the engine wakes up on the GPUs of all ranks, whose memory must be free
             self._running.run_on_first_with(parameters, lambda rest: self._engine.update_weights(rest, version))
             return
         remaining = iter(parameters)
         try:
             self._joint.update_weights(remaining, version)
-        finally:
+        except RunError:  # on all ranks; after an error of one, the others do not bring parameters together any more
             deque(remaining, maxlen=0)
+            raise
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_adapters`; every rank exhausts the parameters, also after an error."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm import gpu_buffer
@@ -33,7 +34,7 @@ class Process:
         self.commands.append(kind)
         try:
             if kind == self.fault:
-                raise RuntimeError(f"no {kind}")
+                raise RunError(f"no {kind}")
             getattr(self, kind)(**fields)
             reply.set_result({})
         except RuntimeError as error:
@@ -42,6 +43,9 @@ class Process:
 
     def results(self, futures, description):
         return [future.result() for future in futures]
+
+    def change_state(self, change):
+        change()
 
     def open_buffers(self, buffers):
         self._buffers = [map_memory(message["path"], message["nbytes"]) for message in buffers]

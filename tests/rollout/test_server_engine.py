@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -462,6 +463,45 @@ def test_failed_push_is_repeated_up_to_max_restarts(engine, stub, path, monkeypa
     assert stub.version.startswith("unfinished run ")
     with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
         generate(engine, [[5]], SAMPLING, [0])
+
+
+def test_update_that_failed_is_ended_before_the_next_one(stub):
+    push, server = WeightPush(SharedMemoryTransport()), VLLMServer(stub.url, None, 10)
+    steps = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+    def steps_of(label):
+        stub.requested.clear()
+        failed = push([server], PARAMETERS, label)
+        return [path for path in stub.paths() if path in steps], bool(failed)
+
+    assert steps_of("one") == (steps, False)
+    stub.answers["/update_weights"] = 500, {"error": {"message": "out of memory"}}
+    assert steps_of("two") == (steps[:2], True)
+    stub.answers["/update_weights"] = 200, {"message": "done"}
+    assert steps_of("three") == ([steps[0], steps[2], *steps], False)
+    assert steps_of("four") == (steps, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [((500, {"error": {"message": "gone"}}), None), ((400, {"error": {"message": "no"}}), RunError)],
+)
+def test_failed_server_is_disconnected_before_the_next_part_is_sent(stub, answer, raised, monkeypatch):
+    events = []
+
+    class Parts(SharedMemoryTransport):
+        def parts(self, parameters):
+            for number in range(2):
+                events.append(number)
+                yield super().last_weights() if number else next(super().parts(parameters))
+
+        def disconnect(self, server):
+            events.append("disconnected")
+
+    stub.answers["/update_weights"] = answer
+    with pytest.raises(raised) if raised else nullcontext():
+        WeightPush(Parts())([VLLMServer(stub.url, None, 10)], PARAMETERS, "one")
+    assert events == ([0, "disconnected"] if raised else [0, "disconnected", 1])
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("vllm"), OSError("no address"), KeyboardInterrupt()])

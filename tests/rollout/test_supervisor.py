@@ -624,6 +624,28 @@ def test_weights_are_not_replaced_before_a_worker_that_was_started_again_has_loa
         engine.close()
 
 
+@pytest.mark.vllm
+def test_engine_that_dies_asleep_is_started_again_with_the_next_push(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    stub = lambda module, *arguments: EngineProcess("tests.rollout.stub_worker", *arguments)  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", stub)
+    engine = VLLMEngine(sleep_while_learning=True)
+    monkeypatch.setattr(VLLMEngine, "llm_arguments", lambda *_: {"max_model_len": 64, "load_format": "dummy"})
+    engine.start(setup_of(source_of(), tmp_path))
+    parameters = list(parameters_of(source_of().causal()))
+    try:
+        for version in (1, 2):
+            engine.update_weights(parameters, version)
+            assert engine.request([[1]], [SamplingParams(1)], [0])[0].result(WAIT).policy_version == version
+            engine.sleep()
+            pid = die(engine._process)
+            assert wait_for_end(pid, 5)
+            time.sleep(1.5)  # in which it would be started again
+            assert engine.restarted == version - 1
+    finally:
+        engine.close()
+
+
 def test_weights_that_are_not_kept_end_the_engine(restarted, caplog):
     def lost():
         raise EngineDied("weights that were pushed within the GPU are not kept")

@@ -163,7 +163,7 @@ class VLLMEngine(RolloutEngine):
         """See :meth:`RolloutEngine.sleep`."""
         if self._sleeps:
             self._running.results([self._running.command("sleep")], "the engine to free its GPU memory")
-            self._asleep = True
+            self._running.change_state(self._fall_asleep)
 
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
@@ -210,7 +210,7 @@ class VLLMEngine(RolloutEngine):
         if setup.processor is not None:
             setup.processor.save(setup.model)
         check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
-        self._kept, self._asleep = None, True  # it needs no weights before the first push
+        self._kept, self._needs_no_weights = None, True  # before the first push
         self._vocabulary = vocabulary_of(setup.model)
         restarts = Restarts(self._state, self._check_response, self._max_restarts, self._silent_seconds)
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log, restarts)
@@ -228,7 +228,7 @@ class VLLMEngine(RolloutEngine):
             raise EngineDied("weights that were pushed within the GPU are not kept")
         new = self._sent_images.all(list(self._generating.values()))
         images = [{"kind": "images", "new": new, "dropped": []}] if new else []
-        if self._asleep:
+        if self._needs_no_weights:
             return images
         if self._kept is None:
             return None
@@ -330,7 +330,10 @@ class VLLMEngine(RolloutEngine):
         self._load("load", weights=weights, version=version)
 
     def _forget_weights(self) -> None:
-        self._kept, self._asleep = None, False
+        self._kept, self._needs_no_weights = None, False
+
+    def _fall_asleep(self) -> None:
+        self._forget_weights()  # so that no process is started before the next push, with memory that the trainer uses
 
     def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
         """Push weights through buffers on the GPUs; return False, before any is read, if the engine cannot map them."""

@@ -10,6 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,8 @@ class SharedMemory:
         self.bytes = self.bytes[: self._end]
 
     def _unlock(self) -> None:
+        if self._pieces:
+            torch.cuda.synchronize()  # the GPU may still copy to them
         for piece in self._pieces:
             torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
         self._pieces.clear()
@@ -307,6 +310,8 @@ def page_lock(memory: Tensor) -> bool:
     """Lock mapped memory, so that a GPU copies to it at the full speed of the bus; return whether this worked."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
+        with suppress(RuntimeError):  # CUDA reports an error again with the next kernel
+            torch.ones(1, device="cuda")
         log.warning(
             "Weights are pushed through pageable memory, because CUDA could not lock it (error %d).", int(error)
         )

@@ -154,6 +154,7 @@ class WeightPush:
         self.transport = transport
         self._has_images = has_images
         self._connected = set[VLLMServer]()
+        self._updating = set[VLLMServer]()  # which have begun an update and not finished it
         self._threads = DaemonThreads(_THREADS, "weight push")
 
     def __call__(
@@ -202,8 +203,6 @@ class WeightPush:
         finally:  # also after an interrupt: a server may be shared, and must not stay paused
             if begun:
                 for server in servers:
-                    if server in failed:
-                        self.disconnect(server)
                     try:
                         self.resume(server)
                     except (RuntimeError, ValueError) as error:  # it may still be paused
@@ -217,15 +216,20 @@ class WeightPush:
     def _each(
         self, servers: Sequence[VLLMServer], action: Callable[[VLLMServer], None], failed: dict[VLLMServer, EngineDied]
     ) -> None:
-        """Call an action for each server that has not failed; add those that fail."""
+        """Call an action for each server that has not failed; add those that fail.
+
+        They are disconnected at once: a transfer on a GPU to a server that does not receive it would delay all others.
+        """
         remaining = [server for server in servers if server not in failed]
         submit = self._threads.submit if self.transport.at_once and len(remaining) > 1 else _called
         results = [(server, submit(action, server)) for server in remaining]
         errors = [(server, error) for server, result in results if (error := result.exception()) is not None]
         for server, error in errors:
+            self.disconnect(server)
+            failed[server] = error if isinstance(error, EngineDied) else EngineDied(str(error))
+        for _, error in errors:
             if not isinstance(error, EngineDied):
                 raise error
-            failed[server] = error
 
     def _begin(self, server: VLLMServer, label: str) -> None:
         # Without clear_cache, vLLM 0.32 keeps the pictures; the caches that depend on weights are emptied below.
@@ -238,14 +242,18 @@ class WeightPush:
         if server not in self._connected:
             self.transport.connect(server)
             self._connected.add(server)
+        is_active = False
         try:
             _confirmed(server, "/start_weight_update")
         except EngineDied as error:
             if _ALREADY_ACTIVE not in str(error):
                 raise
-            # An earlier push did not finish: end its update, whose weights are replaced now.
+            is_active = True
+        if is_active or server in self._updating:
+            # An earlier push did not finish: end its update, of whose weights vLLM may have counted some.
             _confirmed(server, "/finish_weight_update")
             _confirmed(server, "/start_weight_update")
+        self._updating.add(server)
 
     def _finish(self, server: VLLMServer, label: str) -> None:
         # Before the update is finished, because the cache has values of the old weights.
@@ -257,6 +265,7 @@ class WeightPush:
         if self._has_images:
             server.post("/reset_encoder_cache")
         _confirmed(server, "/finish_weight_update", {"weight_version": label})
+        self._updating.discard(server)
 
     def disconnect(self, server: VLLMServer) -> None:
         """Discard the connection to a server that has ended."""
@@ -291,7 +300,7 @@ def _called(action: Callable[[VLLMServer], None], server: VLLMServer) -> Future[
     try:
         action(server)
         future.set_result(None)
-    except EngineDied as error:
+    except (RuntimeError, ValueError) as error:  # read by the caller
         future.set_exception(error)
     return future
 

@@ -40,6 +40,7 @@ class KLControl(Callback):
         """Restore the coefficient of the checkpoint."""
         if self._restored is not None:
             pl_module.kl_coef = self._restored
+            self._restored = None
         self._coef = pl_module.kl_coef
 
     def on_train_batch_end(

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.compat import is_taking_snapshot
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import EngineDied, UsageError
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
@@ -254,17 +254,9 @@ class RolloutLoop(Callback):
                 checkpoint[_REQUESTS] = ahead.snapshot_state()
 
     def complete_snapshot(self, checkpoint: dict[str, Any]) -> None:
-        """Wait for the requested responses and add them to the last checkpoint that was not written at once.
-
-        If the engine has ended, the checkpoint has none, and a resumed run requests them again.
-        """
+        """Wait for the requested responses and add them to the last checkpoint that was not written at once."""
         if (ahead := self.parts.ahead) is not None:
-            try:
-                checkpoint[_REQUESTS] = ahead.snapshot_state()
-            except EngineDied:
-                log.warning(
-                    "The checkpoint has no responses for later steps: the engine ended before they were finished."
-                )
+            checkpoint[_REQUESTS] = ahead.snapshot_state()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
         """Store the responses for later steps."""

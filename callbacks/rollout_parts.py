@@ -110,7 +110,7 @@ def make_parts(
     checks = PushChecks(sampler, module, settings.check_rows, settings.max_logprob_diff)
     restored = RestoredCompletions()
     sampled = RolloutSource(
-        sampler=RestoringSampler(sampler, restored) if settings.max_staleness else sampler,
+        sampler=RestoringSampler(sampler, restored, engine.engine) if settings.max_staleness else sampler,
         sampling=Sampling(settings.group_size, settings.temperature),
         executor=executor,
         weights=weights,

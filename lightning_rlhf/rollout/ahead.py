@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,16 @@ from lightning_rlhf.data.image_parts import converted_images, images_of
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.clock import Clock
+from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import Generation, OnFinished
+from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.sampler import Sampler, Sampling
 from lightning_rlhf.rollout.source import Request, Requests, SampledRollout, Source
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch
 
+log = logging.getLogger(__name__)
 _Prompt = tuple[int, int, float, int]  # step, responses per prompt, temperature, number of the prompt in the data
 Upcoming = Callable[[], Iterable[tuple[int, PromptBatch]]]
 
@@ -121,10 +125,20 @@ class Ahead:
         self._snapshot = self.restored.parts, self._all()
 
     def snapshot_state(self) -> list[dict[str, Any]]:
-        """Wait for the requests of the last snapshot; return their completions as values and tensors. All ranks."""
+        """Wait for the requests of the last snapshot; return their completions as values and tensors. All ranks.
+
+        If the requests of a rank fail, there are none of them, and a resumed run sends them again.
+        """
         parts, requests = self._snapshot
-        packed = ranks.from_all_ranks([_packed(request) for request in requests])
-        return [*parts, *(part for of_rank in packed for part in of_rank)]
+        own: list[dict[str, Any]] | None = None
+        try:
+            own = [_packed(request) for request in requests]
+        except (RuntimeError, ValueError) as error:  # raised again by the step that uses the responses
+            log.warning("The checkpoint has no responses for later steps, because their generation failed: %s", error)
+        packed = ranks.from_all_ranks(own)
+        if None in packed:
+            return parts
+        return [*parts, *(part for of_rank in packed for part in of_rank or [])]
 
 
 @dataclass
@@ -133,21 +147,39 @@ class RestoredCompletions:
 
     Attributes:
         parts: completions as in the checkpoint, the same for all ranks, without those of steps that were requested.
+        steps: steps of which the checkpoint has completions.
     """
 
     parts: list[dict[str, Any]] = field(default_factory=list)
+    steps: frozenset[int] = frozenset()
     _by_prompt: dict[_Prompt, list[Completion]] = field(default_factory=dict)
 
     def load(self, parts: list[dict[str, Any]]) -> None:
         """Store the completions of a checkpoint."""
         self.parts = parts
+        self.steps = frozenset(part["step"] for part in parts)
         self._by_prompt = {key: completions for part in parts for key, completions in _unpacked(part)}
 
-    def pop(self, step: int, prompts: PromptBatch, sampling: Sampling) -> list[Completion] | None:
-        """Return the completions for a request and forget them; None if the checkpoint does not have all of them."""
+    def pop(
+        self, step: int, prompts: PromptBatch, sampling: Sampling, group: RankGroup | None = None
+    ) -> list[Completion] | None:
+        """Return the completions for a request and forget them; None if the checkpoint does not have all of them.
+
+        Args:
+            step: step of the request.
+            prompts: prompts of this rank, possibly none.
+            sampling: sampling of the request.
+            group: ranks that must all have theirs, because they send requests together.
+        """
+        if step not in self.steps:
+            return None
         self.parts = [part for part in self.parts if part["step"] != step]
         keys = [(step, sampling.samples, sampling.temperature, index) for index in prompts.indices]
-        if not all(key in self._by_prompt for key in keys):
+        has_all = all(key in self._by_prompt for key in keys)
+        if group is not None:
+            of_ranks = group.gather(has_all)
+            has_all = group.run_on_first(lambda: all(of_ranks))
+        if not has_all:
             return None
         return [completion for key in keys for completion in self._by_prompt.pop(key)]
 
@@ -163,10 +195,12 @@ class RestoringSampler:
     Args:
         sampler: sampler of the run.
         restored: completions of a checkpoint.
+        engine: engine of the run, whose ranks send requests together.
     """
 
     sampler: Sampler
     restored: RestoredCompletions
+    engine: RolloutEngine
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -188,7 +222,7 @@ class RestoringSampler:
         in_background: bool = False,
     ) -> Generation:
         """See :meth:`Sampler.start`."""
-        completions = self.restored.pop(step, prompts, sampling)
+        completions = self.restored.pop(step, prompts, sampling, self.engine.group)
         if completions is not None:
             return RestoredGeneration(lambda: completions)
         return self.sampler.start(

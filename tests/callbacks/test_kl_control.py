@@ -47,6 +47,15 @@ def test_coefficient_follows_the_rule_for_the_responses_of_all_ranks():
     assert module.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 0.8), rel=1e-12)
 
 
+def test_second_fit_continues_with_the_coefficient_of_the_first():
+    module = a_module()
+    control = begun(module, {"kl_coef": 0.3})
+    step(control, module, 4.0)
+    coef = module.kl_coef
+    control.on_train_start(None, module)
+    assert module.kl_coef == coef != 0.3
+
+
 def test_resumed_run_continues_like_an_uninterrupted_run():
     measured = [4.0, 0.3, 2.2, 1.9, 7.0]
     undisturbed, resumed = a_module(), a_module()

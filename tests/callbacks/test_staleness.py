@@ -12,10 +12,11 @@ from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.engine_comparison import PushChecks, shortened
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.expected_errors import EngineDied
+from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.ahead import RestoredCompletions
 from lightning_rlhf.rollout.engine import EngineTraits, finished
 from lightning_rlhf.rollout.generation import Generation
 from lightning_rlhf.rollout.sampler import Sampling
@@ -413,10 +414,11 @@ def test_resumed_run_trains_on_the_responses_requested_before_the_checkpoint(run
     assert len({str(item) for item in whole}) == 7
 
 
-def test_run_with_an_ended_engine_is_saved_without_the_responses(run, caplog):
+@pytest.mark.parametrize("error", [EngineDied("it ended"), RunError("it ended"), ValueError("it ended")])
+def test_run_whose_requests_failed_is_saved_without_the_responses(run, caplog, error):
     class Ended(Generation):
         def completions(self):
-            raise EngineDied("it ended")
+            raise error
 
     made = run(loop={"max_staleness": 1}, trainer={"max_steps": 1}).fit()
     prompts = PromptBatch([0], [[3]], ["a"], {})
@@ -424,8 +426,42 @@ def test_run_with_an_ended_engine_is_saved_without_the_responses(run, caplog):
     made.loop.parts.ahead.take_snapshot()
     checkpoint = {}
     made.loop.complete_snapshot(checkpoint)
-    assert checkpoint == {}
-    assert "The checkpoint has no responses for later steps: the engine ended" in caplog.text
+    assert checkpoint == {"lightning_rlhf_requests": []}
+    assert "The checkpoint has no responses for later steps, because their generation failed: it ended" in caplog.text
+    checkpoint = {}
+    made.loop.on_save_checkpoint(made.trainer, made.module, checkpoint)  # a save that is due
+    assert checkpoint == {"lightning_rlhf_requests": []}
+
+
+@pytest.mark.parametrize("others_have_all", [True, False])
+def test_ranks_that_request_together_use_completions_of_a_checkpoint_together(others_have_all):
+    class Group:
+        asked = 0
+
+        def gather(self, value):
+            self.asked += 1
+            return [value, others_have_all]
+
+        def run_on_first(self, action):
+            return action()
+
+    group, restored, sampling = Group(), RestoredCompletions(), Sampling(1, 1.0)
+    restored.steps = frozenset({3})
+    restored._by_prompt = {(3, 1, 1.0, index): [Completion([index], [0.0], "stop", 2)] for index in (5, 6)}
+
+    def popped(step, *indices):
+        prompts = PromptBatch(list(indices), [[1]] * len(indices), ["a"] * len(indices), {})
+        completions = restored.pop(step, prompts, sampling, group)
+        return completions and [completion.token_ids[0] for completion in completions]
+
+    assert popped(4, 5) is None  # a step of which the checkpoint has none, without a question to others
+    assert popped(4) is None
+    assert group.asked == 0
+    assert popped(3) == ([] if others_have_all else None)  # a rank without prompts takes part
+    assert popped(3, 5, 6) == ([5, 6] if others_have_all else None)
+    restored._by_prompt.clear()
+    assert popped(3, 5) is None
+    assert group.asked == 3
 
 
 # -- errors and warnings ------------------------------------------------------------------------------------------

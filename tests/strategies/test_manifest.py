@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,25 @@ def test_last_finished_version_is_used_and_others_are_removed(path):
     written(path, number=2)
     assert manifest.verified(path).name == "v000002"
     assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002"]
+
+
+def test_versions_that_cannot_be_removed_end_no_save(path, monkeypatch, caplog):
+    rmtree = shutil.rmtree
+
+    def fail_for_first(folder, **options):
+        if Path(folder).name == "v000001":
+            raise OSError(39, "Directory not empty")
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", fail_for_first)
+    for number in (2, 3):
+        written(path, number=number)
+        assert manifest.verified(path).name == f"v00000{number}"
+    assert "v000001" in {entry.name for entry in path.iterdir()}
+    assert "could not be removed yet: [Errno 39] Directory not empty" in caplog.text
+    monkeypatch.undo()
+    written(path, number=4)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000004"]
 
 
 def test_unfinished_version_is_ignored_and_removed_by_the_next_save(path):

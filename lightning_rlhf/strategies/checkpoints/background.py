@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
+
+_TIMEOUT = timedelta(days=1)  # a copy to another machine has no time limit; dead ranks are detected
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,20 @@ class BackgroundSave:
         Args:
             work: function that uses only the collectives in :mod:`lightning_rlhf.strategies.ranks`.
         """
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "checkpoint")
-            # A separate group, because the thread's collectives must not mix with those of training.
-            if ranks.is_distributed():
-                self._group = dist.new_group(backend="gloo")
-            else:
-                self._group = None
+        self._executor = self._executor or ThreadPoolExecutor(1, "checkpoint")
+        group = self.group()
         # warnings.catch_warnings affects all threads, so the thread cannot use it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        self._running = self._executor.submit(self._run, work)
+        self._running = self._executor.submit(self._run, work, group)
+
+    def group(self) -> Any:
+        """Return the group of the thread's collectives, which must not mix with those of training. All ranks.
+
+        The ranks wait for copies to and from other machines in it, which may take hours.
+        """
+        if self._group is None and ranks.is_distributed():
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        return self._group
 
     def finish(self, wait: bool = True) -> None:
         """Wait for the function and raise its error.
@@ -70,8 +77,8 @@ class BackgroundSave:
             running, self._running = self._running, None
             running.result()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        with ranks.over(self._group):
+    def _run(self, work: Callable[[], None], group: Any) -> None:
+        with ranks.over(group):
             work()
 
 

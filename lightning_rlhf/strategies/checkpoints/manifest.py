@@ -78,7 +78,7 @@ def is_empty(path: Path) -> bool:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the files of interrupted saves.
+    """Remove the files of interrupted saves; log those that cannot be removed, because a reader may have them open.
 
     Nothing is removed without a readable manifest, because any version may then be the current one.
 
@@ -93,7 +93,10 @@ def remove_leftovers(path: Path) -> None:
         return
     for folder in path.iterdir():
         if _VERSION.fullmatch(folder.name) and folder.name not in versions:
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                log.warning("An earlier version of %s could not be removed yet: %s", path, error)
     (path / f"{NAME}.new").unlink(missing_ok=True)
     (path / _FIRST).unlink(missing_ok=True)
 
@@ -162,10 +165,7 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
         earlier = _newest(_earlier(version.parent), keep - 1)
         content = {"format": _FORMAT, "version": version.name, "step": step, "files": files, "earlier": earlier}
         write(version.parent, content)
-        try:
-            remove_leftovers(version.parent)
-        except OSError as error:  # not fatal: the new version is published; a reader may have the old one open
-            log.warning("An earlier version of %s could not be removed yet: %s", version.parent, error)
+        remove_leftovers(version.parent)
 
     ranks.on_first_rank(finish)
 

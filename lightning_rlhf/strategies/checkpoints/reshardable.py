@@ -97,7 +97,8 @@ class ReshardableCheckpoints:
             version = manifest.begin(path, options.above)
             for name in self._owner.trained_roles:
                 write_role(version / name, self._checked_state(name))
-            _finish(rest, version, options, checkpoint["global_step"])
+            with ranks.over(self._background.group()):
+                _finish(rest, version, options, checkpoint["global_step"])
             return
         # Copy everything that training changes before it continues.
         states = {name: self._checked_state(name) for name in self._owner.trained_roles}
@@ -141,11 +142,16 @@ class ReshardableCheckpoints:
         if not remote.is_url(checkpoint_path):
             return self._load(Path(checkpoint_path))
         folder = Path(self._owner.trainer.default_root_dir) / "checkpoints" / _FETCHED
-        ranks.on_first_rank(lambda: remote.download(str(checkpoint_path), folder))
+        with ranks.over(self._background.group()):
+            ranks.on_first_rank(lambda: remote.download(str(checkpoint_path), folder))
         try:
-            return self._load(folder)
-        finally:
-            ranks.on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+            state = self._load(folder)
+        except BaseException:  # perhaps of one rank, while the others are in collectives
+            if ranks.rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        ranks.on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+        return state
 
     def _load(self, path: Path) -> dict[str, Any]:
         version = manifest.verified(path)
@@ -267,5 +273,5 @@ def _finish(rest: dict[str, Any] | bytes, version: Path, options: SaveOptions, s
 
     ranks.on_first_rank(write)
     manifest.publish(version, options.keep, step)
-    if options.published is not None and ranks.rank() == 0:
-        options.published(version)
+    if (published := options.published) is not None:
+        ranks.on_first_rank(lambda: published(version))

@@ -127,15 +127,15 @@ class Ahead:
     def snapshot_state(self) -> list[dict[str, Any]]:
         """Wait for the requests of the last snapshot; return their completions as values and tensors. All ranks.
 
-        If the requests of a rank fail, there are none of them, and a resumed run sends them again.
+        If the requests of a rank fail, the result lacks those of all ranks, and a resumed run sends them again.
         """
         parts, requests = self._snapshot
-        own: list[dict[str, Any]] | None = None
+        completed: list[dict[str, Any]] | None = None
         try:
-            own = [_packed(request) for request in requests]
+            completed = [_packed(request) for request in requests]
         except (RuntimeError, ValueError) as error:  # raised again by the step that uses the responses
             log.warning("The checkpoint has no responses for later steps, because their generation failed: %s", error)
-        packed = ranks.from_all_ranks(own)
+        packed = ranks.from_all_ranks(completed)
         if None in packed:
             return parts
         return [*parts, *(part for of_rank in packed for part in of_rank or [])]

@@ -436,10 +436,10 @@ def test_run_whose_requests_failed_is_saved_without_the_responses(run, caplog, e
 @pytest.mark.parametrize("others_have_all", [True, False])
 def test_ranks_that_request_together_use_completions_of_a_checkpoint_together(others_have_all):
     class Group:
-        asked = 0
+        calls = 0
 
         def gather(self, value):
-            self.asked += 1
+            self.calls += 1
             return [value, others_have_all]
 
         def run_on_first(self, action):
@@ -456,12 +456,12 @@ def test_ranks_that_request_together_use_completions_of_a_checkpoint_together(ot
 
     assert popped(4, 5) is None  # a step of which the checkpoint has none, without a question to others
     assert popped(4) is None
-    assert group.asked == 0
+    assert group.calls == 0
     assert popped(3) == ([] if others_have_all else None)  # a rank without prompts takes part
     assert popped(3, 5, 6) == ([5, 6] if others_have_all else None)
     restored._by_prompt.clear()
     assert popped(3, 5) is None
-    assert group.asked == 3
+    assert group.calls == 3
 
 
 # -- errors and warnings ------------------------------------------------------------------------------------------

@@ -80,8 +80,7 @@ class SharedEngine(RolloutEngine):
             if len(hosts) > 1:
                 raise UsageError(
                     f"the {self._ranks} ranks of a shared engine must be on one machine, but they are on "
-                    f"{', '.join(hosts)}: use fewer ranks, or vLLM servers, that is VLLMServerEngine with ranks: "
-                    f"{self._ranks}"
+                    f"{', '.join(hosts)}: use fewer ranks, or vLLM servers (VLLMServerEngine with ranks: {self._ranks})"
                 )
             devices = tuple(device for _, devices in members for device in devices)
             self._engine.start(replace(setup, devices=devices, threads=self._ranks * setup.threads))

@@ -64,9 +64,9 @@ def test_fault_of_the_first_rank_raises_the_same_error_on_both():
     assert "must have equal sampling parameters" in first["sampling"]
     assert first["lives on"] == "nothing"
     assert first["three"] == "UsageError: 3 ranks cannot share an engine in a run of 2: use a divisor of 2"
-    assert (
-        first["hosts"]
-        == "UsageError: the 2 ranks of a shared engine must be on one machine, but they are on a, b: use fewer ranks"
+    assert first["hosts"] == (
+        "UsageError: the 2 ranks of a shared engine must be on one machine, but they are on a, b: use fewer ranks, or "
+        "vLLM servers (VLLMServerEngine with ranks: 2)"
     )
     assert first == second
 

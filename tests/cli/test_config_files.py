@@ -38,7 +38,7 @@ def _import_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", ["configuration", "working directory"])
 def test_class_in_the_working_directory_or_next_to_the_configuration_is_found(
     cli, config, tmp_path, monkeypatch, beside

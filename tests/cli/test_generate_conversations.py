@@ -146,6 +146,7 @@ def test_environment_settings_must_not_change(converse):
     assert "environment was" in error
 
 
+@pytest.mark.slow
 def test_stop_tokens_of_the_run_end_turns(converse, tiny_export):
     tokenizer = AutoTokenizer.from_pretrained(tiny_export)
     letter = "a"

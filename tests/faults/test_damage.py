@@ -105,7 +105,7 @@ def finished_run(undisturbed, tmp_path_factory):
     return directory, config, {path: path.read_bytes() for path in (directory / LAST).rglob("*") if path.is_file()}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_command_reports_file_and_reason_and_changes_nothing(forge, finished_run, damage, message):
     directory, config, whole = finished_run

@@ -81,7 +81,7 @@ def resumed(forge, begun, directory, config):
     return forge.attempt(directory, config, resume="last"), output(directory)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [*REJECTED])
 def test_changes_that_would_repeat_or_lose_rows_are_rejected(forge, begun, tmp_path, change):
     config, message = REJECTED[change]
@@ -106,7 +106,7 @@ def test_changed_data_are_accepted_by_choice_with_one_line_each(forge, begun, tm
     assert f"Since the checkpoint: {message}." in output
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [name if name in ("temperature", "reward") else pytest.param(name, marks=pytest.mark.slow) for name in WARNED],

@@ -479,6 +479,7 @@ def test_worker_that_was_never_ready_is_not_started_again(tmp_path, monkeypatch)
     engine.close()
 
 
+@pytest.mark.slow
 def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
     engine = restarted(silent_seconds=1.5)
     reply = engine.generate([request(*[1] * 30)])[0]
@@ -624,6 +625,7 @@ def test_weights_are_not_replaced_before_a_worker_that_was_started_again_has_loa
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_engine_that_dies_asleep_is_started_again_with_the_next_push(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -43,6 +43,7 @@ def test_message_gives_the_largest_term_and_the_smallest_number():
     assert message.endswith(f"; with rlhf_fsdp, the smallest number of GPUs that it fits on is {number}")
 
 
+@pytest.mark.slow
 def test_message_has_the_settings_to_change_first():
     whole = run("rlhf_ddp", work=replace(WORK, micro_batch_tokens=16 * 2048), capacity=40)
     settings, changed = first_changes(whole, 16)

@@ -57,9 +57,9 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         heads          R(c tokens (a + k + v + o)) per layer and pass, 2 with a backward pass, 3 with checkpointing
 
     where r are the elements outside the layers, which FSDP keeps between the passes (all with reshard_after_forward:
-    false, none with true), and a, k, v, o the widths of all
-    heads' queries, keys, values and outputs. See Rajbhandari et al. 2020, section 7; for tensors, Korthikanti et al.
-    2022, section 4.2; for heads, Jacobs et al. 2023, section 3.2. The padding of shards is sent too and is counted;
+    false, none with true), and a, k, v, o the widths of all heads' queries, keys, values and outputs. See Rajbhandari
+    et al. 2020, section 7; for tensors, Korthikanti et al. 2022, section 4.2; for heads, Jacobs et al. 2023, section
+    3.2. The padding of shards is sent too and is counted;
     gradient norms, metrics and scores are not.
 
     Args:

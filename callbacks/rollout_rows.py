@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.chat import common_prefix
+from lightning_rlhf.data.messages import common_prefix
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.types import ConversationRecord, Experience, PromptBatch, Rollout
 

@@ -572,16 +572,23 @@ class SequenceBatch(TensorBatch):
         lengths: (B,) int64, at least 1.
         loss_mask: (B, L) bool, True on tokens to predict; never on the first token or on padding.
         images: (B, K) int64, numbers of each text's images in their order, padded by -1; None without images.
+        text_starts: (B, L) bool, True at the first token of each further text of a row, which is computed without the
+            tokens before it; None if each row is one text.
+        shared: (B,) int64, number of first tokens that the texts of a row have in common; None if each row is one text.
     """
 
     input_ids: Tensor
     lengths: Tensor
     loss_mask: Tensor
     images: Tensor | None = None
+    text_starts: Tensor | None = None
+    shared: Tensor | None = None
 
     def __post_init__(self) -> None:
         expect_shape("SequenceBatch.lengths", self.lengths, self.input_ids.shape[:1])
         expect_shape("SequenceBatch.loss_mask", self.loss_mask, self.input_ids.shape)
+        if self.text_starts is not None:
+            expect_shape("SequenceBatch.text_starts", self.text_starts, self.input_ids.shape)
 
     @property
     def total_lengths(self) -> Tensor:

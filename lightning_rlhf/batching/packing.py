@@ -43,7 +43,8 @@ class Packing:
         prompt_starts: (B,) int64, place in the row at which the prompt of each text begins.
         response_starts: (B,) int64, place in the row at which the rest of each text begins.
         ends: (B,) int64, last position of each text.
-        padded_index: (B, L) int64, place of each token of the texts, if they are in padded rows; None: in one row.
+        padded_index: (B, L) int64, place of each token of the texts, if they are in padded rows or rows have several
+            texts; None: the places follow from ``shared``, ``prompt_starts`` and ``response_starts``.
         width: width of the padded rows; None: one row.
     """
 
@@ -111,6 +112,59 @@ def pack_texts(
     """
     rows = len(lengths)
     return pack_responses(lengths, [0] * rows, range(rows), width, device=device, breaks=breaks)
+
+
+def pack_turns(
+    lengths: Sequence[int],
+    breaks: Sequence[Sequence[int]],
+    shared: Sequence[int],
+    width: int,
+    device: torch.device | str = "cpu",
+) -> Packing:
+    """Lay out rows of several texts; the first tokens that all texts of a row have in common are laid out once.
+
+    Args:
+        lengths: number of tokens of each of B rows, at least 1.
+        breaks: positions in each row at which a further text begins.
+        shared: number of common first tokens of the texts of each row, less than any text has.
+        width: L, the width of the padded rows.
+        device: device of the result.
+    """
+    texts = [list(itertools.pairwise([0, *inner, lengths[row]])) for row, inner in enumerate(breaks)]
+    common = [shared[row] if len(parts) > 1 else 0 for row, parts in enumerate(texts)]
+    # Pairs of a row and the places in it of a part that is laid out; without common tokens, each text is a prompt.
+    prompts = [
+        (row, first, first + common[row] if common[row] else last)
+        for row, parts in enumerate(texts)
+        for first, last in (parts[:1] if common[row] else parts)
+    ]
+    responses = [
+        [(row, first + common[row], last) for first, last in texts[row]] if common[row] else [] for row, *_ in prompts
+    ]
+    parts = [*prompts, *itertools.chain(*responses)]
+    starts = itertools.accumulate((last - first for _, first, last in parts), initial=0)
+    index = torch.zeros(len(lengths), width, dtype=torch.int64)
+    positions = []
+    for (row, first, last), start in zip(parts, starts, strict=False):
+        text = max(place for place, _ in texts[row] if place <= first)
+        positions.append(torch.arange(first - text, last - text))
+        copies = [place for place, _ in texts[row]] if common[row] and first == 0 else [first]
+        for copy in copies:
+            index[row, copy : copy + last - first] = torch.arange(start, start + last - first)
+    none = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    return Packing(
+        lengths=PackedLengths(
+            tuple(last - first for _, first, last in prompts),
+            tuple(tuple(last - first for _, first, last in of_prompt) for of_prompt in responses),
+        ),
+        tokens=torch.cat([torch.arange(first, last) + row * width for row, first, last in parts]).to(device),
+        positions=torch.cat(positions).unsqueeze(0).to(device),
+        shared=none,
+        prompt_starts=none,
+        response_starts=none,
+        ends=torch.tensor(lengths, device=device) - 1,
+        padded_index=index.to(device),
+    )
 
 
 def pack_responses(

@@ -69,7 +69,12 @@ def concat_texts(texts: Sequence[SequenceBatch]) -> SequenceBatch:
     ids = torch.cat([widened(batch.input_ids) for batch in texts])
     masks = torch.cat([widened(batch.loss_mask) for batch in texts])
     images = [batch.images for batch in texts if batch.images is not None]
-    return SequenceBatch(ids, lengths, masks, torch.cat(images) if images else None)
+    batch = SequenceBatch(ids, lengths, masks, torch.cat(images) if images else None)
+    if all(part.text_starts is None for part in texts):
+        return batch
+    starts = [torch.zeros_like(part.loss_mask) if part.text_starts is None else part.text_starts for part in texts]
+    shared = [torch.zeros_like(part.lengths) if part.shared is None else part.shared for part in texts]
+    return dataclasses.replace(batch, text_starts=torch.cat(list(map(widened, starts))), shared=torch.cat(shared))
 
 
 def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceBatch:
@@ -87,18 +92,26 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
     next_row = torch.empty_like(order)
     next_row[order] = order.roll(-1)
     starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
-    longest = int(texts.lengths.max())
+    ends = _first_texts(texts)
+    longest = int(ends.max())
     rows, masks = [], []
     for position in batch.position.tolist():
         index = int((positions == position).nonzero())
         other = int(next_row[index])
         prompt_tokens, other_start = int(starts[index]), int(starts[other])
-        response = slice(other_start, min(int(texts.lengths[other]), other_start + longest - prompt_tokens))
+        response = slice(other_start, min(int(ends[other]), other_start + longest - prompt_tokens))
         rows.append([*texts.input_ids[index, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
         masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
     ids, lengths = pad_right(rows)
     mask, _ = pad_right(masks)
     return SequenceBatch(ids, lengths, mask.bool(), batch.texts.images).to(batch.position.device)
+
+
+def _first_texts(texts: SequenceBatch) -> Tensor:
+    """Return (B,) the number of tokens of the first text of each row."""
+    if texts.text_starts is None:
+        return texts.lengths
+    return torch.where(texts.text_starts.any(dim=1), texts.text_starts.long().argmax(dim=1), texts.lengths)
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Message, holds_messages
 from lightning_rlhf.data.columns import Fields
-from lightning_rlhf.data.image_parts import images_of
+from lightning_rlhf.data.image_parts import images_of, text_of_content
 from lightning_rlhf.data.lengths import cut
+from lightning_rlhf.data.messages import Message, common_prefix, holds_messages
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.turns import TokenizedText, tokenize_turns
 from lightning_rlhf.images.store import ImageStore
 from lightning_rlhf.types import SequenceBatch
 
 
 class MaskedText(NamedTuple):
-    """A tokenized text with its loss mask.
+    """The tokens of a row with their loss mask; a conversation can be several texts, one for each turn to learn.
 
     Args:
-        ids: token ids.
-        loss_mask: True for each token of an answer; always False for the first token.
-        images: numbers of the prompt's images among those of the data.
+        ids: token ids; of several texts, one behind the other.
+        loss_mask: True for each token of an answer; always False for the first token of a text.
+        images: numbers of the texts' images among those of the data.
+        starts: indices at which further texts begin.
     """
 
     ids: list[int]
     loss_mask: list[bool]
     images: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
         """Index of the first token of an answer."""
         return self.loss_mask.index(True)
+
+    @property
+    def texts(self) -> list[TokenizedText]:
+        """The tokens and the loss mask of each text."""
+        bounds = itertools.pairwise([0, *self.starts, len(self.ids)])
+        return [(self.ids[first:last], self.loss_mask[first:last]) for first, last in bounds]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text."""
+        return max(len(ids) for ids, _ in self.texts)
+
+    @property
+    def shared(self) -> int:
+        """Number of first tokens that all texts have in common, none of them to learn; 0 for one text or with images.
+
+        Attention to the tokens of an image is computed for each text.
+        """
+        texts = self.texts
+        if len(texts) < 2 or self.images:
+            return 0
+        common = min(common_prefix(texts[0][0], ids) for ids, _ in texts)
+        return min(common, *(mask.index(True) for _, mask in texts))
+
+    @classmethod
+    def joined(cls, texts: Sequence[TokenizedText], images: tuple[int, ...] = ()) -> MaskedText:
+        """Return a row of texts."""
+        starts = itertools.accumulate(len(ids) for ids, _ in texts[:-1])
+        chain = itertools.chain.from_iterable
+        return cls(list(chain(ids for ids, _ in texts)), list(chain(mask for _, mask in texts)), images, tuple(starts))
 
 
 class AnswersDataModule(RowsDataModule):
@@ -41,7 +77,9 @@ class AnswersDataModule(RowsDataModule):
     def mask_row(self, fields: Fields) -> MaskedText:
         """Tokenize a row's prompt and completion, or its conversation, without a length limit."""
         if "messages" in fields:
-            return self.mask_messages(fields, self.messages(fields, "messages", "conversation"), "conversation")
+            messages = self.messages(fields, "messages", "conversation")
+            self._check_prompt_within(fields, messages)
+            return self.mask_messages(fields, messages, "conversation")
         if holds_messages(fields["completion"]):
             markers = self.text_messages is not None and self.text_messages.markers is not None
             has_prompt = markers and "prompt" not in fields  # the text contains the prompt too
@@ -55,6 +93,19 @@ class AnswersDataModule(RowsDataModule):
         rendered = self.prompt_of(fields)
         masked = self.mask_text(self.tokenize(rendered.text), text)
         return masked._replace(images=self.number_images(rendered.images))
+
+    @staticmethod
+    def _check_prompt_within(fields: Fields, messages: Sequence[Message]) -> None:
+        """Check that a text prompt beside a conversation is a part of it."""
+        prompt = fields.get("prompt")
+        texts = [text_of_content(message["content"]) for message in messages]
+        if isinstance(prompt, str) and not any(prompt.strip() in text for text in texts):
+            column, other = fields.names["prompt"], fields.names["messages"]
+            raise BadRow(
+                f"the column {other!r} has a conversation without the text of the column {column!r}; to leave one of them "
+                f"out, set data.init_args.columns: {{{column}: null}} or {{{other}: null}}",
+                f"the prompt in the column {column!r} is not in the conversation",
+            )
 
     def mask_text(self, prompt_ids: list[int], answer: str) -> MaskedText:
         """Concatenate a prompt, an answer and its end token; the loss mask covers the answer and its end token.
@@ -80,10 +131,14 @@ class AnswersDataModule(RowsDataModule):
             first: index of the first message that the loss mask may cover.
         """
         chat = self.chat(fields)
-        ids, loss_mask = chat.tokenize_with_mask(messages, label, first)
-        if self.tokenizer.unk_token_id in ids:
+        texts, notes = tokenize_turns(chat, messages, label, first)
+        self.note(*notes)
+        if any(self.tokenizer.unk_token_id in ids for ids, _ in texts):
             self.note_unknown(chat.render(messages, label))
-        return MaskedText(ids, loss_mask, self.number_images(images_of(messages)))
+        images = self.number_images(images_of(messages))
+        if images and len(texts) > 1:
+            raise BadRow(f"the {label} has images, and the chat template needs a text of its own for each turn to learn")
+        return MaskedText.joined(texts, images)
 
     def fit_text(self, text: MaskedText, label: str) -> MaskedText:
         """Return the text, cut to ``max_tokens`` if it is longer and ``too_long`` is a cut.
@@ -91,18 +146,23 @@ class AnswersDataModule(RowsDataModule):
         Raises:
             BadRow: the text is too long and ``too_long`` is not a cut, or the cut leaves no token of the answer.
         """
-        excess = self.excess(len(text.ids), label, has_images=bool(text.images))
-        if not excess:
+        if not self.excess(text.longest, label, has_images=bool(text.images)):
             return text
-        ids, loss_mask = cut(text.ids, excess, self.too_long), cut(text.loss_mask, excess, self.too_long)
-        loss_mask[0] = False  # the first token is not predicted from another token
-        if not any(loss_mask):
+        return MaskedText.joined([self._fit(ids, loss_mask, label) for ids, loss_mask in text.texts])
+
+    def _fit(self, ids: list[int], loss_mask: list[bool], label: str) -> TokenizedText:
+        excess = self.excess(len(ids), label)
+        if not excess:
+            return ids, loss_mask
+        fitted, mask = cut(ids, excess, self.too_long), cut(loss_mask, excess, self.too_long)
+        mask[0] = False  # the first token is not predicted from another token
+        if not any(mask):
             raise BadRow(
-                f"{label} has {len(text.ids)} tokens; cutting it to {self.max_tokens} leaves no token of the answer",
+                f"{label} has {len(ids)} tokens; cutting it to {self.max_tokens} leaves no token of the answer",
                 "the cut leaves no token of the answer",
             )
         self.count_cut(label)
-        return MaskedText(ids, loss_mask)
+        return fitted, mask
 
 
 def sequences(texts: Sequence[MaskedText], store: ImageStore | None = None) -> SequenceBatch:
@@ -115,4 +175,10 @@ def sequences(texts: Sequence[MaskedText], store: ImageStore | None = None) -> S
     ids, lengths = pad_right([text.ids for text in texts])
     loss_mask, _ = pad_right([text.loss_mask for text in texts])
     images = None if store is None else store.rows([text.images for text in texts])
-    return SequenceBatch(ids, lengths, loss_mask.bool(), images)
+    if not any(text.starts for text in texts):
+        return SequenceBatch(ids, lengths, loss_mask.bool(), images)
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        starts[row, list(text.starts)] = True
+    shared = torch.tensor([text.shared for text in texts])
+    return SequenceBatch(ids, lengths, loss_mask.bool(), images, starts, shared)

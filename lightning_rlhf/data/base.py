@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.compat import replaces_samplers
-from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of, tool_schemas
-from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
+from lightning_rlhf.data.chat import Chat, chat_of, check_options, tool_schemas
+from lightning_rlhf.data.columns import CHANGE_TEXT, TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
+from lightning_rlhf.data.completeness import check_complete
 from lightning_rlhf.data.image_parts import MARKER, as_bad_row, given_images, images_of, with_images
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
+from lightning_rlhf.data.messages import Message, check_roles, history_messages, holds_messages, messages_of
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
 from lightning_rlhf.data.row import BadRow, Row, RowSource
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
@@ -62,11 +64,13 @@ class _RowNotes:
         cut: description of the row's cut; None if it was not cut.
         unknown: parts of the row that the tokenizer does not know, with their numbers.
         images: whether an image of the row was read.
+        others: sentences without the row's values, such as about thoughts that the chat template leaves out.
     """
 
     cut: str | None = None
     unknown: Counter[str] = field(default_factory=Counter)
     images: bool = False
+    others: set[str] = field(default_factory=set)
 
 
 _IMAGES_ADVICE = (
@@ -89,7 +93,7 @@ class RowsDataModule(LightningDataModule):
         batch_size: rows per training batch, over all ranks.
         val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
         columns: column of each field, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the
-            keys of nested values: ``{ground_truth: extra_info.answer}``.
+            keys of nested values: ``{ground_truth: extra_info.answer}``. Null leaves a column out: ``{system: null}``.
         split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
             occurrence counts.
         max_tokens: largest number of tokens of a prompt with its answer.
@@ -106,6 +110,8 @@ class RowsDataModule(LightningDataModule):
             role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
         tools: functions that the chat template describes as tools in rows without a column ``tools``: references
             ``file.py:name`` or ``module:name``.
+        roles: further names of roles in messages, with the role of each: system, developer, user, assistant or tool.
+            Names of common formats are known, such as ``human`` and ``observation``.
         images: folder and limits of the rows' images; None is the directory of the data file. Rows contain
             them in the parts of messages (``{type: image, image: ...}``), or in a column ``images``, whose places are
             parts without an image or ``<image>`` in texts. The tokenizer must be that of a vision-language model.
@@ -123,7 +129,7 @@ class RowsDataModule(LightningDataModule):
         val: Source | None = None,
         batch_size: int = 32,
         val_batch_size: int | None = None,
-        columns: dict[str, str] | None = None,
+        columns: dict[str, str | None] | None = None,
         split_after: str | None = None,
         max_tokens: int = 1024,
         too_long: TooLong = "bad_row",
@@ -134,6 +140,7 @@ class RowsDataModule(LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         as_messages: bool | dict[str, str] = False,
         tools: list[str] | None = None,
+        roles: dict[str, str] | None = None,
         images: ImageSettings | None = None,
     ) -> None:
         super().__init__()
@@ -152,7 +159,7 @@ class RowsDataModule(LightningDataModule):
         self.shuffle, self.sampler = shuffle, sampler
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         check_options(self.chat_template_kwargs)
-        self.tools = tool_schemas(tools or [])
+        self.tools, self.roles = tool_schemas(tools or []), check_roles(roles)
         if as_messages and split_after is not None:
             raise UsageError(
                 "split_after splits plain text, which as_messages converts to messages: set only one of them"
@@ -223,8 +230,9 @@ class RowsDataModule(LightningDataModule):
             examples[name], _ = use_rows(
                 source, report.name, partial(convert, report), self.on_bad_row, report=report, bad_rows=bad_rows
             )
-            if report.unknown and self.trainer is not None and self.trainer.is_global_zero:
-                log.warning("%s: %s", report.name, report.describe_unknown())
+            if self.trainer is not None and self.trainer.is_global_zero:
+                for line in filter(None, [report.describe_unknown(), *report.describe_notes()]):
+                    log.warning("%s: %s", report.name, line)
         return examples
 
     @property
@@ -295,11 +303,13 @@ class RowsDataModule(LightningDataModule):
         example = self.convert(fields)
         if given_images(fields) and not self._notes.images:
             raise BadRow("the column images has no place in this row: use messages, or a prompt and its answer")
+        report.unread.update(self.check_unread(fields))
         self._unchecked |= self.image_store is None
         report.column_mappings[fields.describe()] += 1
         report.has_messages |= fields.has_messages()
         if self._notes.cut is not None:
             report.cut[self._notes.cut] += 1
+        report.notes.update(self._notes.others)
         if self._notes.unknown:
             report.unknown.update(self._notes.unknown)
             report.unknown_rows += 1
@@ -314,6 +324,29 @@ class RowsDataModule(LightningDataModule):
 
     # -- helpers for convert ----------------------------------------------------------------------------------
 
+    def check_unread(self, fields: Fields) -> list[str]:
+        """Return the columns of a row that nothing reads.
+
+        Raises:
+            BadRow: one of them changes the text in other libraries.
+        """
+        unread = fields.unread
+        for name in unread:
+            if name in CHANGE_TEXT and name not in self.columns.left_out and not self._is_contained(fields, name):
+                raise BadRow(
+                    f"the column {name!r} is part of the text in other libraries, and nothing reads it here; to leave it "
+                    f"out, set data.init_args.columns: {{{name}: null}}",
+                    f"nothing reads the column {name!r}",
+                )
+        return unread
+
+    @staticmethod
+    def _is_contained(fields: Fields, name: str) -> bool:
+        """Return whether a column that may be a source of the prompt is one, or stands beside a prompt of its own."""
+        if name not in ("input", "instruction"):
+            return False
+        return fields.names.get("prompt") not in ("input", "instruction")
+
     def messages(self, fields: Fields, name: str, label: str, is_answer: bool = False) -> list[Message]:
         """Return the messages of a field, with their images.
 
@@ -326,7 +359,31 @@ class RowsDataModule(LightningDataModule):
         Raises:
             BadRow: the value is not a list of messages, or an image cannot be used.
         """
-        return with_images(messages_of(fields[name], label), given_images(fields), self._read_image, is_answer)
+        messages = messages_of(fields[name], label, self.roles)
+        if not is_answer:
+            messages = [*self._opening(fields, messages), *messages]
+        return with_images(messages, given_images(fields), self._read_image, is_answer)
+
+    @staticmethod
+    def _opening(fields: Fields, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that the columns ``system`` and ``history`` put before those of the prompt.
+
+        Raises:
+            BadRow: the messages have another system message already.
+        """
+        system, history = fields.get("system"), history_messages(fields.get("history") or [])
+        if not (isinstance(system, str) and system.strip()):
+            return history
+        if messages[0]["role"] in ("system", "developer"):
+            if messages[0]["content"] == system:
+                return history
+            column = fields.names["system"]
+            raise BadRow(
+                f"the messages begin with a system message, and the column {column!r} has another one; to leave it out, "
+                f"set data.init_args.columns: {{{column}: null}}",
+                f"two system messages, one in the column {column!r}",
+            )
+        return [{"role": "system", "content": system}, *history]
 
     def prompt_of(self, fields: Fields) -> PromptText:
         """Return the prompt as text, with its images, and its messages if the chat template rendered it.
@@ -337,6 +394,14 @@ class RowsDataModule(LightningDataModule):
         if holds_messages(fields["prompt"]):
             return self.prompt_of_messages(fields, self.messages(fields, "prompt", "prompt"))
         text = fields.text("prompt")
+        for name in ("system", "history"):
+            if fields.get(name):
+                column = fields.names[name]
+                raise BadRow(
+                    f"the column {column!r} is a message before the prompt, which is plain text: set as_messages: true, or "
+                    f"leave the column out by data.init_args.columns: {{{column}: null}}",
+                    f"the column {column!r} has no place before a prompt that is plain text",
+                )
         with as_bad_row():
             images = [self._read_image(value) for value in given_images(fields)]
             if not images:
@@ -356,9 +421,14 @@ class RowsDataModule(LightningDataModule):
     def prompt_of_messages(self, fields: Fields, messages: list[Message]) -> PromptText:
         """Return the prompt that the chat template renders from messages."""
         chat, images = self.chat(fields), images_of(messages)
-        text = chat.render(messages, "prompt", generation=True)
-        unexpanded = chat.render(messages, "prompt", generation=True, expanded=False) if images else text
+        text = chat.render_prompt(messages)
+        self.note(*check_complete(chat, messages, "prompt", generation=True))
+        unexpanded = chat.render_prompt(messages, expanded=False) if images else text
         return PromptText(text, unexpanded, messages, images)
+
+    def note(self, *sentences: str) -> None:
+        """Record sentences about the current row, which are counted over all rows."""
+        self._notes.others.update(sentences)
 
     def _read_image(self, value: Any) -> EncodedImage:
         _ = self._store  # a model that reads no images is a better error than an image that cannot be used

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlhf.data.row import BadRow, Row, TextRow
+from lightning_rlhf.data.row import BadRow, Row, TextRow, parse_messages
 from lightning_rlhf.expected_errors import UsageError
 
 # Alternative columns of one piece of information, as pairs (our field, the data's column).
@@ -26,15 +26,20 @@ REWARD_FIELDS: tuple[FieldCandidates, ...] = (
 )
 IMAGES: FieldCandidates = (("images", "images"), ("images", "image"))
 TEMPLATE_FIELDS: tuple[FieldCandidates, ...] = (
-    (("tools", "tools"),),
+    (("tools", "tools"), ("tools", "functions")),
     (("chat_template_kwargs", "chat_template_kwargs"),),
+    (("system", "system"), ("system", "system_prompt")),
+    (("history", "history"),),
     IMAGES,
 )
+_MESSAGE_FIELDS = ("prompt", "messages", "completion", "chosen", "rejected")  # of which JSON text can be messages
+# Columns that change the text in other libraries: an error says so where nothing here reads them.
+CHANGE_TEXT = ("system", "system_prompt", "history", "input", "instruction", "videos", "video", "audios", "audio")
 _TEXT_AS_MESSAGES = "text as messages"
 _MISSING = object()
 # Column names that data sets often use for a field.
 _COMMON_NAMES = {
-    "prompt": ("question", "query", "instruction", "problem", "input"),
+    "prompt": ("question", "query", "instruction", "problem", "input", "messages", "conversations", "conversation"),
     "completion": ("response", "output", "answer", "solution"),
     "chosen": ("preferred", "accepted", "winner"),
     "rejected": ("dispreferred", "loser"),
@@ -74,10 +79,19 @@ class Fields:
         return field in self.names
 
     def __getitem__(self, field: str) -> Any:
-        value = lookup(self.row, self.names.get(field, field), self.mapping)
+        value = self._value(field)
         if self.transform is None:
             return value
         return self.transform(field, value)
+
+    def _value(self, field: str) -> Any:
+        """Return the value of a field: messages of JSON text, and Alpaca's instruction with its input."""
+        value = lookup(self.row, self.names.get(field, field), self.mapping)
+        if field in _MESSAGE_FIELDS:
+            value = parse_messages(value)
+        if field == "prompt" and "input" in self.names and isinstance(value, str):
+            return f"{value}\n{self.row[self.names['input']]}"
+        return value
 
     def get(self, field: str) -> Any:
         """Return the value of a field, or None if the row does not have it."""
@@ -91,7 +105,7 @@ class Fields:
         Raises:
             BadRow: the value is missing, empty, or not text.
         """
-        return text_of(self.row, self.names.get(field, field), self.mapping)
+        return checked_text(self._value(field), self.names.get(field, field))
 
     def number(self, field: str) -> float:
         """Return the finite number of a field.
@@ -130,23 +144,33 @@ class Fields:
 
     def has_messages(self) -> bool:
         """Return whether a field has messages, also those that were made of a text."""
-        return any(self._kind(field) in ("messages", _TEXT_AS_MESSAGES) for field in self.names)
+        return any("messages" in self._kind(field) for field in self.names)
 
     def _kind(self, field: str) -> str:
         """Return the kind of a field's value in a few words."""
-        value = lookup(self.row, self.names[field])
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        written = lookup(self.row, self.names[field])
+        value = parse_messages(written) if field in _MESSAGE_FIELDS else written
+        if isinstance(value, dict) and field in _MESSAGE_FIELDS:
             return "messages"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "messages" if value is written else "messages in JSON text"
         if not isinstance(value, str):
             return _type_name(value)
-        return "text" if self[field] is value else _TEXT_AS_MESSAGES
+        return "text" if self.transform is None or self.transform(field, value) is value else _TEXT_AS_MESSAGES
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of the columns with a value that no field reads."""
+        read = {column.partition(".")[0] if column not in self.row else column for column in self.names.values()}
+        return [name for name, value in self.row.items() if name not in read and not _is_empty(value)]
 
 
 class Columns:
     """Finds the columns of fields; the configured mapping has priority.
 
     Args:
-        mapping: configured column of each field; dots in a column separate the keys of nested values.
+        mapping: configured column of each field; dots in a column separate the keys of nested values. A field or
+            column with None is left out.
         field_candidates: alternative columns of each piece of information; rows without any of them do not have the
             field.
 
@@ -154,10 +178,14 @@ class Columns:
         ValueError: the mapping has two fields for the same information.
     """
 
-    def __init__(self, mapping: Mapping[str, str], field_candidates: Sequence[FieldCandidates]) -> None:
-        self.mapping, self._field_candidates = dict(mapping), field_candidates
+    def __init__(self, mapping: Mapping[str, str | None], field_candidates: Sequence[FieldCandidates]) -> None:
+        self.mapping = {field: column for field, column in mapping.items() if column is not None}
+        self.left_out = mapping.keys() - self.mapping.keys()
+        self._field_candidates = [
+            tuple(pair for pair in candidates if not self.left_out.intersection(pair)) for candidates in field_candidates
+        ]
         for candidates in field_candidates:
-            both = sorted({field for field, _ in candidates} & mapping.keys())
+            both = sorted({field for field, _ in candidates} & self.mapping.keys())
             if len(both) > 1:
                 raise UsageError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
 
@@ -192,6 +220,9 @@ class Columns:
             if len(filled) > 1:
                 raise AmbiguousColumns(_ambiguity_message(candidates, filled))
             names.update((filled or empty)[:1])
+        if names.get("prompt") == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
+            if "input" not in {*mapped, *self.left_out}:
+                names["input"] = "input"
         return Fields(row, names, mapping=self.mapping)
 
     def other_columns(self, fields: Fields, exclude: Sequence[str]) -> dict[str, Any]:
@@ -237,6 +268,26 @@ def lookup(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> A
     return value
 
 
+def check_no_other_prompt(fields: Fields, texts: Sequence[str]) -> None:
+    """Check that a row without a prompt has no column that could be one.
+
+    Args:
+        fields: fields of the row.
+        texts: texts that contain the prompt, if the row has one; a column whose text they contain is not missed.
+
+    Raises:
+        BadRow: the row has such a column; the message has the option that makes it the prompt.
+    """
+    unread = fields.unread
+    likely = [name for name in _COMMON_NAMES["prompt"] if name in unread]
+    if any(not _is_within(fields.row[name], texts) for name in likely):
+        lookup({name: value for name, value in fields.row.items() if name != "prompt"}, "prompt", fields.mapping)
+
+
+def _is_within(value: Any, texts: Sequence[str]) -> bool:
+    return isinstance(value, str) and all(value in text for text in texts)
+
+
 def _hint(column: str, row: Row, mapping: Mapping[str, str]) -> str:
     """Return a suggestion for the column mapping, with its other entries; empty if the row has no likely column."""
     known = {name.lower(): name for name in row if isinstance(name, str)}
@@ -261,7 +312,11 @@ def text_of(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> 
     Raises:
         BadRow: the column is missing, empty, or not text.
     """
-    value = lookup(row, column, mapping)
+    return checked_text(lookup(row, column, mapping), column)
+
+
+def checked_text(value: Any, column: str) -> str:
+    """Return the text of a column, or raise :class:`BadRow` if it is empty or not text."""
     if not isinstance(value, str):
         raise BadRow(f"column {column!r} holds {_type_name(value)}, expected text")
     if not value.strip():
@@ -274,6 +329,11 @@ def text_of(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> 
 def is_unicode(text: str) -> bool:
     """Return whether a text has no lone surrogates (from invalid UTF-8 or JSON), which tokenizers reject."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value says nothing: null, a blank text, or an empty collection."""
+    return value is None or (isinstance(value, str | list | dict) and not (value.strip() if isinstance(value, str) else value))
 
 
 def _find_value(row: Row, column: str) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
-from lightning_rlhf.data.chat import holds_messages
 from lightning_rlhf.data.columns import ANSWER, AmbiguousColumns, Fields
+from lightning_rlhf.data.messages import holds_messages
 from lightning_rlhf.types import SequenceBatch
 
 
@@ -41,8 +41,12 @@ class ConversationDataModule(AnswersDataModule):
         return self.mask_text(self.tokenize(prompt), answer)
 
     def count_tokens(self, example: MaskedText) -> int:
-        """Count the tokens of prompt and completion."""
+        """Count the tokens of a row's texts."""
         return len(example.ids)
+
+    def count_longest_text(self, example: MaskedText) -> int:
+        """Count the tokens of the longest text of a row."""
+        return example.longest
 
     def collate(
         self, examples: list[MaskedText], numbers: list[int], positions: list[int], epoch: int

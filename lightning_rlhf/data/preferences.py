@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
-from lightning_rlhf.data.chat import common_prefix, holds_messages, messages_of
-from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.columns import Fields, check_no_other_prompt
 from lightning_rlhf.data.image_parts import MARKER, text_of_content
 from lightning_rlhf.data.lengths import cut
+from lightning_rlhf.data.messages import common_prefix, holds_messages, messages_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PreferenceBatch
 
@@ -41,7 +41,7 @@ class PreferenceDataModule(AnswersDataModule):
         chosen, rejected = self._fit_pair(*pair)
         if chosen.ids == rejected.ids:  # different texts can become equal by the cut or the template
             raise BadRow("chosen and rejected have the same tokens")
-        return chosen, rejected, fields.number("margin") if "margin" in fields else 0.0
+        return chosen, rejected, 0.0 if fields.get("margin") is None else fields.number("margin")
 
     def _pair_from_text(self, fields: Fields) -> tuple[MaskedText, MaskedText]:
         chosen, rejected = fields.text("chosen"), fields.text("rejected")
@@ -55,6 +55,8 @@ class PreferenceDataModule(AnswersDataModule):
             (prompt, chosen), (other, rejected) = self.split(chosen), self.split(rejected)
             if prompt != other:
                 raise BadRow("chosen and rejected answer different prompts")
+        else:
+            check_no_other_prompt(fields, [chosen, rejected])
         prompt_ids = self.tokenize(prompt)
         masked = (self.mask_text(prompt_ids, answer)._replace(images=images) for answer in (chosen, rejected))
         return next(masked), next(masked)
@@ -69,7 +71,7 @@ class PreferenceDataModule(AnswersDataModule):
         shared = common_prefix(chosen, rejected)
         if has_prompt:
             prompt = self.messages(fields, "prompt", "prompt")
-            for start in (prompt, messages_of(fields["prompt"], "prompt")):  # the latter without a column's images
+            for start in (prompt, messages_of(fields["prompt"], "prompt", self.roles)):  # the latter as it is written
                 if common_prefix(start, chosen) == common_prefix(start, rejected) == len(start):
                     chosen, rejected = chosen[len(start) :], rejected[len(start) :]
                     break
@@ -79,15 +81,20 @@ class PreferenceDataModule(AnswersDataModule):
             text, texts = fields.text("prompt"), [text_of_content(message["content"]) for message in chosen[:shared]]
             if not any(text in (content, content.replace(MARKER, "")) for content in texts):
                 raise BadRow("the prompt is text, but the messages of chosen and rejected do not begin with it")
+        elif not any(message["role"] == "user" for message in chosen[:shared]):
+            check_no_other_prompt(fields, [])
+            raise BadRow(
+                "chosen and rejected have no question in common, and the row has no prompt", "no question and no prompt"
+            )
         return (
             self.mask_messages(fields, chosen, "chosen conversation", shared),
             self.mask_messages(fields, rejected, "rejected conversation", shared),
         )
 
     def _fit_pair(self, chosen: MaskedText, rejected: MaskedText) -> tuple[MaskedText, MaskedText]:
-        longest = max(len(chosen.ids), len(rejected.ids))
+        longest = max(chosen.longest, rejected.longest)
         excess = self.excess(longest, "a text", has_images=bool(chosen.images))
-        if not excess or self.too_long == "cut_end":
+        if not excess or self.too_long == "cut_end" or chosen.starts or rejected.starts:
             return self.fit_text(chosen, "a text"), self.fit_text(rejected, "a text")
         prompt = min(chosen.start, rejected.start)
         if excess >= prompt:
@@ -108,7 +115,7 @@ class PreferenceDataModule(AnswersDataModule):
 
     def count_longest_text(self, example: _Pair) -> int:
         """Count the tokens of the longer text."""
-        return max(len(example[0].ids), len(example[1].ids))
+        return max(example[0].longest, example[1].longest)
 
     def collate(self, examples: list[_Pair], numbers: list[int], positions: list[int], epoch: int) -> PreferenceBatch:
         """Pad chosen and rejected texts on the right, each side to its own longest text."""

@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import PromptText, RowsDataModule
-from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages
+from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.image_parts import MARKER
+from lightning_rlhf.data.messages import Message, common_prefix, holds_messages
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images.bad import BadImage
@@ -74,6 +75,10 @@ class PromptDataModule(RowsDataModule):
         )
         text = prompt.unexpanded.replace(self._store.processor.placeholder, MARKER)
         return Prompt(text, ids, {**columns, "images": prompt.images}, prompt.messages, images)
+
+    def check_unread(self, fields: Fields) -> list[str]:
+        """Return the columns of a row that no field reads; rewards and environments can still read them."""
+        return fields.unread
 
     def _prompt(self, fields: Fields) -> PromptText:
         if "messages" in fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,3 +39,37 @@ class BadRow(UsageError):
 
 class SkippedRow(BadRow):
     """A row that the configuration skips: it is counted, but is not an error in the data."""
+
+
+def without_nested_nulls(row: Row) -> Row:
+    """Return a row of Arrow data whose values have no null values in mappings; a column that is null stays."""
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value whose mappings have no null values at any depth.
+
+    Arrow gives every mapping of a column the keys of all rows, so a null there stands for a key that the row did not
+    have; nulls in lists are the row's own.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def parse_messages(value: Any) -> Any:
+    """Return the messages of a JSON text, as in CSV files and exports; any other value unchanged."""
+    if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    messages = [parsed] if isinstance(parsed, dict) else parsed
+    are_messages = isinstance(messages, list) and all(
+        isinstance(message, dict) and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys())
+        for message in messages
+    )
+    return messages if are_messages and messages else value

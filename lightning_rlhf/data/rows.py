@@ -17,7 +17,7 @@ from lightning_rlhf.data.files import FILE_KINDS, Files, expand, is_url, looks_l
 from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
-from lightning_rlhf.data.row import SkippedRow
+from lightning_rlhf.data.row import SkippedRow, without_nested_nulls
 from lightning_rlhf.expected_errors import MissingFileError, UsageError, counted
 from lightning_rlhf.paths import describe_missing_path, hub_error_message
 
@@ -43,6 +43,8 @@ class RowReport:
         has_messages: whether a used row has messages.
         unknown: number of occurrences of each part of the used texts that the tokenizer does not know.
         unknown_rows: number of rows with such parts.
+        notes: number of used rows for each sentence about what was left out of their texts.
+        unread: number of used rows for each column with a value that no field reads.
         bad: number of dropped rows with an error in the data; the configuration skips the others.
         first_bad: location and error of the first bad rows, and of the first bad row for each further reason.
         advice: options that make bad rows usable, without repetition.
@@ -58,6 +60,8 @@ class RowReport:
     has_messages: bool = False
     unknown: Counter[str] = field(default_factory=Counter)
     unknown_rows: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
     bad: int = 0
     first_bad: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -86,6 +90,10 @@ class RowReport:
             more = f" and {len(self.unknown) - _MAX_SHOWN} others"
         rows = f"{self.unknown_rows} of {self.used} rows"
         return f"the tokenizer does not know {self.unknown.total()} parts of the texts in {rows}: {shown}{more}"
+
+    def describe_notes(self) -> list[str]:
+        """Return each sentence about what was left out of texts, with its number of rows."""
+        return [f"{sentence} ({number} of {self.used} rows)" for sentence, number in self.notes.most_common()]
 
     def error_message(self) -> str:
         """Return the message of the error that bad rows raise."""
@@ -116,8 +124,10 @@ class InMemory:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield rows with their numbers."""
+        # Rows of a data set of the hub are read from Arrow.
+        is_arrow = type(self.items).__module__.startswith("datasets.")
         for number, row in enumerate(self.items):
-            yield f"row {number}", row
+            yield f"row {number}", without_nested_nulls(row) if is_arrow else row
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ class HubDataset:
                 f"cannot read {self.path!r}, split {self.split!r}, as a dataset of the hub: {reason}"
             ) from error
         for number, row in enumerate(dataset):
-            yield f"{self.path}[{number}]", row
+            yield f"{self.path}[{number}]", without_nested_nulls(row)
 
 
 def folder_of(location: str) -> Path | None:

@@ -29,6 +29,10 @@ class UnpairedDataModule(AnswersDataModule):
         """Count the tokens of prompt and completion."""
         return len(example[0].ids)
 
+    def count_longest_text(self, example: _LabelledText) -> int:
+        """Count the tokens of the longest text of a row."""
+        return example[0].longest
+
     def collate(
         self, examples: list[_LabelledText], numbers: list[int], positions: list[int], epoch: int
     ) -> UnpairedBatch:

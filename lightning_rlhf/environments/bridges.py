@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.chat import Chat, Message
+from lightning_rlhf.data.chat import Chat
+from lightning_rlhf.data.messages import Message
 from lightning_rlhf.data.image_parts import (
     MARKER,
     has_images,

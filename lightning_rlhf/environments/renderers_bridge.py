@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.chat import Message
+from lightning_rlhf.data.messages import Message
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
-from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pad_parts
+from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pack_turns, pad_parts
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
@@ -153,6 +153,9 @@ class TextLayout:
         if not self.packed and not self.divides_rows:
             return pad_parts(batch.total_lengths.tolist(), breaks, width, device)
         prompts = batch.prompt_numbers() if self.shares_prompts else None
+        shared = getattr(batch, "shared", None)
+        if breaks and shared is not None and self.shares_prompts:
+            return pack_turns(batch.total_lengths.tolist(), breaks, shared.tolist(), width, device)
         if prompts is None:
             return pack_texts(batch.total_lengths.tolist(), width, device, breaks)
         numbers, prompt_lengths, response_lengths = prompts.tolist()
@@ -241,8 +244,11 @@ def breaks_of(batch: TensorBatch) -> list[list[int]]:
     breaks: list[list[int]] = [[] for _ in range(len(starts))]
     for row, token in starts.nonzero().tolist():
         breaks[row].append(token)
-    prompts = getattr(batch, "prompt_lengths").tolist()  # noqa: B009 (only rollouts have starts)
-    return [[prompt + token for token in offsets] for prompt, offsets in zip(prompts, breaks, strict=True)]
+    # In rollouts, the places are those behind the prompt.
+    prompts = getattr(batch, "prompt_lengths", None)  # of rollouts, whose places are those behind the prompt
+    if prompts is None:
+        return breaks
+    return [[prompt + token for token in offsets] for prompt, offsets in zip(prompts.tolist(), breaks, strict=True)]
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ from typing import Any
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.calls.references import arguments_of, as_function
-from lightning_rlhf.data.chat import Chat, holds_messages, messages_of
+from lightning_rlhf.data.chat import Chat
+from lightning_rlhf.data.completeness import check_complete
+from lightning_rlhf.data.messages import holds_messages, messages_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -104,7 +106,9 @@ class TeacherPrompts:
         if holds_messages(value):
             chat = Chat(self.data.tokenizer, self.data.tools, self.data.chat_template_kwargs)
             try:
-                text = chat.render(messages_of(value, "teacher's prompt"), "teacher's prompt", generation=True)
+                messages = messages_of(value, "teacher's prompt", self.data.roles)
+                text = chat.render_prompt(messages, "teacher's prompt")
+                check_complete(chat, messages, "teacher's prompt", generation=True)
             except BadRow as error:
                 raise RunError(f"teacher_prompt of response {row}: {error}") from error
         ids = self.data.tokenize(text) if isinstance(text, str) else []

@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rlhf.data.chat import Chat, chat_of, common_prefix, messages_of
+from lightning_rlhf.data.chat import Chat, chat_of
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns
 from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.messages import common_prefix, messages_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
+from lightning_rlhf.data.turns import tokenize_turns
 from tests.data.rows_given import LETTERS, GivenRows, error_of, first_batch
 from tests.helpers import properties
 
@@ -51,9 +53,21 @@ def output(*contents, roles=("user", "assistant")):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
+def one_text(chat, messages, label="conversation", first=0):
+    """Return tokens and mask of a conversation that is one text."""
+    (text,), _ = tokenize_turns(chat, messages, label, first)
+    return text
+
+
+def decoded(template, ids, marks):
+    """Return a text and its marked part."""
+    tokenizer = characters(template)
+    return tokenizer.decode(ids), tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark])
+
+
 def marked_parts(tokenizer, messages, **how):
     """Return the text and each marked part of it."""
-    ids, marks = Chat(tokenizer, **how).tokenize_with_mask(messages, "conversation")
+    ids, marks = one_text(Chat(tokenizer, **how), messages)
     parts, before = [], False
     for token, mark in zip(ids, marks, strict=True):
         if mark and not before:
@@ -82,10 +96,10 @@ def test_messages_after_the_last_answer_are_dropped(template):
 def test_only_messages_from_the_given_index_are_marked(template):
     messages = output("who?", "me", "and?", "you")
     tokenizer = characters(template)
-    ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=2)
+    ids, marks = one_text(Chat(tokenizer), messages, first=2)
     assert tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark]) == "you</s>"
     with pytest.raises(BadRow, match="the conversation has no assistant message"):
-        Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=4)
+        one_text(Chat(tokenizer), messages, first=4)
 
 
 def test_first_assistant_message_is_marked_without_the_prefix_of_the_template():
@@ -100,9 +114,12 @@ def test_first_assistant_message_is_marked_without_the_prefix_of_the_template():
     )
     headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
-    thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm' }}")
-    with pytest.raises(BadRow, match="the assistant's tokens cannot be located"):
-        marked_parts(characters(thoughtful), messages)
+    thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm ' }}")
+    texts, _ = tokenize_turns(Chat(characters(thoughtful)), messages, "conversation")
+    assert [decoded(thoughtful, *text) for text in texts] == [
+        ("<s>assistant\nhm hi</s>", "hi</s>"),
+        ("<s>assistant\nhi</s>\n<s>user\nwho?</s>\n<s>assistant\nhm me</s>", "me</s>"),
+    ]
 
 
 def test_end_token_is_appended_and_marked_if_the_template_has_none():
@@ -116,28 +133,26 @@ def test_end_token_outside_the_generation_marks_is_kept_and_not_marked():
     assert (text, parts) == ("<s>user\nwho?</s>\n<s>assistant\nme</s>", ["me"])
 
 
-def test_template_that_renders_earlier_turns_differently_raises():
-    reason = (
-        "the chat template renders message 1 of the conversation differently when more messages follow, so the "
-        "assistant's tokens cannot be located; use a template with {% generation %} marks"
-    )
-    with pytest.raises(BadRow) as caught:
-        marked_parts(characters(FORGETFUL), output("who?", "hm:me", "and?", "oh:you"))
-    assert str(caught.value) == reason
+def test_turns_that_render_differently_later_are_texts_of_their_own():
+    texts, notes = tokenize_turns(Chat(characters(FORGETFUL)), output("who?", "hm:me", "and?", "oh:you"), "talk")
+    assert [decoded(FORGETFUL, *text) for text in texts] == [
+        ("<s>user\nwho?</s>\n<s>assistant\nhm:me</s>", "hm:me</s>"),
+        ("<s>user\nwho?</s>\n<s>assistant\nme</s>\n<s>user\nand?</s>\n<s>assistant\noh:you</s>", "oh:you</s>"),
+    ]
+    assert notes == []
     assert marked_parts(characters(FORGETFUL), output("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
 
 
-def test_generation_marks_of_turns_that_render_differently_later_raise():
+def test_generation_marks_of_turns_that_render_differently_later_are_not_used():
     forgetful = MARKED.replace(
         "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
     )
     chat, messages = Chat(characters(forgetful)), output("who?", "hm, I think that it is:me", "you?", "you")
-    with pytest.raises(BadRow, match="renders message 1 of the talk differently when more messages follow"):
-        chat.tokenize_with_mask(messages, "talk", first=2)
-    assert chat.tokenizer.decode(chat.tokenize_with_mask(messages, "talk", first=3)[0]).endswith("you</s>")
+    assert decoded(forgetful, *one_text(chat, messages, "talk", first=2))[1] == "you</s>"
+    assert chat.tokenizer.decode(one_text(chat, messages, "talk", first=3)[0]).endswith("you</s>")
 
 
-talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)
+talks = st.lists(st.text(ALPHABET, max_size=12).filter(str.strip), min_size=2, max_size=7)
 
 
 @properties
@@ -150,7 +165,7 @@ def test_marks_equal_those_of_transformers(bytes_tokenizer, talk, whole):
     expected_ids, expected = theirs["input_ids"], [mark == 1 for mark in theirs["assistant_masks"]]
     for template in (MARKED, PLAIN):
         tokenizer.chat_template = template
-        ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation")
+        ids, marks = one_text(Chat(tokenizer), messages)
         assert ids == expected_ids[: len(ids)]
         assert marks == expected[: len(ids)]
         assert not any(expected[len(ids) :])
@@ -174,7 +189,8 @@ def test_tools_and_variables_reach_the_template_and_those_of_the_row_take_preced
     ("row", "reason"),
     [
         ({"tools": "{"}, "tools is not valid JSON"),
-        ({"tools": ["clock"]}, "tools must be a list of JSON schemas"),
+        ({"tools": ["clock"]}, "tools is not valid JSON"),
+        ({"tools": [["clock"]]}, "tools must be a list of JSON schemas"),
         ({"tools": 3}, "tools must be a list"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is a list, expected a mapping of names to values"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not contain 'tokenize'"),
@@ -200,10 +216,11 @@ def test_from_and_value_keys_are_renamed_to_role_and_content():
 
 def test_tool_call_needs_no_content_and_null_keys_are_dropped():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}], "name": None}
-    assert messages_of([call], "x") == [{"role": "assistant", "content": "", "tool_calls": [{"name": "clock"}]}]
+    canonical = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    assert messages_of([call], "x") == [{"role": "assistant", "content": "", "tool_calls": [canonical]}]
 
 
-@pytest.mark.parametrize("speaker", ["cat", None, ["human"], 3])
+@pytest.mark.parametrize("speaker", ["cat", ["human"], 3])
 def test_unknown_roles_are_rejected(speaker):
     with pytest.raises(BadRow, match=r"expected one of .*'gpt', 'human'"):
         messages_of([{"from": speaker, "value": "x"}], "conversation")
@@ -248,7 +265,7 @@ def test_tokenizer_without_offsets_needs_generation_marks(monkeypatch):
     tokenizer = characters(PLAIN)
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
-        Chat(tokenizer).tokenize_with_mask(output("who?", "me"), "conversation")
+        one_text(Chat(tokenizer), output("who?", "me"))
 
 
 @pytest.mark.parametrize(

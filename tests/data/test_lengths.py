@@ -139,7 +139,7 @@ def test_pair_with_different_answer_starts_is_cut_only_in_the_common_prompt():
 
 def test_cut_pair_counts_once_and_unused_pair_does_not_count():
     pair = {"prompt": "abc", "chosen": "uvwxy", "rejected": "zzzzz"}
-    rows = [pair, {**pair, "margin": None}]
+    rows = [pair, {**pair, "margin": "x"}]
     report = module_of(PreferenceDataModule, *rows, max_tokens=6, too_long="cut_end", on_bad_row="skip").reports[
         "train"
     ]

@@ -57,7 +57,6 @@ def test_margin_is_read_from_its_column():
         ({"chosen": "A:x", "rejected": "A:y", "margin": float("inf")}, "margin is inf, expected a finite number"),
         ({"chosen": "A:x", "rejected": "A:y", "margin": "1"}, "margin holds str, expected a number"),
         ({"chosen": "A:x", "rejected": "A:y", "margin": True}, "margin holds bool, expected a number"),
-        ({"chosen": "A:x", "rejected": "A:y", "margin": None}, "margin holds null, expected a number"),
         ({"chosen": "A:x", "rejected": "A:" + "y" * 20}, "a text has 23 tokens, the limit is 10"),
     ],
 )

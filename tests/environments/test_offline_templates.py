@@ -13,6 +13,7 @@ import pytest
 
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.expected_errors import UsageError
 
@@ -122,7 +123,7 @@ def test_rows_equal_the_rendered_text_if_the_template_keeps_earlier_turns(file, 
             saved += 1
             assert whole.startswith(bridge.tokenizer.decode(row))
             chat = Chat(bridge.tokenizer, tools_of(role), {})
-            ids, learned = chat.tokenize_with_mask(messages, "conversation")
+            ((ids, learned),), _ = tokenize_turns(chat, messages, "conversation")
             assert ids == row
             for i in [
                 i for i, (instance, sampled) in enumerate(zip(learned, mask, strict=True)) if instance and not sampled

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig
 
-from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.columns import IMAGES, Columns, Fields
+from lightning_rlhf.data.messages import messages_of
+from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, Fields
 from lightning_rlhf.data.image_parts import given_images, images_of, openai_messages, with_images
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
@@ -409,7 +409,7 @@ class ServerBackend:
         images: ImageSettings | None = None,
     ) -> list[Prompt]:
         """See :meth:`EngineBackend.read_prompts`."""
-        finder = Columns(columns, (*PromptDataModule.field_candidates, IMAGES))
+        finder = Columns(columns, (*PromptDataModule.field_candidates, *TEMPLATE_FIELDS))
         report = RowReport("prompts")
         settings = images or ImageSettings()
 
@@ -427,11 +427,13 @@ class ServerBackend:
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
             read = image_reader(settings, report.location)
             messages = with_images(messages_of(value, "prompt"), column_images, read, is_answer=False)
-            unsent = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
+            unsent = [name for name in ("tools", "chat_template_kwargs", "system", "history") if fields.get(name)]
             if unsent:
                 raise BadRow(f"{unsent[0]!r} of the chat template cannot be sent to a server: use --model")
-            while messages and messages[-1]["role"] == "assistant":
+            while name == "messages" and messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
+            if not messages or messages[-1]["role"] == "assistant":
+                raise BadRow("a prompt that ends with the assistant's words cannot be sent to a server: use --model")
             return Prompt(_as_json(row, settings if images_of(messages) else None), "", [], messages, {})
 
         prompts, report = use_rows(source, report.name, convert, on_bad_row, report=report)

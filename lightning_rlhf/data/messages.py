@@ -1,0 +1,253 @@
+"""Messages of a row in one canonical form: roles, texts, tool calls, thoughts, and the marks of turns to learn.
+
+The form is that of OpenAI's API and of transformers: the roles system, developer, user, assistant and tool; ``content``
+is text or parts; the ``arguments`` of ``tool_calls`` are objects; thoughts are in ``reasoning_content``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rlhf.data.image_parts import content_of
+from lightning_rlhf.data.row import BadRow, parse_messages
+from lightning_rlhf.expected_errors import UsageError
+
+Message = dict[str, Any]
+THOUGHTS = "reasoning_content"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names of roles in other formats, in small letters: ShareGPT, Alpaca's relatives, Gemma, GLM, Llama 3, OpenAI's first API.
+_OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+}
+_CALL_ROLES = ("function_call", "tool_call")  # their content is a call, or a list of calls, as JSON
+_THOUGHTS = (THOUGHTS, "reasoning", "thinking")
+# Names under which data sets say whether to learn a turn: OpenAI and axolotl, LLaMA-Factory, ms-swift.
+_LEARN = ("weight", "train", "training", "loss_weight", "loss")
+
+
+def holds_messages(value: Any) -> bool:
+    """Return whether a value is treated as messages: any list or mapping, even if malformed."""
+    return isinstance(value, list | Mapping)
+
+
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the items, such as messages or characters, that two sequences share from the beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) -> list[Message]:
+    """Return messages in the canonical form.
+
+    Content is text, or a list of parts if one of them is an image; parts that are all text become one text.
+
+    Args:
+        value: a list of messages, a single message, or the JSON text of either.
+        label: name of the messages in error messages, such as ``prompt``.
+        roles: further names of roles, each with its role here.
+
+    Raises:
+        BadRow: the value is not a list of messages, a speaker is not known, or a tool call is malformed.
+    """
+    value = parse_messages(value)
+    messages = [value] if isinstance(value, Mapping) else value
+    malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise BadRow(malformed)
+    return [_canonical(message, malformed, roles or {}) for message in messages]
+
+
+def check_roles(roles: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return the configured names of roles; their roles must be known.
+
+    Raises:
+        ValueError: a role is not one of those that this package knows.
+    """
+    for name, role in (roles or {}).items():
+        if role not in ROLES:
+            raise UsageError(f"roles maps {name!r} to {role!r}, expected one of {', '.join(ROLES)}")
+    return roles or {}
+
+
+def without_flags(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without the keys that say whether to learn a turn."""
+    return [{key: value for key, value in message.items() if key not in _LEARN} for message in messages]
+
+
+def is_learned(message: Message) -> bool:
+    """Return whether the assistant's message is to be learned; without a flag, it is.
+
+    Raises:
+        BadRow: a flag is neither true nor false, 1 nor 0, flags differ, or a message of another role asks for it.
+    """
+    flags = {name: message[name] for name in _LEARN if name in message}
+    for name, value in flags.items():
+        if value not in (0, 1) or isinstance(value, str):
+            raise BadRow(f"a message has {name} {value!r}, expected 0 or 1", f"a message has a {name} between 0 and 1")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise BadRow(f"a message has {flags}, which contradict each other", "flags of a message contradict each other")
+    wanted = all(flags.values())
+    asked = [name for name in flags if name in ("train", "training", "loss") and wanted]
+    if message["role"] != "assistant" and asked:
+        raise BadRow(
+            f"a message of the role {message['role']!r} has {asked[0]}: true; only the assistant's can be learned",
+            f"a message of another role than assistant has {asked[0]}: true",
+        )
+    return wanted and message["role"] == "assistant"
+
+
+def history_messages(value: Any) -> list[Message]:
+    """Return the messages of earlier turns that are pairs of a question and an answer, as in Alpaca's format.
+
+    Raises:
+        BadRow: the value is not a list of pairs of texts.
+    """
+    pairs = _parsed_list(value)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
+        raise BadRow("history must be a list of pairs of a question and an answer, such as [[\"hi\", \"hello\"]]")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
+def _parsed_list(value: Any) -> list[Any]:
+    """Return a list, or that of a JSON text; of anything else a list that has no pair."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return [value]
+    return value if isinstance(value, list) else [value]
+
+
+def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, str]) -> Message:
+    """Return one message in the canonical form."""
+    # Formats with fixed keys, such as parquet, store missing keys of a message as null.
+    message = {key: value for key, value in message.items() if value is not None}
+    if "role" not in message and "from" in message:
+        speaker, content = message.pop("from"), message.pop("value", None)
+        message = {"role": speaker, "content": content, **message}
+        if not isinstance(speaker, str) or _role(speaker, roles) not in ROLES:
+            known = sorted({*ROLES, *_OTHER_ROLES, *roles})
+            raise BadRow(
+                f"a message is from {speaker!r}, expected one of {known}; data.init_args.roles adds others, such as "
+                f"roles: {{{speaker}: user}}",
+                "a message is from an unknown speaker",
+            )
+    if not isinstance(message.get("role"), str):
+        raise BadRow(malformed)
+    name, message["role"] = message["role"], _role(message["role"], roles)
+    if name.lower() in _CALL_ROLES and name not in roles:
+        message = {**message, "content": "", "tool_calls": _calls_of_text(message.get("content"))}
+    _move_parts(message)
+    _move_calls(message)
+    _move_thoughts(message)
+    if "content" not in message and (message.get("tool_calls") or THOUGHTS in message):
+        message["content"] = ""
+    content = content_of(message.get("content"))
+    if content is None:
+        raise BadRow(malformed)
+    return {**message, "content": content}
+
+
+def _role(name: str, roles: Mapping[str, str]) -> str:
+    """Return the canonical name of a role; a name that is not known is unchanged."""
+    small = name.lower()
+    return roles.get(name) or (small if small in ROLES else _OTHER_ROLES.get(small, name))
+
+
+def _move_parts(message: Message) -> None:
+    """Move thoughts and calls that are parts of the content, as in LLaMA-Factory's second format, to their keys."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        return
+    parts = [{**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part for part in parts]
+    kinds = {"reasoning": [], "thinking": [], "tool_call": []}
+    for part in parts:
+        if part.get("type") in kinds:
+            kinds[part["type"]].append(part.get("value", part.get("text", part.get("thinking"))))
+    message["content"] = [part for part in parts if part.get("type") not in kinds]
+    if thoughts := [*kinds["reasoning"], *kinds["thinking"]]:
+        message[THOUGHTS] = "".join(map(str, thoughts))
+    if kinds["tool_call"]:
+        message["tool_calls"] = [call for text in kinds["tool_call"] for call in _calls_of_text(text)]
+    if not message["content"] and (thoughts or kinds["tool_call"]):
+        message["content"] = ""
+
+
+def _move_calls(message: Message) -> None:
+    """Bring the calls of a message into the form of ``tool_calls``, each with an object as its arguments."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _calls_of_text(calls) if calls.strip() else []
+    if isinstance(message.get("function_call"), Mapping):  # of OpenAI's first API
+        calls = [*(calls or []), {"type": "function", "function": message.pop("function_call")}]
+    if not calls:
+        message.pop("tool_calls", None)
+        return
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow("tool_calls must be a list of calls", "tool_calls is not a list of calls")
+    message["tool_calls"] = [_call(without_missing(call)) for call in calls]
+
+
+def without_missing(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call without its null keys, which formats with fixed keys store for missing ones."""
+    return {key: value for key, value in call.items() if value is not None}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object; ``{name: ..., arguments: ...}`` becomes the form of OpenAI's API."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        function = {key: value for key, value in call.items() if key not in ("id", "type")}
+        call = {**{key: call[key] for key in ("id",) if key in call}, "type": "function"}
+    if not isinstance(function.get("name"), str):
+        raise BadRow("a tool call has no name", "a tool call has no name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if arguments is None and function.get("arguments") is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise BadRow(
+            f"the arguments of the tool call {function['name']!r} are {function.get('arguments')!r}, expected a JSON object",
+            "the arguments of a tool call are not a JSON object",
+        )
+    rest = {key: value for key, value in function.items() if key not in ("name", "arguments", "parameters")}
+    return {**call, "function": {"name": function["name"], "arguments": dict(arguments), **without_missing(rest)}}
+
+
+def _calls_of_text(text: Any) -> list[dict[str, Any]]:
+    """Return the calls of a message whose content is a call, or a list of calls, as JSON."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        value = None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow(f"a tool call is {text!r}, expected a JSON object with 'name' and 'arguments'", "a tool call is not JSON")
+    return [_call(dict(call)) for call in calls]
+
+
+def _move_thoughts(message: Message) -> None:
+    """Put the thoughts of a message under one name."""
+    given = {name: message.pop(name) for name in _THOUGHTS if isinstance(message.get(name), str)}
+    texts = {text for text in given.values() if text.strip()}
+    if len(texts) > 1:
+        raise BadRow(f"a message has different thoughts in {' and '.join(given)}", "a message has different thoughts")
+    if texts:
+        message[THOUGHTS] = texts.pop()

@@ -22,8 +22,9 @@ from lightning_rlhf.data.image_parts import is_image
 from lightning_rlhf.data.messages import THOUGHTS, Message
 from lightning_rlhf.data.row import BadRow
 
-# Tags that surround thoughts within a text of the assistant.
-_TAGS = re.compile(r"(</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\])")
+# Tags within a text of the assistant, which templates look for: those around thoughts, and special tokens.
+_TAGS = re.compile(r"(</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|[^<>|]{1,30}\|?>|<[^<>|]{1,30}\|>)")
+_OPENS_THOUGHTS = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|<\|channel>")
 _PREVIEW = 40  # characters of a lost text in a message
 
 
@@ -99,7 +100,7 @@ def _marked_content(message: Message, number: int, word: Callable[[Part], str]) 
     pieces, thinks = [], False
     for piece in _TAGS.split(content):
         if _TAGS.fullmatch(piece):
-            thinks = "/" not in piece
+            thinks = _OPENS_THOUGHTS.fullmatch(piece) is not None
         elif piece.strip():
             piece = word(Part("thoughts" if thinks else "content", number))
         pieces.append(piece)
@@ -174,19 +175,26 @@ def check_complete(
         generation: argument of :func:`left_out`.
 
     Returns:
-        A sentence without values about the thoughts of other messages that the template leaves out, as templates of
-        models with thoughts do on purpose with earlier ones; empty without such thoughts.
+        Sentences without values about what the template leaves out on purpose of messages that are not learned, such
+        as their thoughts; empty if it leaves out nothing.
 
     Raises:
         BadRow: a message, a call, a tool or thoughts that are learned would be lost.
     """
     lost = left_out(chat, messages, generation)
     for part in lost:
-        if part.kind != "thoughts" or part.message in learned:
+        if part.message in learned or not _is_left_out_on_purpose(chat, messages, part):
             raise _lost(part, messages, label)
-    if lost:
-        return ["the chat template leaves out thoughts of earlier messages"]
-    return []
+    kinds = {"thoughts" if part.kind == "thoughts" else "texts beside tool calls" for part in lost}
+    return [f"the chat template leaves out {kind} of earlier messages" for kind in sorted(kinds)]
+
+
+def _is_left_out_on_purpose(chat: Chat, messages: Sequence[Message], part: Part) -> bool:
+    """Return whether a part is missing only because other messages follow: thoughts, and texts that were thoughts."""
+    if part.kind == "thoughts":
+        return True
+    is_text = part.kind == "content" and messages[part.message]["role"] == "assistant"
+    return is_text and part not in left_out(chat, messages[: part.message + 1])
 
 
 def _lost(part: Part, messages: Sequence[Message], label: str) -> BadRow:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.completeness import answer_words, check_complete, first_place, left_out
 from lightning_rlhf.data.image_parts import images_of
-from lightning_rlhf.data.messages import Message, is_learned, without_flags
+from lightning_rlhf.data.messages import THOUGHTS, Message, common_prefix, is_learned, without_flags
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 
@@ -57,7 +57,8 @@ def tokenize_turns(
             )
     messages = without_flags(messages)
     rows = _Conversation(chat, messages, label)
-    whole = rows.one_text(turns, first)
+    forgets = any(part.kind == "thoughts" and part.message in turns for part in left_out(chat, messages))
+    whole = None if forgets else rows.one_text(turns, first)
     if whole is not None:
         return [whole], check_complete(chat, messages[: turns[-1] + 1], label, turns)
     texts, notes = [], dict[str, None]()
@@ -94,8 +95,6 @@ class _Conversation:
         # The marks are positions in the text before images are expanded.
         if not self.chat.has_generation_marks or images_of(self.messages) or list(turns) != answers:
             return self._by_prefixes(turns)
-        if any(part.kind == "thoughts" and part.message in turns for part in left_out(self.chat, self.messages)):
-            return None
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoding = self.chat.apply(self.messages, self.label, **arguments)
         ids, mask = list(encoding["input_ids"]), [bool(value) for value in encoding["assistant_masks"]]
@@ -151,10 +150,8 @@ class _Conversation:
         """
         prompt, rendered = self._prompt(turn), self.chat.render(self.messages[: turn + 1], self.label)
         notes = check_complete(self.chat, self.messages[:turn], self.label, generation=True) if turn else []
-        thoughts = self._thoughts_behind(prompt, turn)
-        if thoughts is not None:
-            answer = thoughts
-        else:
+        answer = self._answer_with_thoughts(prompt, turn)
+        if answer is None:
             notes += check_complete(self.chat, self.messages[: turn + 1], self.label, [turn])
             answer = rendered[self._start_of_answer(prompt, rendered, turn) :]
         text = self._tokenize(prompt + answer, [(len(prompt), len(prompt + answer))])
@@ -171,8 +168,9 @@ class _Conversation:
 
     def _start_of_answer(self, prompt: str, rendered: str, turn: int) -> int:
         """Return the position in a rendered conversation of what the model is to generate behind the prompt."""
-        if rendered.startswith(prompt):
-            return len(prompt)
+        same = common_prefix(prompt, rendered)
+        if not prompt[same:].strip():  # nothing, or a line break less than behind <think> of the prompt
+            return same
         header = self._header(turn)
         if header is None or not rendered.startswith(header[0]):
             raise self._not_located(turn)
@@ -181,8 +179,9 @@ class _Conversation:
             if _OPEN_THOUGHTS.search(opened):
                 raise BadRow(
                     f"the chat template begins the thoughts of an answer ({opened.strip()!r}) in the prompt, and message "
-                    f"{turn} of the {self.label} has none: add them, or set the template's option for answers without "
-                    f"thoughts under data.init_args.chat_template_kwargs, such as enable_thinking: false",
+                    f"{turn} of the {self.label} has none: write them before the answer, with their tags (nothing between "
+                    f"the tags for an answer without thoughts), or set the template's option under "
+                    f"data.init_args.chat_template_kwargs, such as enable_thinking: false",
                     "the chat template begins the thoughts of an answer, and the answer has none",
                 )
             return len(header[0])
@@ -192,22 +191,24 @@ class _Conversation:
             raise self._not_located(turn)
         return place + len(added)
 
-    def _thoughts_behind(self, prompt: str, turn: int) -> str | None:
-        """Return an answer whose thoughts the template leaves out, behind a prompt that begins them.
+    def _answer_with_thoughts(self, prompt: str, turn: int) -> str | None:
+        """Return an answer as it is written, whose thoughts the template would leave out; None for other answers.
 
-        DeepSeek R1's template begins the thoughts in the prompt, and leaves them out of all answers: the answer is the
-        content itself, after its opening tag. None for other templates and answers.
+        Some templates remove the thoughts from all answers, also from the last, and DeepSeek R1's begins them in the
+        prompt. The model generates them nevertheless, so the answer is the content itself, behind the prompt.
         """
         content, opening = self.messages[turn]["content"], _OPEN_THOUGHTS.search(prompt)
-        if opening is None or not isinstance(content, str):
+        if not isinstance(content, str):
             return None
-        rest = content.lstrip()
-        header = self._header(turn)
         lost = [part for part in left_out(self.chat, self.messages[: turn + 1]) if part.message == turn]
-        if header is None or not rest.startswith(opening[1]) or not lost or {part.kind for part in lost} != {"thoughts"}:
+        begins = opening is not None and content.lstrip().startswith(opening[1])
+        header = self._header(turn) if lost or begins else None
+        if header is None or THOUGHTS in self.messages[turn] or any(part.kind != "thoughts" for part in lost):
             return None
-        written = rest.removeprefix(opening[1])
-        return (written.lstrip("\n") if prompt.endswith("\n") else written).rstrip() + header[1]
+        if begins and opening is not None and not header[0].endswith(opening[0]):
+            content = content.lstrip().removeprefix(opening[1])
+            return (content.lstrip("\n") if opening[0].endswith("\n") else content).rstrip() + header[1]
+        return content.strip() + header[1] if lost and header[0] == prompt else None
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedText:
         """Tokenize a text; the mask covers the tokens within some spans of it, up to the last end token of each."""

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.data.rows import Source, text_of, use_rows
+from lightning_rlhf.data.tokenizers import generation_ends
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
@@ -112,7 +113,8 @@ class PolicyCheck(Callback):
         engine.start(EngineSetup(directory, self.policy.dtype or "float32", longest, directory / "engine.log"))
         policy = self.policy.causal()
         engine.update_weights(merged(policy.lm, whole_tensors(policy.lm)), version=0)
-        sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+        ends = dict.fromkeys([tokenizer.eos_token_id, *generation_ends(getattr(self.policy, "path", None))])
+        sampling = SamplingParams(self.max_response_tokens, stop_token_ids=tuple(ends))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
         return collect(batch, generate(engine, ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)
 

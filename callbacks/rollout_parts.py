@@ -30,7 +30,7 @@ from lightning_rlhf.types import PromptBatch
 
 from .checks import tensor_ranks
 from .engine_comparison import PushChecks, check_first_rows
-from .rollout_settings import RolloutSettings
+from .rollout_settings import RolloutSettings, actor_ends
 from .run_engine import RunEngine
 
 
@@ -76,7 +76,7 @@ def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule
         "tokenizer": tokenizer,
         "max_tokens": settings.max_response_tokens,
         "max_length": engine.max_length,
-        "stop_token_ids": (tokenizer.eos_token_id, *settings.stop_token_ids),
+        "stop_token_ids": tuple(dict.fromkeys([*data.end_tokens, *actor_ends(module), *settings.stop_token_ids])),
         "vocabulary": vocab_size(module.sources["actor"]),
         "never_sampled": module.image_tokens,
     }

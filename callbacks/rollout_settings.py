@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.tokenizers import generation_ends
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.positions import check_positions
@@ -29,6 +30,11 @@ from .checks import tensor_ranks
 
 log = logging.getLogger(__name__)
 _TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
+
+
+def actor_ends(module: RLHFModule) -> list[int]:
+    """Return the tokens at which the generation settings of the actor's source end responses."""
+    return generation_ends(getattr(module.sources["actor"], "path", None))
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class RolloutSettings:
                 "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
                 "callbacks=lightning_rlhf.callbacks.complete([...])"
             )
-        warnings = [data.ignored_tools, data.end_token_warning(self.stop_token_ids)]
+        warnings = [data.ignored_tools, data.end_token_warning([*actor_ends(module), *self.stop_token_ids])]
         if self.environment is None and not trainer.fast_dev_run:
             warnings.append(data.length_warning(self.max_response_tokens))
         for warning in filter(None, warnings):

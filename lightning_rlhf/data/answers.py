@@ -113,9 +113,9 @@ class AnswersDataModule(RowsDataModule):
         Raises:
             BadRow: the answer has no token to learn, or the placeholder of an image.
         """
-        answer_ids, end = self.tokenize(self.without_images(answer)), self.tokenizer.eos_token_id
-        if answer_ids[-1:] != [end]:  # some data include the end token
-            answer_ids = [*answer_ids, end]
+        answer_ids = self.tokenize(self.without_images(answer))
+        if not answer_ids or answer_ids[-1] not in self.end_tokens:  # some data include the end token
+            answer_ids = [*answer_ids, self.end_tokens[0]]
         ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)
         if start == len(ids):
             raise BadRow("the text has a single token, which has no token before it to predict it from")

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.compat import replaces_samplers
 from lightning_rlhf.data.chat import Chat, chat_of, check_options, tool_schemas
-from lightning_rlhf.data.columns import CHANGE_TEXT, TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
+from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields, unread_message
 from lightning_rlhf.data.completeness import check_complete
 from lightning_rlhf.data.image_parts import MARKER, as_bad_row, given_images, images_of, with_images
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
@@ -28,7 +28,7 @@ from lightning_rlhf.data.row import BadRow, Row, RowSource
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
-from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
+from lightning_rlhf.data.tokenizers import TokenizerSource, generation_ends, load_tokenizer, unknown_parts
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -328,24 +328,12 @@ class RowsDataModule(LightningDataModule):
         """Return the columns of a row that nothing reads.
 
         Raises:
-            BadRow: one of them changes the text in other libraries.
+            BadRow: one of them is part of the text in other libraries.
         """
-        unread = fields.unread
-        for name in unread:
-            if name in CHANGE_TEXT and name not in self.columns.left_out and not self._is_contained(fields, name):
-                raise BadRow(
-                    f"the column {name!r} is part of the text in other libraries, and nothing reads it here; to leave it "
-                    f"out, set data.init_args.columns: {{{name}: null}}",
-                    f"nothing reads the column {name!r}",
-                )
-        return unread
-
-    @staticmethod
-    def _is_contained(fields: Fields, name: str) -> bool:
-        """Return whether a column that may be a source of the prompt is one, or stands beside a prompt of its own."""
-        if name not in ("input", "instruction"):
-            return False
-        return fields.names.get("prompt") not in ("input", "instruction")
+        for name in fields.lost:
+            if name not in self.columns.left_out:
+                raise BadRow(unread_message(name), f"nothing reads the column {name!r}")
+        return fields.unread
 
     def messages(self, fields: Fields, name: str, label: str, is_answer: bool = False) -> list[Message]:
         """Return the messages of a field, with their images.
@@ -455,7 +443,38 @@ class RowsDataModule(LightningDataModule):
 
     def chat(self, fields: Fields) -> Chat:
         """Return the chat template with the tools and variables of a row."""
-        return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools, self._expand)
+        options, ends = self.chat_template_kwargs, self.end_tokens[1:]
+        return chat_of(self.tokenizer, fields, options, self.tools, self._expand, ends)
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens at which answers end: the tokenizer's end token, then those of the model beside the tokenizer."""
+        model = self.tokenizer_source if isinstance(self.tokenizer_source, str) else None
+        return tuple(dict.fromkeys([self.tokenizer.eos_token_id, *generation_ends(model)]))
+
+    def end_token_warning(self, further: Sequence[int] = ()) -> str:
+        """Return a warning if the chat template ends messages with a token at which responses do not end.
+
+        Args:
+            further: tokens that end a response, in addition to those of the tokenizer and the model beside it.
+        """
+        end = Chat(self.tokenizer, self.tools, self.chat_template_kwargs).end_of_turn()
+        ends = (*self.end_tokens, *further)
+        if end is None or end in ends or not any(report.has_messages for report in self.reports.values()):
+            return ""
+        token, own_end = (self.tokenizer.convert_ids_to_tokens(index) for index in (end, ends[0]))
+        return (
+            f"the chat template ends a message of the assistant with {token!r} (id {end}), but responses end with the "
+            f"tokenizer's end token {own_end!r} (id {ends[0]}): {self.end_token_remedy(end)}, so that responses do not "
+            f"continue after the answer"
+        )
+
+    def end_token_remedy(self, end: int) -> str:
+        """Return what makes responses end at a token."""
+        return (
+            f"set another eos_token in the tokenizer, or eos_token_id: [{self.end_tokens[0]}, {end}] in the model's "
+            f"generation_config.json"
+        )
 
     def _expand(self, text: str, images: Sequence[EncodedImage]) -> str:
         if self.image_store is None and not images:

@@ -47,6 +47,7 @@ class Chat:
         expand: function of a text and its images that replaces each placeholder by the text that stands for its image;
             None where messages have no images.
         of_row: whether the tools are those of a row, which a template without tools would lose.
+        further_ends: tokens at which responses end, besides the tokenizer's end token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,6 +55,12 @@ class Chat:
     options: Mapping[str, Any] = field(default_factory=dict)
     expand: Callable[[str, Sequence[EncodedImage]], str] | None = None
     of_row: bool = False
+    further_ends: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens at which responses end; first the tokenizer's end token."""
+        return (self.tokenizer.eos_token_id, *self.further_ends)
 
     def render(
         self,
@@ -211,8 +218,8 @@ def _reads(template: str, key: str) -> bool:
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call whose arguments are JSON text."""
-    function = call["function"]
-    if isinstance(function["arguments"], str):
+    function = call.get("function")
+    if function is None or isinstance(function["arguments"], str):
         return dict(call)
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
@@ -223,6 +230,7 @@ def chat_of(
     options: Mapping[str, Any],
     default_tools: Sequence[Any] = (),
     expand: Callable[[str, Sequence[EncodedImage]], str] | None = None,
+    further_ends: tuple[int, ...] = (),
 ) -> Chat:
     """Return the chat template with a row's ``tools``; the row's ``chat_template_kwargs`` override the configuration's.
 
@@ -232,6 +240,7 @@ def chat_of(
         options: template variables of the configuration.
         default_tools: JSON schemas of the tools of rows without ``tools``.
         expand: argument of :class:`Chat`.
+        further_ends: argument of :class:`Chat`.
 
     Raises:
         BadRow: the row's tools or template variables are not valid.
@@ -242,7 +251,7 @@ def chat_of(
         raise BadRow(f"chat_template_kwargs is a {type(row_options).__name__}, expected a mapping of names to values")
     merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
-    return Chat(tokenizer, tools or list(default_tools) or None, merged, expand, of_row=bool(tools))
+    return Chat(tokenizer, tools or list(default_tools) or None, merged, expand, bool(tools), further_ends)
 
 
 def _tools_of(fields: Fields) -> list[Any] | None:

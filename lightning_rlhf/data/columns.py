@@ -164,6 +164,16 @@ class Fields:
         read = {column.partition(".")[0] if column not in self.row else column for column in self.names.values()}
         return [name for name, value in self.row.items() if name not in read and not _is_empty(value)]
 
+    @property
+    def lost(self) -> list[str]:
+        """Names of the columns that no field reads, and that are part of the text in other libraries.
+
+        A column that can be the prompt is one of them only if another such column is the prompt.
+        """
+        can_be_prompt = ("input", "instruction")
+        is_part = self.names.get("prompt") in can_be_prompt
+        return [name for name in self.unread if name in CHANGE_TEXT and (is_part or name not in can_be_prompt)]
+
 
 class Columns:
     """Finds the columns of fields; the configured mapping has priority.
@@ -266,6 +276,14 @@ def lookup(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> A
         hint = _hint(column, row, mapping or {})
         raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}{hint}", f"no column {column!r}")
     return value
+
+
+def unread_message(column: str) -> str:
+    """Return the message about a column that is part of the text in other libraries, and that nothing reads."""
+    return (
+        f"the column {column!r} is part of the text in other libraries, and nothing reads it here; to leave it out, set "
+        f"data.init_args.columns: {{{column}: null}}"
+    )
 
 
 def check_no_other_prompt(fields: Fields, texts: Sequence[str]) -> None:

@@ -1,10 +1,12 @@
-"""Rows of local or remote JSON lines, JSON, CSV and parquet files, with their locations."""
+"""Rows of local or remote JSON lines, JSON, CSV, parquet and Arrow files, with their locations."""
 
 from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,18 +16,24 @@ from typing import Any
 
 import fsspec
 
-from lightning_rlhf.data.row import BadRow, Row, TextRow
+from lightning_rlhf.data.row import BadRow, Row, TextRow, without_nested_nulls
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.paths import names_a_path
+
+log = logging.getLogger(__name__)
 
 LocatedRows = Iterator[tuple[str, Any]]
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _SEPARATORS = re.compile(r"[\s,]*")
 _PROBE_CHARACTERS = 1 << 20  # a file with a complete row in its first characters is JSON lines
 _MAX_BLANK_LINES = 1_000_000  # a small gzip file can contain any number of them
+_MAX_LINE_CHARACTERS = 1 << 26  # a small compressed file can contain a line that fills the memory
 _MAX_CELL_CHARACTERS = (
     1 << 26
 )  # characters of a CSV cell; Python's own limit of 131,072 is less than a long conversation
+_COMPRESSED = (".gz", ".bz2", ".zst")
+# Files that libraries write beside data: they describe data and have no rows.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)", re.IGNORECASE)
 _TRAIN_NAME = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
 
@@ -35,8 +43,8 @@ class Files:
     """Files that are read in sequence.
 
     Args:
-        paths: local paths, or URLs that ``fsspec`` reads, of ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` files; all
-            except ``.parquet`` can end with ``.gz``.
+        paths: local paths, or URLs that ``fsspec`` reads, of files whose extension is among :data:`FILE_KINDS`; text
+            files can also end with ``.gz``, ``.bz2`` or ``.zst``.
     """
 
     paths: tuple[str, ...]
@@ -51,7 +59,7 @@ class Files:
             _check_encoding(path)
             try:
                 yield from FILE_KINDS[_extension(path)](path)
-            except (OSError, EOFError, zlib.error) as error:  # no permission, not gzip, truncated gzip
+            except (OSError, EOFError, zlib.error) as error:  # no permission, not compressed, truncated
                 raise UsageError(f"cannot read {path!r}: {error}") from error
 
 
@@ -70,11 +78,32 @@ def expand(source: str) -> list[str]:
         else:
             files = [local]
         if files == [local] and Path(local).is_dir():
-            files = [str(path) for path in Path(local).iterdir()]
+            files = _files_of_directory(Path(local))
         files = [path for path in files if Path(path).is_file()]
     files = sorted(path for path in files if _extension(path) in FILE_KINDS)
     _check_single_split(source, [PurePosixPath(path).name for path in files])
     return files
+
+
+def _files_of_directory(directory: Path) -> list[str]:
+    """List the visible files of a directory that can have rows.
+
+    In a clone of a data set of the hub, these are the training files of ``data/``, as for its hub id.
+    """
+
+    def files_of(folder: Path) -> list[str]:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        visible = [name for name in names if not name.startswith(".") and name not in _DESCRIPTIONS]
+        return [str(folder / name) for name in visible if _extension(name) in FILE_KINDS]
+
+    if files := files_of(directory):
+        return files
+    files = files_of(directory / "data")
+    train = [path for path in files if _TRAIN_NAME.search(Path(path).name)]
+    if train and len(train) < len(files):
+        others = sorted(Path(path).name for path in files if path not in train)
+        log.info("%s: the training files of data/ are read, and not %s", directory, ", ".join(others))
+    return train or files
 
 
 def _expand_url(url: str) -> list[str]:
@@ -95,8 +124,7 @@ def _expand_url(url: str) -> list[str]:
 
 def looks_like_a_path(source: str) -> bool:
     """Return whether a source without files looks like a path or URL; otherwise it is a hub id."""
-    has_extension = Path(source.removesuffix(".gz")).suffix in FILE_KINDS
-    return has_extension or is_url(source) or names_a_path(source) or glob.has_magic(source)
+    return _extension(source) in FILE_KINDS or is_url(source) or names_a_path(source) or glob.has_magic(source)
 
 
 def is_url(source: str) -> bool:
@@ -116,7 +144,9 @@ def _check_single_split(source: str, names: list[str]) -> None:
 
 
 def _extension(path: str) -> str:
-    return Path(_without_query(path).removesuffix(".gz")).suffix
+    path = _without_query(path)
+    compressed = next((ending for ending in _COMPRESSED if path.endswith(ending)), "")
+    return Path(path.removesuffix(compressed)).suffix
 
 
 def _without_query(path: str) -> str:
@@ -128,9 +158,13 @@ def _without_query(path: str) -> str:
 
 def _open(path: str, mode: str = "rt") -> Any:
     """Open a local or remote file; invalid UTF-8 becomes surrogates, which :func:`is_unicode` detects."""
-    text = {}
+    text: dict[str, Any] = {}
     if "b" not in mode:
         text = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    if _without_query(path).endswith(".zst"):  # fsspec needs another package for it, pyarrow does not
+        import pyarrow
+
+        return io.TextIOWrapper(pyarrow.CompressedInputStream(fsspec.open(path, "rb").open(), "zstd"), **text)
     return fsspec.open(path, mode, compression="infer", **text)
 
 
@@ -140,7 +174,7 @@ def _check_encoding(path: str) -> None:
     Raises:
         ValueError: the file is compressed but does not end with ``.gz``, or has another encoding than UTF-8.
     """
-    if is_url(path) or path.endswith((".gz", ".parquet")):
+    if is_url(path) or path.endswith((*_COMPRESSED, ".parquet", ".arrow")):
         return
     try:
         with open(path, "rb") as file:
@@ -156,8 +190,10 @@ def _check_encoding(path: str) -> None:
 def _json_lines(path: str) -> LocatedRows:
     """Yield rows, and a :class:`BadRow` for each line that is not a JSON object."""
     blank = 0
-    with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
+    with _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_CHARACTERS), ""), start=1):
+            if len(line) == _MAX_LINE_CHARACTERS:
+                raise UsageError(f"cannot read {path!r}: line {number} has {_MAX_LINE_CHARACTERS:,} characters or more")
             blank = 0 if line.strip() else blank + 1
             if blank > _MAX_BLANK_LINES:
                 raise UsageError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
@@ -201,13 +237,18 @@ def _skip_separators(text: str, position: int) -> int:
     return match.end()
 
 
-def _csv(path: str) -> LocatedRows:
+def _tsv(path: str) -> LocatedRows:
+    """Yield rows of cells that tabs separate; quotes as in CSV."""
+    return _csv(path, "\t")
+
+
+def _csv(path: str, separator: str = ",") -> LocatedRows:
     """Yield rows of text cells; an unclosed quote makes only its own line a bad row."""
     with _open(path) as file:
         lines = file.readlines()
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     header: list[str] = []
-    for number, cells in _parse_records(lines):
+    for number, cells in _parse_records(lines, separator):
         location = f"{path}:{number}"
         if isinstance(cells, BadRow):
             if not header:
@@ -218,7 +259,7 @@ def _csv(path: str) -> LocatedRows:
             if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])):
                 raise UsageError(
                     f"cannot read {path!r}: its header {header[0]!r} is one cell; separate cells by commas, "
-                    f"not by {other[0]!r}"
+                    f"not by {other[0]!r}, or by tabs in a file that is called .tsv"
                 )
             if len(set(header)) != len(header):
                 raise UsageError(f"cannot read {path!r}: two columns have the same name in the header {header}")
@@ -228,7 +269,7 @@ def _csv(path: str) -> LocatedRows:
             yield location, TextRow(zip(header, cells, strict=True))
 
 
-def _parse_records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]:
+def _parse_records(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | BadRow]]:
     """Yield line numbers and cells; if a record over several lines is broken, only its first line is a bad row."""
     columns, position = 0, 0
 
@@ -238,7 +279,7 @@ def _parse_records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]
             position += 1
             yield lines[position - 1]
 
-    reader = csv.reader(remaining_lines(), strict=True)
+    reader = csv.reader(remaining_lines(), strict=True, delimiter=separator)
     while (begin := position) < len(lines):
         cells: list[str] | BadRow
         try:
@@ -252,7 +293,7 @@ def _parse_records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]
         if broken and position > begin + 1:
             reason = "not CSV: a quote is not closed"
             cells, position = BadRow(reason, "not CSV"), begin + 1
-            reader = csv.reader(remaining_lines(), strict=True)
+            reader = csv.reader(remaining_lines(), strict=True, delimiter=separator)
         if cells:
             yield begin + 1, cells
 
@@ -267,7 +308,27 @@ def _parquet(path: str) -> LocatedRows:
         with _open(path, "rb") as file:
             for batch in parquet.ParquetFile(file).iter_batches():
                 for row in batch.to_pylist():
-                    yield f"{path}[{number}]", row
+                    yield f"{path}[{number}]", without_nested_nulls(row)
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
+
+
+def _arrow(path: str) -> LocatedRows:
+    """Yield rows of an Arrow file or stream with their numbers."""
+    import pyarrow
+    from pyarrow import ipc
+
+    number = 0
+    try:
+        with _open(path, "rb") as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield f"{path}[{number}]", without_nested_nulls(row)
                     number += 1
     except pyarrow.ArrowException as error:
         raise UsageError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
@@ -296,4 +357,7 @@ FILE_KINDS: dict[str, Callable[[str], LocatedRows]] = {
     ".json": _json,
     ".csv": _csv,
     ".parquet": _parquet,
+    ".ndjson": _json_lines,
+    ".tsv": _tsv,
+    ".arrow": _arrow,
 }

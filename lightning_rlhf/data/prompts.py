@@ -78,7 +78,13 @@ class PromptDataModule(RowsDataModule):
 
     def check_unread(self, fields: Fields) -> list[str]:
         """Return the columns of a row that no field reads; rewards and environments can still read them."""
+        self.lost_columns |= set(fields.lost) - self.columns.left_out
         return fields.unread
+
+    @cached_property
+    def lost_columns(self) -> set[str]:
+        """Columns that are part of the text in other libraries, and that no field reads."""
+        return set()
 
     def _prompt(self, fields: Fields) -> PromptText:
         if "messages" in fields:
@@ -149,23 +155,9 @@ class PromptDataModule(RowsDataModule):
             f"the longest has {max(lengths) + 1} tokens with its end token. Raise max_response_tokens of RolloutLoop"
         )
 
-    def end_token_warning(self, stop_token_ids: Sequence[int] = ()) -> str:
-        """Return a warning if the chat template ends messages with a token at which responses do not end.
-
-        Args:
-            stop_token_ids: tokens that end a response, in addition to the tokenizer's end token.
-        """
-        end = Chat(self.tokenizer, self.tools, self.chat_template_kwargs).end_of_turn()
-        ends = (self.tokenizer.eos_token_id, *stop_token_ids)
-        uses_template = any(examples[0].messages for examples in self.examples.values() if len(examples))
-        if end is None or end in ends or not uses_template:
-            return ""
-        token, own_end = (self.tokenizer.convert_ids_to_tokens(index) for index in (end, ends[0]))
-        return (
-            f"the chat template ends a message of the assistant with {token!r} (id {end}), but responses end with the "
-            f"tokenizer's end token {own_end!r} (id {ends[0]}): set stop_token_ids: [{end}] in RolloutLoop, or another "
-            f"eos_token in the tokenizer, so that responses do not continue after the answer"
-        )
+    def end_token_remedy(self, end: int) -> str:
+        """Return what makes responses end at a token."""
+        return f"set stop_token_ids: [{end}] in RolloutLoop, or another eos_token in the tokenizer"
 
     def use_further_images(self, most: int) -> None:
         """Prepare for images that are not in the data, such as those in replies of an environment.

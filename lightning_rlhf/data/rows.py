@@ -184,6 +184,44 @@ class HubDataset:
             yield f"{self.path}[{number}]", without_nested_nulls(row)
 
 
+@dataclass(frozen=True)
+class SavedDataset:
+    """A directory that ``save_to_disk`` of ``datasets`` wrote.
+
+    Args:
+        path: directory of one split; of several splits, name one, such as ``saved/train``.
+    """
+
+    path: str
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield rows with their numbers.
+
+        Raises:
+            ValueError: the directory has several splits, or its files are damaged.
+        """
+        import datasets
+
+        directory = Path(self.path).expanduser()
+        if (directory / "dataset_dict.json").is_file():
+            splits = sorted(path.name for path in directory.iterdir() if is_saved_dataset(str(path)))
+            raise UsageError(f"{self.path!r} has the splits {', '.join(splits)}: name one, such as {self.path}/{splits[0]}")
+        try:
+            dataset = datasets.load_from_disk(str(directory))
+        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            raise UsageError(f"cannot read {self.path!r} as a saved data set: {error}") from error
+        for number, row in enumerate(dataset):
+            yield f"{self.path}[{number}]", without_nested_nulls(row)
+
+
+def is_saved_dataset(source: str) -> bool:
+    """Return whether a path is a directory that ``save_to_disk`` of ``datasets`` wrote."""
+    directory = Path(source).expanduser()
+    return (directory / "dataset_dict.json").is_file() or (
+        (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()
+    )
+
+
 def folder_of(location: str) -> Path | None:
     """Return the directory of the file in a row's location; None if the row is not in a local file."""
     match = _LOCATION.fullmatch(location)
@@ -206,6 +244,8 @@ def as_rows(source: Source) -> RowSource:
     if not isinstance(source, str | Path):
         return source
     source = str(source)
+    if is_saved_dataset(source):
+        return SavedDataset(source)
     if files := expand(source):
         return Files(tuple(files))
     if looks_like_a_path(source):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from lightning_rlhf.data.columns import is_unicode
@@ -127,6 +127,23 @@ def unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
     return [text[start:end] for token, (start, end) in tokens if token == unknown]
+
+
+def generation_ends(model: str | None) -> list[int]:
+    """Return the tokens at which a model's generation settings end responses; empty without settings.
+
+    Args:
+        model: directory or hub id of the model; None has no settings.
+    """
+    if model is None:
+        return []
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a model without generation settings
+        return []
+    if not isinstance(ends, list):
+        ends = [ends]
+    return [end for end in ends if isinstance(end, int)]
 
 
 def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:

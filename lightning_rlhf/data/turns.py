@@ -75,6 +75,11 @@ def _has_words(message: Message) -> bool:
     return bool(message.get("tool_calls") or (content.strip() if isinstance(content, str) else content))
 
 
+def _begins_with(ids: Sequence[int], ends: Sequence[int]) -> bool:
+    """Return whether the first token is one of the end tokens."""
+    return bool(ids) and ids[0] in ends
+
+
 @dataclass(frozen=True)
 class _Conversation:
     """A conversation and its chat template.
@@ -112,7 +117,7 @@ class _Conversation:
         result: list[bool] = []
         for marked, part in itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0)):
             run = [token for _, token in part]
-            ends = [i for i, token in enumerate(run) if token == self.chat.tokenizer.eos_token_id]
+            ends = [i for i, token in enumerate(run) if token in self.chat.ends]
             result += [marked and (not ends or i <= ends[-1]) for i in range(len(run))]
         return result
 
@@ -171,7 +176,7 @@ class _Conversation:
         same = common_prefix(prompt, rendered)
         if not prompt[same:].strip():  # nothing, or a line break less than behind <think> of the prompt
             return same
-        header = self._header(turn)
+        header = self._header(turn) if turn else None
         if header is None or not rendered.startswith(header[0]):
             raise self._not_located(turn)
         if prompt.startswith(header[0]):  # the prompt has more, such as empty thoughts
@@ -220,10 +225,10 @@ class _Conversation:
         mask = [False] * len(ids)
         for begin, end in spans:
             inside = [i for i, (start, stop) in enumerate(offsets) if start < end and stop > begin]
-            ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
+            ends = [i for i in inside if ids[i] in self.chat.ends]
             for i in inside:
                 mask[i] = i <= (ends or inside)[-1]
-            if inside and not ends and ids[inside[-1] + 1 :][:1] == [tokenizer.eos_token_id]:
+            if inside and not ends and _begins_with(ids[inside[-1] + 1 :], self.chat.ends):
                 mask[inside[-1] + 1] = True  # the template does not end a last message
         return self._end_after_answer(ids, mask)
 
@@ -235,14 +240,13 @@ class _Conversation:
         begin = end - 1
         while begin and mask[begin - 1]:
             begin -= 1
-        eos = self.chat.tokenizer.eos_token_id
-        ends = [i for i in range(begin, end) if ids[i] == eos]
+        ends = [i for i in range(begin, end) if ids[i] in self.chat.ends]
         if ends:
             end = ends[-1] + 1
-        elif ids[end : end + 1] == [eos]:
+        elif _begins_with(ids[end:], self.chat.ends):
             end += 1
         else:
-            return [*ids[:end], eos], [False, *mask[1:end], True]
+            return [*ids[:end], self.chat.ends[0]], [False, *mask[1:end], True]
         return ids[:end], [False, *mask[1:end]]
 
     def _not_located(self, turn: int) -> BadRow:

@@ -250,7 +250,8 @@ class ConversationLoop:
     def _turn_of(self, running: RunningConversation, completion: Completion) -> Turn:
         """Decode a turn and parse its tool calls."""
         ids = completion.token_ids
-        ids = ids[:-1] if ids[-1] == self._tokenizer.eos_token_id else ids
+        is_ended = ids[-1] in (self._tokenizer.eos_token_id, *running.request.sampling.stop_token_ids)
+        ids = ids[:-1] if is_ended else ids
         raw, text = (
             str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
             for skip in (False, True)

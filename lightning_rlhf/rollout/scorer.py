@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.columns import unread_message
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.conversation import StopReason, last_turn_start
 from lightning_rlhf.environments.host import FaultKind
@@ -254,8 +255,26 @@ def call_reward_functions(
     batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
     columns = sorted({name for batch in batches for name in batch.columns})
     check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
+    if environment is None:
+        check_unread(rewards, data)
     for batch in batches[:1]:
         Scorer(batch, executor, data.tokenizer, samples=3 - len(batch), environment=environment).dry_run()
+
+
+def read_columns(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> set[str]:
+    """Return those of some columns that reward functions read; a function with ``**kwargs`` receives all."""
+    takes_all = any(p.kind is p.VAR_KEYWORD for reward in rewards for p in reward.parameters)
+    return set(columns) if takes_all else {name for name in columns if any(name in reward.columns for reward in rewards)}
+
+
+def check_unread(rewards: Sequence[RewardFunction], data: PromptDataModule) -> None:
+    """Check that a column that is part of the text in other libraries is read by a reward function, if by nothing else.
+
+    Raises:
+        UsageError: nothing reads such a column.
+    """
+    for name in sorted(data.lost_columns - read_columns(rewards, data.lost_columns)):
+        raise UsageError(unread_message(name))
 
 
 def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:

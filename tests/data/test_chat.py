@@ -115,11 +115,8 @@ def test_first_assistant_message_is_marked_without_the_prefix_of_the_template():
     headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
     thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm ' }}")
-    texts, _ = tokenize_turns(Chat(characters(thoughtful)), messages, "conversation")
-    assert [decoded(thoughtful, *text) for text in texts] == [
-        ("<s>assistant\nhm hi</s>", "hi</s>"),
-        ("<s>assistant\nhi</s>\n<s>user\nwho?</s>\n<s>assistant\nhm me</s>", "me</s>"),
-    ]
+    with pytest.raises(BadRow, match="the assistant's tokens cannot be located"):
+        marked_parts(characters(thoughtful), messages)
 
 
 def test_end_token_is_appended_and_marked_if_the_template_has_none():

@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.preview import example_calls, preview
-from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns
+from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns, read_columns
 from lightning_rlhf.run_checks import check_val_metric
 from lightning_rlhf.tools.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.tools.commands.run_config import (
@@ -173,6 +173,8 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
         "dropped": dict(report.dropped.most_common()),
         "cut": dict(report.cut.most_common()),
         "columns": dict(report.column_mappings.most_common()),
+        "unread": dict(report.unread.most_common()),
+        "notes": report.describe_notes(),
         "unknown": report.describe_unknown(),
         "tokens": _quantiles(lengths) | {"all": sum(lengths)},
         "answer_tokens": _answer_tokens(data, part) if isinstance(data, PromptDataModule) else {},
@@ -226,10 +228,10 @@ def _check_texts(config: Namespace, data: RowsDataModule, result: CheckedData) -
             "data.init_args.as_messages: true converts the texts to messages (page Data of the documentation)"
         )
     result.warn(data.ignored_tools)
-    if not isinstance(data, PromptDataModule):
-        return
     loop = loop_arguments(config)
     result.warn(data.end_token_warning(loop.get("stop_token_ids") or ()))
+    if not isinstance(data, PromptDataModule):
+        return
     limit = loop.get("max_response_tokens")
     if limit and loop.get("environment") is None:
         result.warn(data.length_warning(limit))
@@ -273,6 +275,9 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
             for label, values in rewards_of_answers(rewards, data).items():
                 result.answer_rewards[label] = {"answer": values.answer, "empty": values.empty}
                 result.warn(values.warning(label))
+    for part in result.data.values():
+        read = part["unread"] if has_environment else read_columns(rewards, part["unread"])
+        part["unread"] = {name: number for name, number in part["unread"].items() if name not in read}
     for reward in rewards:
         missing = missing_columns(reward, data)
         result.warnings += missing
@@ -392,6 +397,9 @@ def render(result: CheckedData) -> str:
         lines += ["", f"{name}: {counted(part['read'], 'row')} read, {part['kept']} kept"]
         for label in ("columns", "dropped", "cut"):
             lines += [f"  {label}: {counted(count, 'row')}: {reason}" for reason, count in part[label].items()]
+        if part["unread"]:
+            lines.append(f"  columns that nothing reads: {', '.join(part['unread'])}")
+        lines += [f"  {note}" for note in part["notes"]]
         lines.append("  tokens: " + ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items()))
         if part["answer_tokens"]:
             answers = ", ".join(f"{key} {part['answer_tokens'][key]:g}" for key in ("median", "most"))

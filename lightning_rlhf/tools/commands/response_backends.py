@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, Fields
 from lightning_rlhf.data.image_parts import given_images, images_of, openai_messages, with_images
+from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, use_rows
 from lightning_rlhf.data.text_messages import TextMessages
+from lightning_rlhf.data.tokenizers import generation_ends
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -217,8 +218,9 @@ class EngineBackend:
 
     def start(self, longest: int, log: Path) -> str:
         """Start the engine for prompts of up to ``longest`` tokens, with its output in a file; return a description."""
-        stop_ids = _stop_ids(self._source.path, [self._tokenizer.eos_token_id, *self._sampling.stop_token_ids])
-        self._sampling = replace(self._sampling, stop_token_ids=stop_ids)
+        own = [self._tokenizer.eos_token_id, *self._sampling.stop_token_ids]
+        stop_ids = dict.fromkeys([*own, *generation_ends(self._source.path)])
+        self._sampling = replace(self._sampling, stop_token_ids=tuple(stop_ids))
         self._engine.check(self._sampling)
         total = longest + self._sampling.max_tokens
         threads = torch.get_num_threads()
@@ -340,17 +342,6 @@ def weights_digest(model: str) -> str:
     if files:
         return total.hexdigest()
     return ""
-
-
-def _stop_ids(model: str, known: list[int]) -> tuple[int, ...]:
-    """Return the tokens that end a response: known ones, and those of the model's generation settings."""
-    try:
-        further = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a model without generation settings
-        further = None
-    if not isinstance(further, list):
-        further = [] if further is None else [further]
-    return tuple(dict.fromkeys([*known, *further]))
 
 
 class ServerBackend:

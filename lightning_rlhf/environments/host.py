@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.environments.protocol import Reply, Turn
 
@@ -29,7 +31,7 @@ class Spec:
     def make(self) -> Any:
         """Return a new environment."""
         factory = as_function(self.factory)
-        return factory(**self.arguments)
+        return factory(**private(dict(self.arguments), objects=False))
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,12 @@ class Call:
     @property
     def finish_arguments(self) -> dict[str, Any]:
         """Arguments of ``finish``."""
-        return {"stop": self.stop, "turn": self.last, "text": self.last.text if self.last else ""}
+        return {"stop": self.stop, "turn": copy.deepcopy(self.last), "text": self.last.text if self.last else ""}
 
     @property
     def run_arguments(self) -> dict[str, Any]:
         """Arguments of ``run`` of an agent."""
-        return {"base_url": self.base_url, "api_key": self.api_key, "row": self.row, "seed": self.seed}
+        return {"base_url": self.base_url, "api_key": self.api_key, "row": private(self.row), "seed": self.seed}
 
 
 class Host(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import arguments_of
 from lightning_rlhf.environments.host import Call, Fault, Spec
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn, as_reply
@@ -83,7 +85,7 @@ class LiveEnvironments:
 def _reset(live: _Live, call: Call) -> Steps[Reply]:
     if not hasattr(live.environment, "reset"):
         return Reply()
-    return as_reply((yield from _call(live.environment, "reset", {"row": call.row, "seed": call.seed})), "reset")
+    return as_reply((yield from _call(live.environment, "reset", {"row": private(call.row), "seed": call.seed})), "reset")
 
 
 def _replay(live: _Live, call: Call, reply: Reply) -> Steps[Fault | None]:
@@ -107,6 +109,7 @@ def _replay(live: _Live, call: Call, reply: Reply) -> Steps[Fault | None]:
 
 
 def _step(live: _Live, turn: Turn) -> Steps[Reply]:
+    turn = copy.deepcopy(turn)
     arguments = {"turn": turn, "text": turn.text, "calls": turn.calls}
     reply = as_reply((yield from _call(live.environment, "step", arguments)), "step")
     live.turns_seen += 1

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from PIL import Image
 
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.data.image_parts import content_of, is_image
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.encoded_image import EncodedImage
@@ -194,7 +195,7 @@ def as_reply(value: Any, method: str) -> Reply:
                 f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
             )
         metrics[name] = float(number)
-    messages = "" if done else _bounded(_messages(value.messages, method))
+    messages = "" if done else _bounded(private(_messages(value.messages, method)))
     return Reply(messages, float(reward), done, metrics)
 
 

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.image_parts import user_message
 from lightning_rlhf.expected_errors import UsageError
@@ -270,7 +271,7 @@ class RewardFunction:
         takes_all = not renamed and any(p.kind is p.VAR_KEYWORD for p in self.parameters)
         names = {parameter.name for parameter in self.parameters}
         selected = {name: value for name, value in offered.items() if takes_all or name in names}
-        return {**selected, **self.call_arguments}
+        return {**private(selected), **private(self.call_arguments, objects=False)}
 
     def _read(self, returned: Any, indices: Sequence[int], output: RewardOutput) -> RewardOutput:
         return output.read([returned] if self.convention.per_sample else returned, indices)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.completeness import check_complete
@@ -96,7 +97,7 @@ class TeacherPrompts:
             return columns[self._column]
         function = as_function(self.make)
         try:
-            return list(function(**arguments_of(function, columns)))
+            return list(function(**private(arguments_of(function, columns))))
         except Exception as error:
             raise RunError(f"teacher_prompt failed: {type(error).__name__}: {error}") from error
 

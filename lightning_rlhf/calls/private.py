@@ -1,0 +1,37 @@
+"""Private copies of what code of users receives, so that a change of its arguments reaches nothing else."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+from typing import Any
+
+_IMMUTABLE = (str, bytes, int, float, complex, type(None), datetime.date, datetime.timedelta, decimal.Decimal, range)
+
+
+def private(value: Any, objects: bool = True) -> Any:
+    """Return a copy of a value that shares no mutable part with it.
+
+    Each entry of a list is copied on its own: two entries that are one object become two. Frozen dataclasses, functions
+    and classes stay as they are.
+
+    Args:
+        value: value of a row: text, numbers, lists, mappings, images, arrays.
+        objects: whether other objects than lists, tuples, sets and mappings are copied too.
+    """
+    if isinstance(value, _IMMUTABLE):
+        return value
+    kind = type(value)
+    if kind is list:
+        return [item if type(item) in (str, int, float) else private(item, objects) for item in value]
+    if kind is dict:
+        return {key: private(item, objects) for key, item in value.items()}
+    if kind is tuple:
+        return tuple(private(item, objects) for item in value)
+    if kind is set:
+        return set(value)
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if not objects or callable(value) or (parameters is not None and parameters.frozen):
+        return value
+    return copy.deepcopy(value)

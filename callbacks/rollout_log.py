@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,7 +178,7 @@ class RolloutLog(Callback):
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         scores = {}
         if "reward_model" in module.sources:
-            scores = {"score": experience.reward - rollout.reward}
+            scores = {"score": experience.reward - rollout.reward.nan_to_num(0.0)}
         rewards = {**rollout.rewards, **scores}
         conversations = _conversations(trainer)
         lengths = rollout.response_lengths.tolist()
@@ -214,7 +215,7 @@ class RolloutLog(Callback):
 
     def _print_table(self, rows: list[dict[str, Any]], step: int, loggers: Sequence[Logger] = ()) -> None:
         """Print some responses, and log them as a table where a logger has tables."""
-        ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
+        ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
         shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
         marks = ""

@@ -320,7 +320,7 @@ class Rollout(TensorBatch):
             padding and on tokens that an environment wrote inside the response.
         rollout_logprobs: (B, T) float32, log-probabilities of the engine at sampling time, 0 where the mask is False.
         rewards: (B,) float32 rewards of each reward function by name; NaN where it did not apply.
-        reward: (B,) float32, weighted sum of the applicable rewards, reward units.
+        reward: (B,) float32, weighted sum of the applicable rewards, reward units; NaN for a response without a reward.
         group: (B,) int64, equal for responses to the same prompt of this data rank.
         truncated: (B,) bool, True where the length limit cut the response.
         policy_version: (B, T) int64, version of the policy that sampled each token, which is the number of steps before
@@ -557,6 +557,11 @@ class Experience(TensorBatch):
     def total_lengths(self) -> Tensor:
         """(B,) tokens of prompt and response together."""
         return self.rollout.total_lengths
+
+    @property
+    def rewarded_rows(self) -> Tensor:
+        """(B,) bool, the sampled responses that have a reward."""
+        return self.rollout.sampled_rows & ~self.reward.isnan()
 
     def prompt_numbers(self) -> Tensor:
         """See :meth:`Rollout.prompt_numbers`."""

@@ -102,8 +102,8 @@ class AnswersDataModule(RowsDataModule):
         if isinstance(prompt, str) and not any(prompt.strip() in text for text in texts):
             column, other = fields.names["prompt"], fields.names["messages"]
             raise BadRow(
-                f"the column {other!r} has a conversation without the text of the column {column!r}; to leave one of them "
-                f"out, set data.init_args.columns: {{{column}: null}} or {{{other}: null}}",
+                f"the column {other!r} has a conversation without the text of the column {column!r}; to leave one "
+                f"of them out, set data.init_args.columns: {{{column}: null}} or {{{other}: null}}",
                 f"the prompt in the column {column!r} is not in the conversation",
             )
 
@@ -137,7 +137,9 @@ class AnswersDataModule(RowsDataModule):
             self.note_unknown(chat.render(messages, label))
         images = self.number_images(images_of(messages))
         if images and len(texts) > 1:
-            raise BadRow(f"the {label} has images, and the chat template needs a text of its own for each turn to learn")
+            raise BadRow(
+                f"the {label} has images, and the chat template needs a text of its own for each turn to learn"
+            )
         return MaskedText.joined(texts, images)
 
     def fit_text(self, text: MaskedText, label: str) -> MaskedText:

@@ -367,8 +367,8 @@ class RowsDataModule(LightningDataModule):
                 return history
             column = fields.names["system"]
             raise BadRow(
-                f"the messages begin with a system message, and the column {column!r} has another one; to leave it out, "
-                f"set data.init_args.columns: {{{column}: null}}",
+                f"the messages begin with a system message, and the column {column!r} has another one; to leave it "
+                f"out, set data.init_args.columns: {{{column}: null}}",
                 f"two system messages, one in the column {column!r}",
             )
         return [{"role": "system", "content": system}, *history]
@@ -386,8 +386,8 @@ class RowsDataModule(LightningDataModule):
             if fields.get(name):
                 column = fields.names[name]
                 raise BadRow(
-                    f"the column {column!r} is a message before the prompt, which is plain text: set as_messages: true, or "
-                    f"leave the column out by data.init_args.columns: {{{column}: null}}",
+                    f"the column {column!r} is a message before the prompt, which is plain text: set as_messages: "
+                    f"true, or leave the column out by data.init_args.columns: {{{column}: null}}",
                     f"the column {column!r} has no place before a prompt that is plain text",
                 )
         with as_bad_row():

@@ -192,7 +192,8 @@ class Columns:
         self.mapping = {field: column for field, column in mapping.items() if column is not None}
         self.left_out = mapping.keys() - self.mapping.keys()
         self._field_candidates = [
-            tuple(pair for pair in candidates if not self.left_out.intersection(pair)) for candidates in field_candidates
+            tuple(pair for pair in candidates if not self.left_out.intersection(pair))
+            for candidates in field_candidates
         ]
         for candidates in field_candidates:
             both = sorted({field for field, _ in candidates} & self.mapping.keys())
@@ -230,9 +231,9 @@ class Columns:
             if len(filled) > 1:
                 raise AmbiguousColumns(_ambiguity_message(candidates, filled))
             names.update((filled or empty)[:1])
-        if names.get("prompt") == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
-            if "input" not in {*mapped, *self.left_out}:
-                names["input"] = "input"
+        has_input = isinstance(row.get("input"), str) and not _is_empty(row["input"])
+        if names.get("prompt") == "instruction" and has_input and "input" not in {*mapped, *self.left_out}:
+            names["input"] = "input"
         return Fields(row, names, mapping=self.mapping)
 
     def other_columns(self, fields: Fields, exclude: Sequence[str]) -> dict[str, Any]:
@@ -281,8 +282,8 @@ def lookup(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> A
 def unread_message(column: str) -> str:
     """Return the message about a column that is part of the text in other libraries, and that nothing reads."""
     return (
-        f"the column {column!r} is part of the text in other libraries, and nothing reads it here; to leave it out, set "
-        f"data.init_args.columns: {{{column}: null}}"
+        f"the column {column!r} is part of the text in other libraries, and nothing reads it here; to leave it out, "
+        f"set data.init_args.columns: {{{column}: null}}"
     )
 
 
@@ -351,7 +352,9 @@ def is_unicode(text: str) -> bool:
 
 def _is_empty(value: Any) -> bool:
     """Return whether a value says nothing: null, a blank text, or an empty collection."""
-    return value is None or (isinstance(value, str | list | dict) and not (value.strip() if isinstance(value, str) else value))
+    return value is None or (
+        isinstance(value, str | list | dict) and not (value.strip() if isinstance(value, str) else value)
+    )
 
 
 def _find_value(row: Row, column: str) -> Any:

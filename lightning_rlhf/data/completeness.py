@@ -23,7 +23,9 @@ from lightning_rlhf.data.messages import THOUGHTS, Message
 from lightning_rlhf.data.row import BadRow
 
 # Tags within a text of the assistant, which templates look for: those around thoughts, and special tokens.
-_TAGS = re.compile(r"(</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|[^<>|]{1,30}\|?>|<[^<>|]{1,30}\|>)")
+_TAGS = re.compile(
+    r"(</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|[^<>|]{1,30}\|?>|<[^<>|]{1,30}\|>)"
+)
 _OPENS_THOUGHTS = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|<\|channel>")
 _PREVIEW = 40  # characters of a lost text in a message
 
@@ -92,7 +94,9 @@ def _marked_content(message: Message, number: int, word: Callable[[Part], str]) 
     content = message.get("content", "")
     if isinstance(content, list):
         return [
-            {"type": "image", "image": ""} if is_image(part) else {"type": "text", "text": word(Part("content", number))}
+            {"type": "image", "image": ""}
+            if is_image(part)
+            else {"type": "text", "text": word(Part("content", number))}
             for part in content
         ]
     if message["role"] != "assistant":
@@ -214,8 +218,8 @@ def _lost(part: Part, messages: Sequence[Message], label: str) -> BadRow:
         )
     if part.kind == "thoughts":
         return BadRow(
-            f"the chat template leaves out the thoughts ({THOUGHTS}) of message {part.message} of the {label}, which are "
-            f"to be learned: remove them from the rows, or write them into the content as the model does",
+            f"the chat template leaves out the thoughts ({THOUGHTS}) of message {part.message} of the {label}, which "
+            f"are to be learned: remove them from the rows, or write them into the content as the model does",
             f"the chat template leaves out the thoughts ({THOUGHTS}) of an answer",
         )
     text = str(messages[part.message].get("content"))

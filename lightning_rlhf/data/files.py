@@ -162,7 +162,7 @@ def _open(path: str, mode: str = "rt") -> Any:
     if "b" not in mode:
         text = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     if _without_query(path).endswith(".zst"):  # fsspec needs another package for it, pyarrow does not
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
 
         return io.TextIOWrapper(pyarrow.CompressedInputStream(fsspec.open(path, "rb").open(), "zstd"), **text)
     return fsspec.open(path, mode, compression="infer", **text)
@@ -300,7 +300,7 @@ def _parse_records(lines: list[str], separator: str) -> Iterator[tuple[int, list
 
 def _parquet(path: str) -> LocatedRows:
     """Yield rows with their numbers; one batch is in memory at a time."""
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import parquet
 
     number = 0

@@ -17,7 +17,7 @@ from lightning_rlhf.expected_errors import UsageError
 Message = dict[str, Any]
 THOUGHTS = "reasoning_content"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names of roles in other formats, in small letters: ShareGPT, Alpaca's relatives, Gemma, GLM, Llama 3, OpenAI's first API.
+# Names of roles in other formats, in small letters: ShareGPT, Gemma, GLM, Llama 3, OpenAI's first API.
 _OTHER_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -116,9 +116,15 @@ def history_messages(value: Any) -> list[Message]:
         BadRow: the value is not a list of pairs of texts.
     """
     pairs = _parsed_list(value)
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
-        raise BadRow("history must be a list of pairs of a question and an answer, such as [[\"hi\", \"hello\"]]")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    if not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs
+    ):
+        raise BadRow('history must be a list of pairs of a question and an answer, such as [["hi", "hello"]]')
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _parsed_list(value: Any) -> list[Any]:
@@ -172,17 +178,19 @@ def _move_parts(message: Message) -> None:
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         return
-    parts = [{**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part for part in parts]
-    kinds = {"reasoning": [], "thinking": [], "tool_call": []}
-    for part in parts:
-        if part.get("type") in kinds:
-            kinds[part["type"]].append(part.get("value", part.get("text", part.get("thinking"))))
-    message["content"] = [part for part in parts if part.get("type") not in kinds]
-    if thoughts := [*kinds["reasoning"], *kinds["thinking"]]:
-        message[THOUGHTS] = "".join(map(str, thoughts))
-    if kinds["tool_call"]:
-        message["tool_calls"] = [call for text in kinds["tool_call"] for call in _calls_of_text(text)]
-    if not message["content"] and (thoughts or kinds["tool_call"]):
+    parts = [
+        {**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part for part in parts
+    ]
+    values = {
+        kind: [part.get("value", part.get("text", part.get("thinking"))) for part in parts if part.get("type") in kinds]
+        for kind, kinds in (("thoughts", ("reasoning", "thinking")), ("calls", ("tool_call",)))
+    }
+    message["content"] = [part for part in parts if part.get("type") not in ("reasoning", "thinking", "tool_call")]
+    if values["thoughts"]:
+        message[THOUGHTS] = "".join(map(str, values["thoughts"]))
+    if values["calls"]:
+        message["tool_calls"] = [call for value in values["calls"] for call in _calls_of_text(value)]
+    if not message["content"] and any(values.values()):
         message["content"] = ""
 
 
@@ -224,7 +232,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise BadRow(
-            f"the arguments of the tool call {function['name']!r} are {function.get('arguments')!r}, expected a JSON object",
+            f"the arguments of the tool call {function['name']!r} are {function.get('arguments')!r}, expected a JSON "
+            f"object",
             "the arguments of a tool call are not a JSON object",
         )
     rest = {key: value for key, value in function.items() if key not in ("name", "arguments", "parameters")}
@@ -239,7 +248,9 @@ def _calls_of_text(text: Any) -> list[dict[str, Any]]:
         value = None
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, Mapping) for call in calls):
-        raise BadRow(f"a tool call is {text!r}, expected a JSON object with 'name' and 'arguments'", "a tool call is not JSON")
+        raise BadRow(
+            f"a tool call is {text!r}, expected a JSON object with 'name' and 'arguments'", "a tool call is not JSON"
+        )
     return [_call(dict(call)) for call in calls]
 
 

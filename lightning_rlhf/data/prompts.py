@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import PromptText, RowsDataModule
-from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.image_parts import MARKER
 from lightning_rlhf.data.messages import Message, common_prefix, holds_messages

@@ -1,8 +1,8 @@
 """Texts of a conversation with the mask of the assistant's tokens: one text, or one for each turn to learn.
 
-A conversation is one text if each turn stands in it exactly behind what the engine would be asked to continue. Templates
-of models with thoughts render earlier turns differently when more messages follow; then each turn is a text of its own,
-behind the rendered prompt of that turn.
+A conversation is one text if each turn stands in it exactly behind what the engine would be asked to continue.
+Templates of models with thoughts render earlier turns differently when more messages follow; then each turn is a text
+of its own, behind the rendered prompt of that turn.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ class _Conversation:
             opened = prompt[len(header[0]) :]
             if _OPEN_THOUGHTS.search(opened):
                 raise BadRow(
-                    f"the chat template begins the thoughts of an answer ({opened.strip()!r}) in the prompt, and message "
-                    f"{turn} of the {self.label} has none: write them before the answer, with their tags (nothing between "
-                    f"the tags for an answer without thoughts), or set the template's option under "
+                    f"the chat template begins the thoughts of an answer ({opened.strip()!r}) in the prompt, and "
+                    f"message {turn} of the {self.label} has none: write them before the answer, with their tags "
+                    f"(nothing between the tags for an answer without thoughts), or set the template's option under "
                     f"data.init_args.chat_template_kwargs, such as enable_thinking: false",
                     "the chat template begins the thoughts of an answer, and the answer has none",
                 )
@@ -251,7 +251,7 @@ class _Conversation:
 
     def _not_located(self, turn: int) -> BadRow:
         return BadRow(
-            f"the chat template renders message {turn} of the {self.label} differently in the prompt of a generation, so "
-            f"the assistant's tokens cannot be located; use a template with {{% generation %}} marks",
+            f"the chat template renders message {turn} of the {self.label} differently in the prompt of a generation, "
+            f"so the assistant's tokens cannot be located; use a template with {{% generation %}} marks",
             "the assistant's tokens cannot be located in what the chat template renders",
         )

@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import Chat
-from lightning_rlhf.data.messages import Message
 from lightning_rlhf.data.image_parts import (
     MARKER,
     has_images,
@@ -22,6 +21,7 @@ from lightning_rlhf.data.image_parts import (
     text_messages,
     text_of_content,
 )
+from lightning_rlhf.data.messages import Message
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError

@@ -85,7 +85,9 @@ class LiveEnvironments:
 def _reset(live: _Live, call: Call) -> Steps[Reply]:
     if not hasattr(live.environment, "reset"):
         return Reply()
-    return as_reply((yield from _call(live.environment, "reset", {"row": private(call.row), "seed": call.seed})), "reset")
+    return as_reply(
+        (yield from _call(live.environment, "reset", {"row": private(call.row), "seed": call.seed})), "reset"
+    )
 
 
 def _replay(live: _Live, call: Call, reply: Reply) -> Steps[Fault | None]:

@@ -15,7 +15,6 @@ from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.modules.evaluation import Evaluation, OldScores
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.micro_batches import SummedLoss
-from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.types import Experience, Rollout
 
 
@@ -24,7 +23,6 @@ class ActorModule(Protocol):
 
     minibatch_size: int
     keep_groups: bool
-    correction: RolloutCorrection
     has_ref: bool
 
     @property
@@ -33,6 +31,9 @@ class ActorModule(Protocol):
 
     def evaluated_actor(self, rollout: Rollout) -> TokenScores:
         """Return the actor's scores of a rollout, in micro-batches. All ranks."""
+
+    def corrected(self, logprobs: Tensor, rollout: Rollout, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Return weights, mask and metrics of the gap to the engine. All ranks."""
 
     def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
         """Return the actor's scores of a micro-batch, with gradient."""
@@ -142,8 +143,10 @@ class FirstForward(OldScores):
             torch.where(is_recorded, values[order[index], :width], before)
             for values, before in zip(recorded, (experience.old_logprobs, experience.entropies), strict=True)
         )
-        mask = rollout.response_mask & rollout.included.unsqueeze(1)
-        _, _, metrics = self.module.correction(old, rollout.rollout_logprobs, mask, ranks)
+        # Responses of the first mini-batch that turned out to have no reward may not have been evaluated.
+        is_known = is_recorded | torch.isin(rollout.position, self.first, invert=True).unsqueeze(1)
+        mask = rollout.response_mask & rollout.included.unsqueeze(1) & is_known
+        _, _, metrics = self.module.corrected(old, rollout, mask)
         ref = experience.ref_logprobs if self.module.has_ref else old
         experience = replace(experience, old_logprobs=old, ref_logprobs=ref, entropies=entropies)
         return replace(evaluation, experience=experience, metrics=metrics)

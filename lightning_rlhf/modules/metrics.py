@@ -176,7 +176,7 @@ def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = 
 def _standard_deviations(experience: Experience, means: dict[str, float], ranks: DataRanks) -> dict[str, float]:
     """Compute the standard deviation of each reward (divisor n) around its mean over all ranks."""
     reward = experience.reward.double()
-    squares = {"reward/std": ((reward - means["reward/mean"]) ** 2, experience.rollout.sampled_rows)}
+    squares = {"reward/std": ((reward - means["reward/mean"]) ** 2, experience.rewarded_rows)}
     for name, values in experience.rollout.rewards.items():
         squares[f"reward/{name}_std"] = ((values.double() - means[f"reward/{name}"]) ** 2, ~values.isnan())
     return {name: variance**0.5 for name, variance in means_over_ranks(squares, ranks).items()}
@@ -185,20 +185,21 @@ def _standard_deviations(experience: Experience, means: dict[str, float], ranks:
 def _ranges(experience: Experience, roles: Collection[str]) -> _Masked:
     """Return the values that are logged by mean, largest and smallest."""
     rollout = experience.rollout
-    every = rollout.sampled_rows
+    every, rewarded = rollout.sampled_rows, experience.rewarded_rows
+    rewarded_tokens = experience.mask & rewarded.unsqueeze(1)
     values = {
-        "reward/": (experience.reward, every),
-        "advantage/": (experience.advantages, experience.mask),
-        "return/": (experience.returns, experience.mask),
+        "reward/": (experience.reward, rewarded),
+        "advantage/": (experience.advantages, rewarded_tokens),
+        "return/": (experience.returns, rewarded_tokens),
         "rollout/response_tokens_": (rollout.sampled_lengths, every),
-        "rollout/finished_tokens_": (rollout.sampled_lengths, ~rollout.truncated),
+        "rollout/finished_tokens_": (rollout.sampled_lengths, every & ~rollout.truncated),
         "rollout/prompt_tokens_": (rollout.prompt_lengths, every),
     }
     if "critic" in roles:
         values["value/"] = (experience.values, rollout.response_mask)
     if "ref" in roles:
         penalized = experience.token_rewards.masked_fill(~rollout.response_mask, 0).sum(dim=1)
-        values["reward/after_kl_"] = (penalized, every)
+        values["reward/after_kl_"] = (penalized, rewarded)
     return values
 
 
@@ -206,21 +207,24 @@ def _averages(experience: Experience, roles: Collection[str]) -> _Masked:
     """Return the values that are logged by their mean alone."""
     rollout = experience.rollout
     every = rollout.sampled_rows
-    values = {"rollout/truncated_fraction": (rollout.truncated, every)}
+    values = {
+        "rollout/truncated_fraction": (rollout.truncated, every),
+        "reward/missing_fraction": (experience.reward.isnan(), every),
+    }
     values |= {f"reward/{name}": (rewards, ~rewards.isnan()) for name, rewards in rollout.rewards.items()}
     if "ref" in roles:
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
         values["kl/ref"] = (kl.masked_fill(~rollout.response_mask, 0).sum(dim=1), every)
     if "reward_model" in roles:
-        values["reward/from_model"] = (experience.reward - rollout.reward, every)
+        values["reward/from_model"] = (experience.reward - rollout.reward.nan_to_num(0.0), every)
     return values
 
 
 def _group_averages(experience: Experience) -> _Masked:
-    """Return one value per prompt with sampled responses; all responses of a group are on one rank."""
-    sampled = experience.rollout.sampled_rows
-    reward = experience.reward[sampled].double()
-    _, group, sizes = experience.rollout.group[sampled].unique(return_inverse=True, return_counts=True)
+    """Return one value per prompt with rewarded responses; all responses of a group are on one rank."""
+    rewarded = experience.rewarded_rows
+    reward = experience.reward[rewarded].double()
+    _, group, sizes = experience.rollout.group[rewarded].unique(return_inverse=True, return_counts=True)
     zeros, several = reward.new_zeros(len(sizes)), sizes > 1
     low = zeros.scatter_reduce(0, group, reward, "amin", include_self=False)
     high = zeros.scatter_reduce(0, group, reward, "amax", include_self=False)

@@ -208,13 +208,29 @@ class MixtureModule(DistillationModule):
             return torch.zeros_like(rollout.included)
         return rollout.source == self.source_names.index(name)
 
-    def tokens_of(self, kind: type[SourceObjective], rows: Experience) -> Tensor:
-        """Return (B, T) bool, the tokens in the losses of one kind of objective."""
-        of_kind = torch.zeros_like(rows.rollout.included)
+    def rows_of_kind(self, kind: type[SourceObjective], rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the rows of the sources with one kind of objective."""
+        of_kind = torch.zeros_like(rollout.included)
         for name, objective in self.mixture.items():
             if isinstance(objective, kind):
-                of_kind |= self.rows_from(name, rows.rollout)
-        return rows.mask & of_kind.unsqueeze(1)
+                of_kind |= self.rows_from(name, rollout)
+        return of_kind
+
+    def needs_reward(self, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the rows of reward objectives; see :meth:`RLHFModule.needs_reward`."""
+        needed = torch.zeros_like(rollout.included)
+        for name, estimator in _estimators_of(self.mixture).items():
+            if estimator.needs_rewards and estimator.reads_total_reward:
+                needed |= self.rows_from(name, rollout)
+        return needed
+
+    def corrected_rows(self, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the sampled rows of reward objectives: other objectives are defined for any text."""
+        return rollout.sampled_rows & self.rows_of_kind(RewardObjective, rollout)
+
+    def tokens_of(self, kind: type[SourceObjective], rows: Experience) -> Tensor:
+        """Return (B, T) bool, the tokens in the losses of one kind of objective."""
+        return rows.mask & self.rows_of_kind(kind, rows.rollout).unsqueeze(1)
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -292,7 +308,7 @@ class MixtureModule(DistillationModule):
             values[f"mixture/{name}/fraction"] = (rows, torch.ones_like(rows))
             values[f"mixture/{name}/response_tokens"] = (rollout.sampled_lengths, rows)
             if isinstance(objective, RewardObjective):
-                values[f"mixture/{name}/reward"] = (experience.reward, rows)
+                values[f"mixture/{name}/reward"] = (experience.reward, rows & experience.rewarded_rows)
         return metrics | means_over_ranks(values, self.data_ranks)
 
 

@@ -227,6 +227,8 @@ class RLHFModule(RoleModule):
         experience = evaluation.experience
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
         metrics = self.rollout_metrics(experience, roles)
+        if metrics.get("reward/missing_fraction") == 1 and self.trainer.is_global_zero:
+            log.warning("Step %d: no response has a reward, so none is learned from", self.trainer.global_step)
         metrics |= {**evaluation.metrics, **updates.means.means(self.data_ranks), "kl/coef": self.kl_coef}
         if self.correction.bypass:  # old and rollout log-probs are both the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
@@ -365,13 +367,14 @@ class RLHFModule(RoleModule):
         """Return (B, T) weights of the policy loss; with bypass they are computed here, from the current actor."""
         if not self.correction.bypass:
             return rows.weights
-        engine = rows.rollout.rollout_logprobs
-        weights, accepted = self.correction.of_rows(logprobs.detach(), engine, rows.mask)
-        means.add("rollout_corr/weight_mean", weights, rows.mask)
-        means.add_rejected(accepted, rows.mask)
-        means.add("rollout_corr/kl_k1", engine - logprobs, rows.rollout.response_mask)
-        means.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), rows.rollout.response_mask)
-        return weights * accepted
+        engine, of_rows = rows.rollout.rollout_logprobs, self.corrected_rows(rows.rollout).unsqueeze(1)
+        mask, sampled = rows.mask & of_rows, rows.rollout.response_mask & of_rows
+        weights, accepted = self.correction.of_rows(logprobs.detach(), engine, mask)
+        means.add("rollout_corr/weight_mean", weights, mask)
+        means.add_rejected(accepted, mask)
+        means.add("rollout_corr/kl_k1", engine - logprobs, sampled)
+        means.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), sampled)
+        return torch.where(of_rows, weights * accepted, 1.0)
 
     def exceeds_target_kl(self, results: dict[str, UpdateResult]) -> bool:
         """Check KL(old || new) of the actor's update against ``target_kl``, with one answer on all ranks. All ranks.
@@ -439,8 +442,6 @@ class RLHFModule(RoleModule):
         old_scores = self.old_scores(rollout)
         old = old_scores.evaluate(rollout)
         rollout = (received := received.with_logprobs(old.logprobs)).rollout
-        policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
-        weights, mask, metrics = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
         ref_logprobs = old.logprobs
         if self.has_ref:
             ref_logprobs = self.micro_batches.map(partial(self.actor_scores, "ref"), rollout)[0]
@@ -449,7 +450,10 @@ class RLHFModule(RoleModule):
         rollout = self.last_rollout = received.with_rewards()
         waited = time.perf_counter() - started
         reward = self.total_reward(rollout)
-        token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
+        greedy_reward = None if received.greedy is None else self.total_reward(received.greedy)[rollout.group]
+        policy_mask = rollout.response_mask & self.learned_rows(rollout, reward, greedy_reward).unsqueeze(1)
+        weights, mask, metrics = self.corrected(old.logprobs, rollout, policy_mask)
+        token_rewards = self.token_rewards(rollout, reward.nan_to_num(0.0), old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
             token_rewards=token_rewards,
             mask=policy_mask,  # a rejected token still shows what its response earned
@@ -457,7 +461,7 @@ class RLHFModule(RoleModule):
             values=values,
             final_values=final_values,
             rewards=rollout.rewards,
-            greedy_reward=None if received.greedy is None else self.total_reward(received.greedy)[rollout.group],
+            greedy_reward=None if greedy_reward is None else greedy_reward.nan_to_num(0.0),
             sum_pi_squared=old.sum_pi_squared,
             logprobs=old.logprobs if self.advantages.needs_sum_pi_squared or self.advantages.needs_ref else None,
             weights=weights,
@@ -484,6 +488,40 @@ class RLHFModule(RoleModule):
             entropies=None if self.correction.bypass else old.entropy,
         )
         return Evaluation(experience, metrics, old_scores, reward_wait=waited)
+
+    def learned_rows(self, rollout: Rollout, reward: Tensor, greedy_reward: Tensor | None = None) -> Tensor:
+        """Return (B,) bool, the responses to learn from: those that are included and have the reward that they need.
+
+        A response without a reward is no response with reward 0: it is in no group, baseline, mean or loss.
+
+        Args:
+            rollout: rows of this rank.
+            reward: (B,) total reward, NaN for responses without one.
+            greedy_reward: (B,) total reward of the greedy response to each prompt; None if nothing needs it.
+        """
+        missing = reward.isnan() if greedy_reward is None else reward.isnan() | greedy_reward.isnan()
+        return rollout.included & ~(missing & self.needs_reward(rollout))
+
+    def needs_reward(self, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the responses that only a reward tells what to learn from."""
+        needed = self.advantages.needs_rewards and self.advantages.reads_total_reward
+        return torch.full_like(rollout.included, needed)
+
+    def corrected_rows(self, rollout: Rollout) -> Tensor:
+        """Return (B,) bool, the responses whose gap between trainer and engine is measured and corrected."""
+        return rollout.sampled_rows
+
+    def corrected(self, logprobs: Tensor, rollout: Rollout, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Return the importance weights, the mask without rejected tokens, and metrics of the gap. All ranks.
+
+        Args:
+            logprobs: (B, T) of the actor before the first update.
+            rollout: rows of this rank.
+            mask: (B, T) bool, the tokens to learn from.
+        """
+        rows = self.corrected_rows(rollout).unsqueeze(1)
+        weights, kept, metrics = self.correction(logprobs, rollout.rollout_logprobs, mask & rows, self.data_ranks)
+        return torch.where(rows, weights, mask.to(weights.dtype)), torch.where(rows, kept, mask), metrics
 
     def old_scores(self, rollout: Rollout) -> OldScores:
         """Return the source of the actor's scores before the first update. All ranks."""
@@ -523,10 +561,13 @@ class RLHFModule(RoleModule):
         return torch.zeros_like(rollout.rollout_logprobs), None
 
     def total_reward(self, rollout: Rollout) -> Tensor:
-        """Return (B,) the reward of the reward functions plus the reward model's shaped score. All ranks."""
+        """Return (B,) the reward of the reward functions plus the reward model's shaped score. All ranks.
+
+        It is NaN for a response without a reward; the reward model gives one to all.
+        """
         if "reward_model" not in self.sources:
             return rollout.reward
-        return rollout.reward + self.score_shaping(self.scores(rollout), rollout.truncated)
+        return rollout.reward.nan_to_num(0.0) + self.score_shaping(self.scores(rollout), rollout.truncated)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:

@@ -36,12 +36,14 @@ class RolloutRewards:
     """Rewards of a rollout.
 
     Args:
-        rewards: (B,) rewards by name, NaN where a function does not apply.
+        rewards: (B,) rewards by name, NaN where a function does not apply or failed.
         metrics: metrics of the reward functions.
+        unknown: (B,) bool, True where a function with a weight failed and ``on_error`` is ``skip``.
     """
 
     rewards: dict[str, Tensor]
     metrics: MetricSums
+    unknown: Tensor
 
 
 class RewardExecutor:
@@ -126,13 +128,17 @@ class RewardExecutor:
         """Wait for the calls of all functions; return their rewards and metrics."""
         rewards: dict[str, Tensor] = {}
         metrics: MetricSums = {}
+        count = len(columns["completions"])
+        unknown = torch.zeros(count, dtype=torch.bool)
         for function in self.functions:
             results = self.results(function, calls[function.label])
             _raise_if_fatal(function, results, columns)
-            count = len(columns["completions"])
             rewards[function.label] = _reward_tensor(function, results, count)
             metrics |= _metric_sums(function, results, count)
-        return RolloutRewards(rewards, metrics)
+            if function.on_error == "skip" and function.weight:
+                failed = torch.tensor([isinstance(result, RewardFailure) for result in results])
+                unknown |= failed.repeat_interleave(_rows_per_call(function, count))
+        return RolloutRewards(rewards, metrics, unknown)
 
     def dry_run(self, columns: Mapping[str, list[Any]]) -> None:
         """Call every function that supports dry runs on made-up completions, before the run.
@@ -305,7 +311,7 @@ def _raise_if_fatal(
             raise RunError(
                 f"reward function {function.label!r} {failure.message} ({_describe_row(function, failure, i, columns)})"
                 f"; to continue after a failure, set {{function: {reference}, on_error: skip}} under rewards, which "
-                f"omits this reward, or on_error: zero, which sets it to 0{advice}"
+                f"leaves out the response, or on_error: zero, which sets the reward to 0{advice}"
             ) from failure.cause
     failed = len(failures) * _rows_per_call(function, count)
     if failed > function.max_error_rate * count:

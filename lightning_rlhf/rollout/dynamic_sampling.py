@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -120,8 +121,8 @@ class DynamicSampling:
             "generated": float(generated),
             "contrast": float(usable),
             "missing": float(max(wanted - usable, 0)),
-            "reward": reward.double().sum().item(),
-            "responses": float(len(reward)),
+            "reward": reward.double().nansum().item(),
+            "responses": float((~reward.isnan()).sum()),
         }
 
     def metrics(self, counts: dict[str, float]) -> dict[str, float]:
@@ -130,18 +131,20 @@ class DynamicSampling:
             "rollout/generated_prompts": counts["generated"],
             "rollout/contrast_fraction": counts["contrast"] / counts["generated"],
             "rollout/filled_fraction": counts["missing"] / self.prompts_per_step,
-            "reward/generated_mean": counts["reward"] / counts["responses"],
+            "reward/generated_mean": counts["reward"] / counts["responses"] if counts["responses"] else math.nan,
         }
 
     def _contrast(self, rollout: Rollout) -> Tensor:
-        """Return (B,) bool, whether the responses to each row's prompt differ in reward; NaN equals NaN only."""
-        values = (rollout.reward if self.reward is None else rollout.rewards[self.reward]).nan_to_num(nan=torch.inf)
+        """Return (B,) bool, whether the responses with a reward to each row's prompt differ in it."""
+        values = rollout.reward if self.reward is None else rollout.rewards[self.reward]
         groups = int(rollout.group.max()) + 1
         low, high = (
-            torch.zeros(groups).scatter_reduce(0, rollout.group, values, reduce, include_self=False)
-            for reduce in ("amin", "amax")
+            torch.zeros(groups).scatter_reduce(
+                0, rollout.group, values.nan_to_num(nan=missing), how, include_self=False
+            )
+            for how, missing in (("amin", torch.inf), ("amax", -torch.inf))
         )
-        return (low != high)[rollout.group]
+        return (low < high)[rollout.group]
 
 
 @dataclass(frozen=True)

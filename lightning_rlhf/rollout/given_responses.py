@@ -164,7 +164,7 @@ class WithGiven(Source):
         return replace(
             rollout,
             rewards=dict.fromkeys(self.rewards, missing),
-            reward=torch.zeros_like(missing),
+            reward=missing,
             position=rollout.position * self.samples,  # that of the first sampled response that it replaces
             is_given=torch.ones_like(rollout.truncated),
             step_rewards=torch.zeros(rollout.response_ids.shape) if self.has_environment else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.conversation import StopReason, last_turn_start
 from lightning_rlhf.environments.host import FaultKind
 from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import (
     CONVERSATION_COLUMNS,
@@ -90,7 +92,8 @@ class Scorer:
         scored = self._finish()
         if self._environment is None:
             return scored
-        return with_environment(scored, self._completions, self._environment.on_error == "zero")
+        reward_of_failed = 0.0 if self._environment.on_error == "zero" else math.nan
+        return with_environment(scored, self._completions, reward_of_failed)
 
     def score(self, completions: Sequence[Completion]) -> RolloutRewards:
         """Score all completions, and return the results; see :meth:`begin` and :meth:`wait`."""
@@ -102,9 +105,13 @@ class Scorer:
         terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
         if self._environment is not None:
             terms.append((self._environment.weight, scored.rewards[ENVIRONMENT]))
-        device = rollout.reward.device
-        rewards = {name: values.to(device) for name, values in scored.rewards.items()}
-        return replace(rollout, rewards=rewards, reward=weighted_sum(terms, len(rollout)).to(device))
+        device, total = rollout.reward.device, weighted_sum(terms, len(rollout))
+        return replace(
+            rollout,
+            rewards={name: values.to(device) for name, values in scored.rewards.items()},
+            reward=total.masked_fill(scored.unknown, math.nan).to(device),
+            included=rollout.included & ~scored.unknown.to(device),
+        )
 
     def dry_run(self) -> None:
         """Call the reward functions with the prompts in place of responses, and with empty responses.
@@ -173,21 +180,20 @@ def last_turn(completion: Completion) -> list[int]:
 
 
 def with_environment(
-    scored: RolloutRewards, completions: Sequence[Completion], zero_failed: bool = False
+    scored: RolloutRewards, completions: Sequence[Completion], reward_of_failed: float = math.nan
 ) -> RolloutRewards:
     """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
 
     Args:
         scored: results of the reward functions.
         completions: conversations.
-        zero_failed: whether all rewards of conversations whose environment failed become 0.
+        reward_of_failed: all rewards of conversations whose environment failed; NaN if they are left out.
     """
     records = [each.conversation for each in completions if each.conversation is not None]
     rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(record.turn_rewards) for record in records])}
-    if zero_failed:
-        failed = torch.tensor([record.fault is not None for record in records])
-        rewards = {name: values.masked_fill(failed, 0.0) for name, values in rewards.items()}
-    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions))
+    failed = torch.tensor([record.fault is not None for record in records])
+    rewards = {name: values.masked_fill(failed, reward_of_failed) for name, values in rewards.items()}
+    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions), scored.unknown)
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
@@ -211,11 +217,20 @@ def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
-    """Return the (B,) sum of weight times reward; NaN, for a reward that did not apply, counts as 0."""
-    total = torch.zeros(rows)
+    """Return the (B,) sum of weight times reward over the rewards that apply; NaN where none with a weight applies.
+
+    Without a reward with a weight, it is 0: such rewards are only logged.
+
+    Args:
+        terms: weight and (B,) values of each reward, NaN where it does not apply.
+        rows: B.
+    """
+    total, weighted = torch.zeros(rows), [values for weight, values in terms if weight]
     for weight, values in terms:
         total += weight * values.nan_to_num(0.0)
-    return total
+    if not weighted:
+        return total
+    return total.masked_fill(torch.stack(weighted).isnan().all(dim=0), math.nan)
 
 
 def check_reward_functions(
@@ -264,7 +279,9 @@ def call_reward_functions(
 def read_columns(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> set[str]:
     """Return those of some columns that reward functions read; a function with ``**kwargs`` receives all."""
     takes_all = any(p.kind is p.VAR_KEYWORD for reward in rewards for p in reward.parameters)
-    return set(columns) if takes_all else {name for name in columns if any(name in reward.columns for reward in rewards)}
+    return (
+        set(columns) if takes_all else {name for name in columns if any(name in reward.columns for reward in rewards)}
+    )
 
 
 def check_unread(rewards: Sequence[RewardFunction], data: PromptDataModule) -> None:

@@ -42,8 +42,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_columns(pairs: list[str]) -> dict[str, str]:
-    """Parse pairs of a field and a column.
+def parse_columns(pairs: list[str]) -> dict[str, str | None]:
+    """Parse pairs of a field and a column; the column ``null`` leaves a field out.
 
     Raises:
         UsageError: a value is not a pair.
@@ -51,7 +51,8 @@ def parse_columns(pairs: list[str]) -> dict[str, str]:
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         raise UsageError(f"--columns needs field=column, for example prompt=question, got {wrong[0]!r}")
-    return dict(pair.split("=", 1) for pair in pairs)
+    columns = dict(pair.split("=", 1) for pair in pairs)
+    return {field: None if column == "null" else column for field, column in columns.items()}
 
 
 def table_width() -> int | None:

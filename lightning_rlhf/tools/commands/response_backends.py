@@ -162,7 +162,7 @@ class EngineBackend:
     def read_prompts(
         self,
         source: str,
-        columns: dict[str, str],
+        columns: dict[str, str | None],
         on_bad_row: OnBadRow,
         as_messages: bool = False,
         images: ImageSettings | None = None,
@@ -394,7 +394,7 @@ class ServerBackend:
     def read_prompts(
         self,
         source: str,
-        columns: dict[str, str],
+        columns: dict[str, str | None],
         on_bad_row: OnBadRow,
         as_messages: bool = False,
         images: ImageSettings | None = None,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_rlhf.data.messages import Message, messages_of
 from lightning_rlhf.data.columns import IMAGES, MAX_SOURCES, PROMPT, REWARD_FIELDS, Columns, source_of
 from lightning_rlhf.data.image_parts import given_images, images_of, text_of_content, with_images
+from lightning_rlhf.data.messages import Message, messages_of
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, use_rows
 from lightning_rlhf.encoded_image import EncodedImage

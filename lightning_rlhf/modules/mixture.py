@@ -216,13 +216,12 @@ class MixtureModule(DistillationModule):
                 of_kind |= self.rows_from(name, rollout)
         return of_kind
 
-    def needs_reward(self, rollout: Rollout) -> Tensor:
-        """Return (B,) bool, the rows of reward objectives; see :meth:`RLHFModule.needs_reward`."""
-        needed = torch.zeros_like(rollout.included)
+    def has_reward(self, rollout: Rollout, reward: Tensor) -> Tensor:
+        """Return (B,) bool, the rows of other objectives, and those that have the reward of theirs."""
+        has_reward = torch.ones_like(rollout.included)
         for name, estimator in _estimators_of(self.mixture).items():
-            if estimator.needs_rewards and estimator.reads_total_reward:
-                needed |= self.rows_from(name, rollout)
-        return needed
+            has_reward &= estimator.has_reward(reward, rollout.rewards) | ~self.rows_from(name, rollout)
+        return has_reward
 
     def corrected_rows(self, rollout: Rollout) -> Tensor:
         """Return (B,) bool, the sampled rows of reward objectives: other objectives are defined for any text."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.calls.references import as_function
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import NonFiniteError, RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -469,7 +469,8 @@ class RLHFModule(RoleModule):
             source=rollout.source,
         )
         advantages, returns = self.advantages(inputs, ranks)
-        advantages = advantages.masked_fill(~mask, 0)
+        advantages, returns = advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+        _check_finite(reward, advantages, returns)
         metrics = {} if self.correction.bypass else metrics
         if old.sum_pi_squared is not None:
             metrics |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks)
@@ -481,7 +482,7 @@ class RLHFModule(RoleModule):
             values=values,
             token_rewards=token_rewards,
             advantages=advantages,
-            returns=returns.masked_fill(~mask, 0),
+            returns=returns,
             mask=mask,
             weights=weights,
             selected_tokens=torch.zeros_like(mask),
@@ -499,13 +500,12 @@ class RLHFModule(RoleModule):
             reward: (B,) total reward, NaN for responses without one.
             greedy_reward: (B,) total reward of the greedy response to each prompt; None if nothing needs it.
         """
-        missing = reward.isnan() if greedy_reward is None else reward.isnan() | greedy_reward.isnan()
-        return rollout.included & ~(missing & self.needs_reward(rollout))
+        learned = rollout.included & self.has_reward(rollout, reward)
+        return learned if greedy_reward is None else learned & ~greedy_reward.isnan()
 
-    def needs_reward(self, rollout: Rollout) -> Tensor:
-        """Return (B,) bool, the responses that only a reward tells what to learn from."""
-        needed = self.advantages.needs_rewards and self.advantages.reads_total_reward
-        return torch.full_like(rollout.included, needed)
+    def has_reward(self, rollout: Rollout, reward: Tensor) -> Tensor:
+        """Return (B,) bool, the responses that have the reward that their objective needs, if it needs one."""
+        return self.advantages.has_reward(reward, rollout.rewards)
 
     def corrected_rows(self, rollout: Rollout) -> Tensor:
         """Return (B,) bool, the responses whose gap between trainer and engine is measured and corrected."""
@@ -567,7 +567,10 @@ class RLHFModule(RoleModule):
         """
         if "reward_model" not in self.sources:
             return rollout.reward
-        return rollout.reward.nan_to_num(0.0) + self.score_shaping(self.scores(rollout), rollout.truncated)
+        scores = self.score_shaping(self.scores(rollout), rollout.truncated)
+        if not scores.isfinite().all():
+            raise NonFiniteError("a score of the reward model is not finite; no weights were changed")
+        return rollout.reward.nan_to_num(0.0) + scores
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
@@ -641,6 +644,18 @@ class RLHFModule(RoleModule):
         if "reward_model" in self.sources:
             return {"scores": self.scores(rollout)}
         return {}
+
+
+def _check_finite(reward: Tensor, advantages: Tensor, returns: Tensor) -> None:
+    """Check the numbers to learn from before the first update, so that no role learns from a part of them.
+
+    Raises:
+        FloatingPointError: a number is not finite; NaN rewards are responses without a reward.
+    """
+    finite = {"reward": ~reward.isinf(), "advantage": advantages.isfinite(), "return": returns.isfinite()}
+    for name, is_finite in finite.items():
+        if not is_finite.all():
+            raise NonFiniteError(f"the {name} of a response is not finite; no weights were changed")
 
 
 def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -88,6 +88,15 @@ class AdvantageEstimator(ABC):
     needs_ref: ClassVar[bool] = False  # log-probabilities of the reference
     needs_rewards: ClassVar[bool] = True  # False: without rewards, there is something to learn from, too
     reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
+
+    def has_reward(self, reward: Tensor, rewards: Mapping[str, Tensor]) -> Tensor:
+        """Return (B,) bool, the responses that have what the estimator reads; it sees no others.
+
+        Args:
+            reward: (B,) total reward, NaN for responses without one.
+            rewards: (B,) rewards by name, NaN where one did not apply.
+        """
+        return ~reward.isnan() if self.needs_rewards else torch.ones_like(reward, dtype=torch.bool)
 
     @abstractmethod
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ without another one to compare with has no baseline: its advantage is 0.
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -224,6 +225,11 @@ class GDPO(GroupAdvantage):
             raise UsageError(
                 f"reward_weights must be one finite number for each of {list(self.reward_keys)}, got {list(weights)}"
             )
+
+    def has_reward(self, reward: Tensor, rewards: Mapping[str, Tensor]) -> Tensor:
+        """Return (B,) bool, the responses to which one of the rewards applies."""
+        applies = [~rewards[key].isnan() for key in self.reward_keys if key in rewards]
+        return torch.stack(applies).any(dim=0) if applies else torch.ones_like(reward, dtype=torch.bool)
 
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""

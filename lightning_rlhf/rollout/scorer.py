@@ -92,8 +92,8 @@ class Scorer:
         scored = self._finish()
         if self._environment is None:
             return scored
-        reward_of_failed = 0.0 if self._environment.on_error == "zero" else math.nan
-        return with_environment(scored, self._completions, reward_of_failed)
+        of_failed = {"zero": 0.0, "skip": math.nan}.get(self._environment.on_error)
+        return with_environment(scored, self._completions, of_failed)
 
     def score(self, completions: Sequence[Completion]) -> RolloutRewards:
         """Score all completions, and return the results; see :meth:`begin` and :meth:`wait`."""
@@ -180,19 +180,21 @@ def last_turn(completion: Completion) -> list[int]:
 
 
 def with_environment(
-    scored: RolloutRewards, completions: Sequence[Completion], reward_of_failed: float = math.nan
+    scored: RolloutRewards, completions: Sequence[Completion], reward_of_failed: float | None = None
 ) -> RolloutRewards:
     """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
 
     Args:
         scored: results of the reward functions.
         completions: conversations.
-        reward_of_failed: all rewards of conversations whose environment failed; NaN if they are left out.
+        reward_of_failed: all rewards of conversations whose environment failed: NaN if they are left out; None keeps
+            those until the failure.
     """
     records = [each.conversation for each in completions if each.conversation is not None]
     rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(record.turn_rewards) for record in records])}
     failed = torch.tensor([record.fault is not None for record in records])
-    rewards = {name: values.masked_fill(failed, reward_of_failed) for name, values in rewards.items()}
+    if reward_of_failed is not None:
+        rewards = {name: values.masked_fill(failed, reward_of_failed) for name, values in rewards.items()}
     return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions), scored.unknown)
 
 

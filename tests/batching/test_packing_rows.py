@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.batching.packing import pack_responses, pack_texts, pad_parts
+from lightning_rlhf.batching.packing import pack_responses, pack_texts, pack_turns, pad_parts
 from tests.helpers import properties
 
 
@@ -39,6 +39,17 @@ def test_rows_of_several_texts_worked_by_hand():
     assert packing.lengths == ((2, 1, 1, 2, 1), ((), (), (), (), (1, 1)))
     positions = packing.row_index(torch.tensor([[0, 1, 2]] * 4))
     assert positions.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 7], [6, 8, 8]]
+
+
+def test_common_beginnings_of_the_texts_of_a_row_worked_by_hand():
+    """The texts of row 0 are 5 6 7 | 5 6 8 9 with 5 6 in common, those of row 1 are 1 | 2 3; row 2 is one text."""
+    ids = torch.tensor([[5, 6, 7, 5, 6, 8, 9], [1, 2, 3, 0, 0, 0, 0], [4, 4, 0, 0, 0, 0, 0]])
+    packing = pack_turns([7, 3, 2], [[3], [1], []], [2, 0, 0], 7)
+    assert ids.flatten()[packing.tokens].tolist() == [5, 6, 1, 2, 3, 4, 4, 7, 8, 9]
+    assert packing.positions.tolist() == [[0, 1, 0, 0, 1, 0, 1, 2, 2, 3]]
+    assert packing.lengths == ((2, 1, 2, 2), ((1, 2), (), (), ()))
+    positions = packing.row_index(torch.arange(7).expand(3, -1))
+    assert positions.tolist() == [[0, 1, 7, 0, 1, 8, 9], [2, 3, 4, 4, 4, 4, 4], [5, 6, 6, 6, 6, 6, 6]]
 
 
 def test_padded_texts_of_rows_worked_by_hand():

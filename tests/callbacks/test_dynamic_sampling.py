@@ -93,10 +93,11 @@ def test_prompt_without_any_reward_has_no_contrast():
     def roll(batch):
         rollout = rollout_of([Response([3], [4])] * 4)
         rollout.group[:] = torch.tensor([0, 0, 1, 1])
-        rollout.rewards["right"] = torch.tensor([torch.nan, torch.nan, torch.nan, 1.0])
+        rollout.rewards["right"] = torch.tensor(values)
         return rollout
 
-    assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].included.sum() == 2
+    for values, included in (([torch.nan, torch.nan, 0.0, 1.0], 2), ([torch.nan, 1.0, 1.0, torch.nan], 0)):
+        assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].included.sum() == included
 
 
 @pytest.mark.parametrize(

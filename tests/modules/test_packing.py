@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import DPOModule, FromConfig, SFTModule
 from lightning_rlhf.batching import packing as layouts
+from lightning_rlhf.batching.sequences import concat_texts
+from lightning_rlhf.data.answers import MaskedText, sequences
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
@@ -78,6 +80,36 @@ def test_log_probabilities_and_gradients_equal_those_of_padded_texts(name, atten
     assert_close(packed, padded, rtol=0, atol=rounding)
     assert largest <= rounding
     assert max(float(a.abs().max()) for a in one) > 0.1
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2"])
+def test_texts_of_a_row_equal_texts_on_their_own(name, packed):
+    module = sft(FromConfig(architecture(name, APART[name]), seed=3, dtype="float64"))
+    start, ends = [5, 6, 7], [[8, 1, 2], [9, 3], [1]]
+    several = [MaskedText.joined([(start + end, [False] * 4 + [True] * (len(end) - 1)) for end in ends[:2]])]
+    several.append(MaskedText(start + ends[2], [False] * 3 + [True]))
+    alone = [MaskedText(ids, mask) for row in several for ids, mask in row.texts]
+    assert several[0].shared == 3
+    row_of = torch.tensor([0, 0, 1])
+    module.layout.packed = packed
+    results = []
+    for batch, rows in ((sequences(several), torch.arange(2)), (sequences(alone), row_of)):
+        (logprobs, _, _), _ = text_scores(module, "actor", batch)
+        totals = torch.zeros(2, dtype=logprobs.dtype).index_add(0, rows, logprobs.sum(dim=1))
+        wanted = [p for p in module.actor.parameters() if p.requires_grad]
+        gradient = torch.autograd.grad((totals * torch.tensor([1.0, -2.0])).sum(), wanted, materialize_grads=True)
+        results.append([totals, *gradient])
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_common_beginning_is_computed_once():
+    texts = [MaskedText.joined([([5, 6, 7, end], [False, False, False, True]) for end in (8, 9)])]
+    module = sft(TinyModel())
+    assert module.layout.pack(sequences(texts), 8).lengths == ((3,), ((1, 1),))
+    assert concat_texts([sequences(texts)] * 2).shared.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

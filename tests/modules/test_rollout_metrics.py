@@ -68,6 +68,7 @@ EXPECTED = {
     "rollout/prompt_tokens_max": 2.0,
     "rollout/prompt_tokens_min": 1.0,
     "rollout/truncated_fraction": 0.5,
+    "reward/missing_fraction": 0.0,
     "rollout/logprob_diff_mean": 0.5,  # (0.5 + 0 + 1) / 3
     "rollout/logprob_diff_max": 1.0,
     "value/mean": 1.5,

@@ -313,7 +313,7 @@ def test_error_that_ends_the_run_reports_its_row_and_the_options(options, patter
     ):
         executor.score(columns_of("right", "wrong"))
     message = str(raised.value)
-    assert (", on_error: skip} under rewards, which omits this reward, or on_error: zero" in message) == (
+    assert (", on_error: skip} under rewards, which leaves out the response, or on_error: zero" in message) == (
         "on_error" not in options
     )
     assert ("{function: ..., on_error" in message) == (callable(options["function"]) and "on_error" not in options)

@@ -51,7 +51,7 @@ class ResponseRow:
 
 
 def read_rows(
-    path: str, configured: dict[str, str], on_bad_row: OnBadRow, images: ImageSettings | None = None
+    path: str, configured: dict[str, str | None], on_bad_row: OnBadRow, images: ImageSettings | None = None
 ) -> list[ResponseRow]:
     """Read rows with responses.
 

@@ -162,7 +162,7 @@ def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = 
     maxima["rollout/logprob_diff_max"] = (gap, sampled)
     metrics = means_over_ranks(averages, ranks)
     extremes = maxima_over_ranks(maxima | minima, ranks)
-    metrics |= {name: -value if name in minima else value for name, value in extremes.items()}
+    metrics |= {name: 0.0 - value if name in minima else value for name, value in extremes.items()}
     metrics |= _standard_deviations(experience, metrics, ranks)
     if "critic" in roles:
         explained = explained_variance(experience.values, experience.returns, experience.mask, ranks)

@@ -193,12 +193,29 @@ def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) 
             f"the environment continues chats (bridge: {settings.bridge}), but prompts of the data are plain text: set "
             f"as_messages: true of the data module, or bridge: plain"
         )
+    _check_prompts_end(settings, data)
     if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
         log.info(
             "The environment has tools, but the data module has none, so only prompts of rows with a column tools "
             "describe them to the policy: set tools of the data module to describe them in all prompts."
         )
     return ConversationSampler(settings, bridge, data.tokenizer)
+
+
+def _check_prompts_end(settings: EnvironmentSettings, data: PromptDataModule) -> None:
+    """Check that no prompt ends within a message of the assistant, which a conversation could not render again.
+
+    Raises:
+        UsageError: a prompt does.
+    """
+    prompts = (example for examples in data.examples.values() for example in examples)
+    if settings.bridge != "plain" and any(
+        each.messages and each.messages[-1]["role"] == "assistant" for each in prompts
+    ):
+        raise UsageError(
+            f"a prompt ends with words of the assistant, which an environment cannot continue with bridge: "
+            f"{settings.bridge}: remove them, or set bridge: plain"
+        )
 
 
 def row_of(prompts: PromptBatch, number: int) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.data.unpaired import UnpairedDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.rollout.conversations import conversation_sampler
+from lightning_rlhf.tools.commands.check_data import describe_batch
 from tests.data.rows_given import GivenRows
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -359,3 +362,22 @@ def test_a_conversation_of_several_texts_is_refused_by_nothing_that_learns_rows(
 def test_messages_of_unknown_form_are_a_bad_row():
     with pytest.raises(BadRow, match="different thoughts"):
         messages_of([user("a"), assistant("b", thinking="x", reasoning="y")], "x")
+
+
+def test_check_data_shows_each_text_of_a_row():
+
+    row = {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}
+    module, _ = read(ConversationDataModule, row, template=THINKING)
+    batch = module.collate(module.examples["train"], [0], [0], 0)
+    described = describe_batch(batch, module.tokenizer, lambda ids: [])
+    assert {name: text["text"] for name, text in described.items()} == {
+        "text, turn 1": "<user>a</s>\n<assistant>⟦<think></think>b</s>⟧",
+        "text, turn 2": "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>⟦<think></think>d</s>⟧",
+    }
+
+
+def test_an_environment_continues_no_half_message():
+    module, _ = read(PromptDataModule, {"prompt": [user("a"), assistant("Let me")]}, template=WITHOUT_TOOLS)
+    settings = EnvironmentSettings("tests.environments.worlds:Remembers")
+    with pytest.raises(ValueError, match="a prompt ends with words of the assistant, which an environment cannot"):
+        conversation_sampler(settings, module)

@@ -86,7 +86,9 @@ def train(tmp_path, rewards, steps=1, **loop):
     )
     module = GRPOModule(FromConfig({**TINY_LLAMA, "vocab_size": 8}, seed=0), minibatch_size=8)
     callback = RolloutLoop(rewards=rewards, engine=TransformersEngine(), group_size=4, max_response_tokens=4, **loop)
-    trainer = quiet_trainer(callbacks=[callback], max_steps=steps, default_root_dir=tmp_path, use_distributed_sampler=False)
+    trainer = quiet_trainer(
+        callbacks=[callback], max_steps=steps, default_root_dir=tmp_path, use_distributed_sampler=False
+    )
     trainer.fit(module, datamodule=data)
     return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_rlhf import FromConfig, GRPOModule, PromptDataModule
-from lightning_rlhf.calls.private import private
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.calls.private import private
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments.protocol import Reply
@@ -16,7 +16,9 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer
 
-ROWS = [{"prompt": "ab", "extra_info": {"tests": [1, 2, 3]}, "tags": ["x"], "answer": "a", "shelf": {"cards": [[1], [2]]}}] * 2
+ROWS = [
+    {"prompt": "ab", "extra_info": {"tests": [1, 2, 3]}, "tags": ["x"], "answer": "a", "shelf": {"cards": [[1], [2]]}}
+] * 2
 SEEN = []
 
 
@@ -91,7 +93,7 @@ def test_a_reward_changes_its_own_arguments_only(tmp_path):
 @pytest.mark.parametrize("per_sample", [True, None])
 def test_a_reward_of_verl_changes_its_own_row_only(tmp_path, per_sample):
     train(tmp_path, [RewardFunction(of_verl, per_sample=per_sample, dry_call=False)])
-    assert SEEN == [ROWS[0]["extra_info"]] * 12
+    assert [ROWS[0]["extra_info"]] * 12 == SEEN
 
 
 def test_an_environment_in_the_event_loop_changes_its_own_row_only(tmp_path):
@@ -99,7 +101,7 @@ def test_an_environment_in_the_event_loop_changes_its_own_row_only(tmp_path):
     settings = EnvironmentSettings(Damages, arguments, bridge="plain", max_turn_tokens=3)
     train(tmp_path, [], environment=settings)
     expected = {name: ROWS[0][name] for name in ("extra_info", "tags", "shelf")} | {"own": [1, 2]}
-    assert SEEN == [expected] * 12
+    assert [expected] * 12 == SEEN
     assert arguments == {"cards": [1, 2]}
 
 

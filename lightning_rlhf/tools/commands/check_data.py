@@ -361,21 +361,28 @@ def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, di
         columns = {name: str(values[0]) for name, values in batch.columns.items() if name != "images"}
         return {"prompt": {"text": text, "tokens": len(ids), "trained": 0, "columns": columns}}
     if isinstance(batch, PreferenceBatch):
-        return {
-            "chosen": _describe_text(batch.chosen, tokenizer, spans),
-            "rejected": _describe_text(batch.rejected, tokenizer, spans),
-        }
-    if isinstance(batch, UnpairedBatch):
-        name = "desirable text" if batch.desirable[0] else "undesirable text"
-        return {name: _describe_text(batch.texts, tokenizer, spans)}
-    return {"text": _describe_text(batch, tokenizer, spans)}
+        texts = {"chosen": batch.chosen, "rejected": batch.rejected}
+    elif isinstance(batch, UnpairedBatch):
+        texts = {"desirable text" if batch.desirable[0] else "undesirable text": batch.texts}
+    else:
+        texts = {"text": batch}
+    described = {}
+    for label, rows in texts.items():
+        described |= _describe_texts(label, rows, tokenizer, spans)
+    return described
 
 
-def _describe_text(batch: SequenceBatch, tokenizer: Any, spans: FindSpans) -> dict[str, Any]:
+def _describe_texts(label: str, batch: SequenceBatch, tokenizer: Any, spans: FindSpans) -> dict[str, dict[str, Any]]:
+    """Describe the texts of a row by their labels: one, or one for each turn to learn."""
     length = int(batch.lengths[0])
-    ids = batch.input_ids[0, :length].tolist()
-    text = _marked(ids, batch.loss_mask[0, :length].tolist(), tokenizer, spans(ids))
-    return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
+    ids, mask = batch.input_ids[0, :length].tolist(), batch.loss_mask[0, :length].tolist()
+    starts = [] if batch.text_starts is None else batch.text_starts[0].nonzero().flatten().tolist()
+    described = {}
+    for turn, (first, last) in enumerate(itertools.pairwise([0, *starts, length]), start=1):
+        text = _marked(ids[first:last], mask[first:last], tokenizer, spans(ids[first:last]))
+        name = f"{label}, turn {turn}" if starts else label
+        described[name] = {"text": text, "tokens": last - first, "trained": sum(mask[first:last])}
+    return described
 
 
 def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any, images: Sequence[ImageSpan] = ()) -> str:

@@ -208,10 +208,8 @@ def _check_prompts_end(settings: EnvironmentSettings, data: PromptDataModule) ->
     Raises:
         UsageError: a prompt does.
     """
-    prompts = (example for examples in data.examples.values() for example in examples)
-    if settings.bridge != "plain" and any(
-        each.messages and each.messages[-1]["role"] == "assistant" for each in prompts
-    ):
+    prompts = [example.messages for examples in data.examples.values() for example in examples if example.messages]
+    if settings.bridge != "plain" and any(messages[-1]["role"] == "assistant" for messages in prompts):
         raise UsageError(
             f"a prompt ends with words of the assistant, which an environment cannot continue with bridge: "
             f"{settings.bridge}: remove them, or set bridge: plain"

@@ -90,14 +90,17 @@ def test_reward_that_must_differ_can_be_selected():
 
 
 def test_prompt_without_any_reward_has_no_contrast():
-    def roll(batch):
-        rollout = rollout_of([Response([3], [4])] * 4)
-        rollout.group[:] = torch.tensor([0, 0, 1, 1])
-        rollout.rewards["right"] = torch.tensor(values)
-        return rollout
+    def included(*values):
+        def roll(batch):
+            rollout = rollout_of([Response([3], [4])] * 4)
+            rollout.group[:] = torch.tensor([0, 0, 1, 1])
+            rollout.rewards["right"] = torch.tensor(values)
+            return rollout
 
-    for values, included in (([torch.nan, torch.nan, 0.0, 1.0], 2), ([torch.nan, 1.0, 1.0, torch.nan], 0)):
-        assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].included.sum() == included
+        return DynamicSampling(2, reward="right")(prompts(2), roll)[0].included.sum()
+
+    assert included(torch.nan, torch.nan, 0.0, 1.0) == 2
+    assert included(torch.nan, 1.0, 1.0, torch.nan) == 0
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, di
         texts = {"desirable text" if batch.desirable[0] else "undesirable text": batch.texts}
     else:
         texts = {"text": batch}
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for label, rows in texts.items():
         described |= _describe_texts(label, rows, tokenizer, spans)
     return described

@@ -83,6 +83,12 @@ class AnswersDataModule(RowsDataModule):
         if holds_messages(fields["completion"]):
             markers = self.text_messages is not None and self.text_messages.markers is not None
             has_prompt = markers and "prompt" not in fields  # the text contains the prompt too
+            if not has_prompt and isinstance(fields["prompt"], str):
+                raise BadRow(
+                    "the completion is messages, and the prompt is text: set data.init_args.as_messages: true, which makes "
+                    "a message of the prompt",
+                    "the completion is messages, and the prompt is text",
+                )
             before = [] if has_prompt else self.messages(fields, "prompt", "prompt")
             messages = [*before, *self.messages(fields, "completion", "completion", is_answer=bool(before))]
             return self.mask_messages(fields, messages, "conversation", first=len(before))
@@ -183,4 +189,4 @@ def sequences(texts: Sequence[MaskedText], store: ImageStore | None = None) -> S
     for row, text in enumerate(texts):
         starts[row, list(text.starts)] = True
     shared = torch.tensor([text.shared for text in texts])
-    return SequenceBatch(ids, lengths, loss_mask.bool(), images, starts, shared)
+    return SequenceBatch(ids, lengths, loss_mask.bool(), images, text_starts=starts, shared=shared)

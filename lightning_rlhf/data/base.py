@@ -24,7 +24,7 @@ from lightning_rlhf.data.image_parts import MARKER, as_bad_row, given_images, im
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.messages import Message, check_roles, history_messages, holds_messages, messages_of
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
-from lightning_rlhf.data.row import BadRow, Row, RowSource
+from lightning_rlhf.data.row import BadRow, Row, RowSource, has_nulls
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
@@ -161,9 +161,7 @@ class RowsDataModule(LightningDataModule):
         check_options(self.chat_template_kwargs)
         self.tools, self.roles = tool_schemas(tools or []), check_roles(roles)
         if as_messages and split_after is not None:
-            raise UsageError(
-                "split_after splits plain text, which as_messages converts to messages: set only one of them"
-            )
+            raise UsageError("split_after splits plain text, which as_messages makes messages of: set only one of them")
         markers = as_messages if isinstance(as_messages, dict) else None
         self.text_messages = TextMessages(markers) if as_messages else None
         self.image_settings = images or ImageSettings()
@@ -348,6 +346,8 @@ class RowsDataModule(LightningDataModule):
             BadRow: the value is not a list of messages, or an image cannot be used.
         """
         messages = messages_of(fields[name], label, self.roles)
+        if any(has_nulls(message.get("tool_calls")) for message in messages):
+            self.note("tool calls have null values, which are rendered as null")
         if not is_answer:
             messages = [*self._opening(fields, messages), *messages]
         return with_images(messages, given_images(fields), self._read_image, is_answer)
@@ -444,7 +444,7 @@ class RowsDataModule(LightningDataModule):
     def chat(self, fields: Fields) -> Chat:
         """Return the chat template with the tools and variables of a row."""
         options, ends = self.chat_template_kwargs, self.end_tokens[1:]
-        return chat_of(self.tokenizer, fields, options, self.tools, self._expand, ends)
+        return chat_of(self.tokenizer, fields, options, self.tools, expand=self._expand, further_ends=ends)
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:

@@ -251,7 +251,9 @@ def chat_of(
         raise BadRow(f"chat_template_kwargs is a {type(row_options).__name__}, expected a mapping of names to values")
     merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
-    return Chat(tokenizer, tools or list(default_tools) or None, merged, expand, bool(tools), further_ends)
+    return Chat(
+        tokenizer, tools or list(default_tools) or None, merged, expand, of_row=bool(tools), further_ends=further_ends
+    )
 
 
 def _tools_of(fields: Fields) -> list[Any] | None:

@@ -338,7 +338,7 @@ def _parse_line(line: str) -> Any:
     try:
         return _expect_object(json.loads(line))
     except json.JSONDecodeError as error:
-        return BadRow(f"not JSON: {error.msg} at column {error.colno}", "not JSON")
+        return BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", "not JSON")
     except (
         ValueError,
         RecursionError,

@@ -32,6 +32,7 @@ _OTHER_ROLES = {
     "tool_response": "tool",
     "ipython": "tool",
 }
+_PAIR_OF_TURNS = {"human", "assistant"}  # keys of a question with its answer in ms-swift's ShareGPT
 _CALL_ROLES = ("function_call", "tool_call")  # their content is a call, or a list of calls, as JSON
 _THOUGHTS = (THOUGHTS, "reasoning", "thinking")
 # Names under which data sets say whether to learn a turn: OpenAI and axolotl, LLaMA-Factory, ms-swift.
@@ -67,6 +68,8 @@ def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) 
     malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(malformed)
+    if all(message.keys() == _PAIR_OF_TURNS for message in messages):
+        messages = [{"role": role, "content": message[role]} for message in messages for role in ("human", "assistant")]
     return [_canonical(message, malformed, roles or {}) for message in messages]
 
 

@@ -59,6 +59,13 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def has_nulls(value: Any) -> bool:
+    """Return whether a mapping within a value has a null value."""
+    if isinstance(value, Mapping):
+        return any(item is None or has_nulls(item) for item in value.values())
+    return isinstance(value, list) and any(map(has_nulls, value))
+
+
 def parse_messages(value: Any) -> Any:
     """Return the messages of a JSON text, as in CSV files and exports; any other value unchanged."""
     if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):

@@ -19,7 +19,7 @@ class UnpairedDataModule(AnswersDataModule):
     """
 
     batch_type = UnpairedBatch
-    field_candidates = (ANSWER, (("prompt", "prompt"),), (("label", "label"),))
+    field_candidates = (ANSWER, (("prompt", "prompt"),), (("label", "label"), ("label", "kto_tag")))
 
     def convert(self, fields: Fields) -> _LabelledText:
         """Tokenize a row; return the text with its loss mask and its label."""

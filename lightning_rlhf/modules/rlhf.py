@@ -442,9 +442,8 @@ class RLHFModule(RoleModule):
         old_scores = self.old_scores(rollout)
         old = old_scores.evaluate(rollout)
         rollout = (received := received.with_logprobs(old.logprobs)).rollout
-        ref_logprobs = old.logprobs
-        if self.has_ref:
-            ref_logprobs = self.micro_batches.map(partial(self.actor_scores, "ref"), rollout)[0]
+        of_ref = partial(self.actor_scores, "ref")
+        ref_logprobs = self.micro_batches.map(of_ref, rollout)[0] if self.has_ref else old.logprobs
         values, final_values = self.values(rollout)
         started = time.perf_counter()
         rollout = self.last_rollout = received.with_rewards()
@@ -468,8 +467,7 @@ class RLHFModule(RoleModule):
             ref_logprobs=ref_logprobs if self.advantages.needs_ref else None,
             source=rollout.source,
         )
-        advantages, returns = self.advantages(inputs, ranks)
-        advantages, returns = advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+        advantages, returns = (values.masked_fill(~mask, 0) for values in self.advantages(inputs, ranks))
         _check_finite(reward, advantages, returns)
         metrics = {} if self.correction.bypass else metrics
         if old.sum_pi_squared is not None:

@@ -28,7 +28,7 @@ CONVERSATION_COLUMNS = ("conversations", "turns", "environment_rewards", "stop_r
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
 _ANSWERS = ("ground_truth", "solution", "answer", "answers", "label", "labels", "target")  # common names of one column
 # Names whose metrics reward/<name> and val/<name>_greedy have another meaning; see docs/metrics.md.
-_RESERVED_LABELS = {"mean", "max", "min", "std", "score", "from_model", "generated_mean"}
+_RESERVED_LABELS = {"mean", "max", "min", "std", "score", "from_model", "generated_mean", "missing_fraction"}
 _RESERVED_LABELS |= {"after_kl_mean", "after_kl_max", "after_kl_min"}
 
 

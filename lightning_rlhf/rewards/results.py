@@ -93,6 +93,10 @@ class RewardOutput:
             is_list = isinstance(returned, list | tuple)
             if is_list:
                 received = counted(len(returned), "value")
+            elif callable(returned):
+                received = (
+                    f"{type(returned).__name__}, a function: call this factory in a file of yours, and name its result"
+                )
             else:
                 received = type(returned).__name__
             raise InvalidRewardError(

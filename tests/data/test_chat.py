@@ -255,7 +255,9 @@ def test_all_formats_of_a_conversation_give_the_same_batch(row):
 
 def test_answers_as_messages_with_a_text_prompt_are_rejected():
     row = {"prompt": "who?", "completion": output("who?", "me")[1:]}
-    assert "given:1: every message of a prompt needs 'role'" in error_of(ConversationDataModule, row, chat=True)
+    assert "given:1: the completion is messages, and the prompt is text: set" in error_of(
+        ConversationDataModule, row, chat=True
+    )
 
 
 def test_tokenizer_without_offsets_needs_generation_marks(monkeypatch):

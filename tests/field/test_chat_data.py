@@ -381,3 +381,22 @@ def test_an_environment_continues_no_half_message():
     settings = EnvironmentSettings("tests.environments.worlds:Remembers")
     with pytest.raises(ValueError, match="a prompt ends with words of the assistant, which an environment cannot"):
         conversation_sampler(settings, module)
+
+
+def test_nulls_that_json_lines_have_are_rendered_and_counted():
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "zone": None}}}
+    module, texts = read(ConversationDataModule, {"messages": [user("sky?"), assistant("", tool_calls=[call])]})
+    assert '"zone": null' in texts[0]
+    assert module.reports["train"].describe_notes() == [
+        "tool calls have null values, which are rendered as null (1 of 1 rows)"
+    ]
+
+
+def test_pairs_of_turns_are_messages():
+    row = {"messages": [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]}
+    assert read(ConversationDataModule, row)[1] == ["<user>a</s>\n<assistant>[b</s>]\n<user>c</s>\n<assistant>[d</s>]"]
+
+
+def test_labels_of_llama_factory_are_read():
+    row = {"messages": [user("a"), assistant("b")], "kto_tag": False}
+    assert read(UnpairedDataModule, row)[0].examples["train"][0][1] is False

@@ -85,8 +85,8 @@ class AnswersDataModule(RowsDataModule):
             has_prompt = markers and "prompt" not in fields  # the text contains the prompt too
             if not has_prompt and isinstance(fields["prompt"], str):
                 raise BadRow(
-                    "the completion is messages, and the prompt is text: set data.init_args.as_messages: true, which makes "
-                    "a message of the prompt",
+                    "the completion is messages, and the prompt is text: set data.init_args.as_messages: true, which "
+                    "makes a message of the prompt",
                     "the completion is messages, and the prompt is text",
                 )
             before = [] if has_prompt else self.messages(fields, "prompt", "prompt")

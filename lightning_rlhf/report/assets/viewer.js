@@ -60,13 +60,14 @@
   const filters = {
     all: () => true,
     truncated: (row) => row.truncated,
-    differing: (row, rewards) => rewards.get(row.group).size > 1,
+    differing: (row, rewards) => (rewards.get(row.group)?.size ?? 0) > 1,
     fault: (row) => ["fault", "malformed"].includes(row.stop),
   };
 
   function shown() {
     const wanted = text.value.trim().toLowerCase(), rewards = new Map();
-    rows.forEach((row) => rewards.set(row.group, (rewards.get(row.group) || new Set()).add(row.reward)));
+    // A response without a reward differs from no other.
+    rows.filter((row) => !isMissing(row.reward)).forEach((row) => rewards.set(row.group, (rewards.get(row.group) || new Set()).add(row.reward)));
     const filter = own(filters, only.value) ?? ((row) => `end: ${stopOf(row)}` === only.value);
     const { value } = columns.find((column) => column.name === order.name);
     const found = rows.filter((row) => filter(row, rewards) && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted)));

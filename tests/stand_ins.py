@@ -55,6 +55,9 @@ class TinyModel(FromConfig):
         torch.nn.init.normal_(model.lm.score.weight, std=0.3, generator=generator)
         return model
 
+    def expect_head(self) -> None:
+        """Accept the random head."""
+
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------
 

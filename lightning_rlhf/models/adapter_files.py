@@ -16,7 +16,7 @@ from lightning_rlhf.models.directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, exp
 from lightning_rlhf.models.lora import MAGNITUDE, NAME, UP, LoRA, is_adapter
 from lightning_rlhf.paths import READ_ERRORS, expect_hub, hub_error_message
 
-HEAD = "score.weight"  # of a scalar model, which is trained beside its adapters
+HEAD = "score.weight"  # of a scalar model, which is trained beside its adapters; the only layer or one of two
 _PREFIX = "base_model.model."
 # Settings of peft without influence on the layers, or that the weights' names determine.
 _WITHOUT_INFLUENCE = {
@@ -49,13 +49,18 @@ def save_adapter(
     config = lora.peft_config(targets, transposed=False)  # peft detects transposed weights itself when loading
     config.base_model_name_or_path, config.inference_mode = base, True
     config.exclude_modules = set(lora.exclude_modules or ()) or None
-    if HEAD in weights:
+    if any(map(is_head, weights)):
         config.task_type, config.modules_to_save = "SEQ_CLS", [HEAD.partition(".")[0]]
     config.save_pretrained(directory)
     draft = directory / f"{ADAPTER_WEIGHTS}.new"
     named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, draft, metadata={"format": "pt", **(metadata or {})})
     draft.replace(directory / ADAPTER_WEIGHTS)  # atomic: readers of the old file are not affected
+
+
+def is_head(name: str) -> bool:
+    """Return whether a parameter, or a tensor in a file of an adapter, belongs to the head of a scalar model."""
+    return name.removeprefix(_PREFIX).startswith("score.")
 
 
 def peft_name(name: str) -> str:
@@ -139,8 +144,8 @@ def _other_settings(config: dict[str, Any], names: dict[str, Any]) -> list[str]:
     other |= {key for key, value in config.items() if value and key not in _WITHOUT_INFLUENCE}
     if str(config.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
         other.add(f"init_lora_weights {config['init_lora_weights']}")
-    known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", f".{HEAD}")
-    other |= {name.removeprefix(_PREFIX) for name in names if not name.endswith(known)}
+    known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+    other |= {name.removeprefix(_PREFIX) for name in names if not (name.endswith(known) or is_head(name))}
     return sorted(other)[:3]
 
 
@@ -170,7 +175,7 @@ def check_fits(lm: nn.Module, directory: Path, base: str) -> None:
     """
     file = tensor_shapes(directory)
     ours = {peft_name(name): parameter.shape for name, parameter in lm.named_parameters() if is_adapter(name)}
-    theirs = {name: shape for name, shape in file.items() if not name.endswith(f".{HEAD}")}
+    theirs = {name: shape for name, shape in file.items() if not is_head(name)}
     different = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name] != theirs[name]]
     if not different:
         return
@@ -201,7 +206,7 @@ def load_adapter(lm: nn.Module, directory: Path) -> dict[str, str]:
     stored = load_file(directory / ADAPTER_WEIGHTS)
     for name, parameter in lm.named_parameters():
         key = peft_name(name)
-        if is_adapter(name) or (name == HEAD and key in stored):
+        if is_adapter(name) or (is_head(name) and key in stored):
             parameter.copy_(stored[key])
     with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
         return dict(file.metadata() or {})

@@ -24,7 +24,15 @@ from transformers import (
 
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
-from lightning_rlhf.models.adapter_files import adapter_directory, check_fits, load_adapter, read_lora
+from lightning_rlhf.models.adapter_files import (
+    HEAD,
+    adapter_directory,
+    check_fits,
+    is_head,
+    load_adapter,
+    read_lora,
+    tensor_shapes,
+)
 from lightning_rlhf.models.attention import Attention, check_attention_package
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import (
@@ -39,6 +47,7 @@ from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.quantized import Quantization, bitsandbytes, names_to_quantize, quantize
 from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.models.score_heads import find_head, set_head, set_scale
 from lightning_rlhf.models.shared_bases import shared
 from lightning_rlhf.paths import (
     READ_ERRORS,
@@ -138,23 +147,36 @@ class Pretrained:
         return CausalLM(self._with_adapters(self._load(language_model_class, self.hf_config(), optional=())))
 
     def scalar(self) -> ScalarModel:
-        """Load the scalar model; if the source has no trained head, the head is zero, so that all scores start at 0.
+        """Load the scalar model with the head in its files; for a language model, a head of zeros: all scores are 0.
 
         Raises:
-            ValueError: the source is a classifier with several labels.
+            ValueError: the head has several outputs, or is of a kind that is not read.
         """
         config = self.hf_config()
-        trained_head = any("Classification" in name for name in config.architectures or ())
-        if trained_head and config.num_labels != 1:
-            raise UsageError(
-                f"{self.path} is a classifier with {config.num_labels} labels; a critic or reward model needs one "
-                f"(num_labels=1)"
-            )
+        head = find_head(self.path, self.revision, config, self.adapter)
         config.num_labels = 1
-        model = self._load(scalar_model_class, config, optional=() if trained_head else ("score.",))
-        if not trained_head:
-            torch.nn.init.zeros_(model.get_parameter("score.weight"))
+        if head is not None:
+            set_scale(config, head, self.path)
+        is_plain = head is not None and head.is_plain
+        model = self._load(scalar_model_class, config, optional=() if is_plain else ("score.",))
+        if head is None:
+            torch.nn.init.zeros_(model.get_parameter(HEAD))
+        elif not is_plain:
+            set_head(model, head)
         return ScalarModel(self._with_adapters(model))
+
+    def expect_head(self) -> None:
+        """Raise unless the files of the model or of its adapter have a head for one number.
+
+        Raises:
+            ValueError: the source is a language model, whose scores would all be 0.
+        """
+        stored = self.adapter is not None and any(map(is_head, tensor_shapes(adapter_directory(self.adapter))))
+        if not stored and find_head(self.path, self.revision, self.hf_config(), self.adapter) is None:
+            raise UsageError(
+                f"{self.path} is a language model without a head for one number, so that all rewards would be 0: train "
+                f"a reward model from it with RewardModule, and use that run's export"
+            )
 
     def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
         """Add adapters to a loaded model, with the weights of ``adapter``."""
@@ -303,8 +325,12 @@ class FromConfig:
         config = self.hf_config()
         config.num_labels = 1
         model = self._build(scalar_model_class, config)
-        torch.nn.init.zeros_(model.get_parameter("score.weight"))
+        torch.nn.init.zeros_(model.get_parameter(HEAD))
         return ScalarModel(_adapted(model, self.lora, self.train_vision))
+
+    def expect_head(self) -> None:
+        """Warn that a head of zeros gives every text the same score."""
+        log.warning("A reward model from FromConfig has no trained head: all its rewards are 0.")
 
     def _build(self, find_class: FindClass, config: PretrainedConfig) -> PreTrainedModel:
         auto = find_class(config)

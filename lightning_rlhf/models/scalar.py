@@ -19,6 +19,8 @@ from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of
 class ScalarModel(nn.Module):
     """A transformers sequence classifier with one label, evaluated at every position.
 
+    Its head is a linear layer, or two with ReLU between, which transformers' own classifiers do not have.
+
     Scores are normalised by a mean and standard deviation, so that reward model and critic start on the same scale. A
     reward-model run measures them on samples of the policy and saves them in the model's ``config.json``.
 
@@ -34,7 +36,8 @@ class ScalarModel(nn.Module):
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        head: Any = getattr(lm, "score", None)
+        score: Any = getattr(lm, "score", None)
+        head = score[-1] if isinstance(score, nn.Sequential) else score
         if not isinstance(head, nn.Linear) or head.out_features != 1:
             head_shape = "no linear head named 'score'"
             if isinstance(head, nn.Linear):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.models.adapter_files import HEAD
+from lightning_rlhf.models.adapter_files import is_head
 from lightning_rlhf.models.classes import backbone_of
 
 _BASES: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar("bases", default=None)
@@ -80,4 +80,4 @@ def shared(
 def _copied(model: Any) -> Any:
     """Return a copy of a model's modules with the same parameters, but a separate head for one number."""
     named = model.named_parameters()
-    return copy.deepcopy(model, {id(parameter): parameter for name, parameter in named if name != HEAD})
+    return copy.deepcopy(model, {id(parameter): parameter for name, parameter in named if not is_head(name)})

@@ -629,6 +629,7 @@ class RLHFModule(RoleModule):
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the reward model, the language models of actor and reference."""
         if name == "reward_model":
+            self.sources[name].expect_head()
             return self.sources[name].scalar()
         return self.sources[name].causal()
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
-from lightning_rlhf.models.adapter_files import HEAD
+from lightning_rlhf.models.adapter_files import is_head
 from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.quantized import quantized_layers
@@ -155,7 +155,7 @@ class RoleStrategy:
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield only the adapters, and a scalar model's head, as in :meth:`iter_unmerged_params`. All ranks."""
-        return self.iter_unmerged_params(name, lambda key: is_adapter(key) or key == HEAD)
+        return self.iter_unmerged_params(name, lambda key: is_adapter(key) or is_head(key))
 
     def iter_base_params(self, name: str, receivers: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of the model without its adapters. All ranks.

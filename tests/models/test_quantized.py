@@ -8,7 +8,7 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_rlhf import FromConfig, PPOModule, Pretrained
@@ -127,6 +127,7 @@ def test_merged_weights_are_base_and_adapter(base):
 
 
 def test_four_roles_share_quantized_weights(base):
+    save_file({"v_head.summary.weight": torch.ones(1, 32)}, Path(base) / "value_head.safetensors")
     source = Pretrained(base, lora=LORA, quantization="nf4")
     module = PPOModule(source, critic=source, reward_model=Pretrained(base, quantization="nf4"))
     module.configure_model()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.models.adapter_files import HEAD, adapter_directory, save_adapter, tensor_shapes
+from lightning_rlhf.models.adapter_files import adapter_directory, is_head, save_adapter, tensor_shapes
 from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.loading import Dtype, Pretrained, quiet_transformers
 from lightning_rlhf.models.lora import NAME, LoRA
@@ -46,7 +46,7 @@ def merge(base: str, adapter: str, to: Path) -> str:
     """
     directory = adapter_directory(adapter)
     source = Pretrained(base, adapter=adapter, dtype=_stored_dtype(base))
-    is_scalar = any(name.endswith(f".{HEAD}") for name in tensor_shapes(directory))
+    is_scalar = any(map(is_head, tensor_shapes(directory)))
     with quiet_transformers():
         model = source.scalar() if is_scalar else source.causal()
         model.save_pretrained(to)

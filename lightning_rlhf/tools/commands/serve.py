@@ -21,7 +21,7 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
-from lightning_rlhf.models.adapter_files import HEAD, adapter_directory, read_lora, tensor_shapes
+from lightning_rlhf.models.adapter_files import adapter_directory, is_head, read_lora, tensor_shapes
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
 from lightning_rlhf.models.loading import Pretrained
@@ -208,7 +208,7 @@ def _adapters(options: argparse.Namespace, name: str) -> dict[str, str]:
         source = Pretrained(options.model, adapter=path)
         source.check_layers(language_model_class, source.hf_config())
         directory = adapter_directory(path)
-        if any(tensor.endswith(f".{HEAD}") for tensor in tensor_shapes(directory)):
+        if any(map(is_head, tensor_shapes(directory))):
             raise UsageError(
                 f"--adapter {option}: it is the adapter of a reward model or critic, whose head gives scores instead "
                 f"of texts: serve the adapter of a policy"

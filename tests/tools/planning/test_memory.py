@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -281,6 +282,7 @@ def test_each_engine_has_a_copy_of_the_weights_in_host_memory(size, dtype, each)
 def test_roles_on_one_base_have_the_planned_bytes(quantization, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 100}
     source("qwen2", **sizes).causal().save_pretrained(tmp_path)
+    save_file({"v_head.summary.weight": torch.ones(1, 128)}, tmp_path / "value_head.safetensors")
     base = Pretrained(str(tmp_path), lora=LoRA(4, 8), quantization=quantization)
     module = PPOModule(base, critic=base, reward_model=Pretrained(str(tmp_path), quantization=quantization))
     roles = roles_of(module, strategy("rlhf_single"), mixed=False)

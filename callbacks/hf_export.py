@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -148,7 +149,9 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
         origin: origin of the model.
         tokenizer: tokenizer of the run, with its chat template.
     """
-    tokenizer.save_pretrained(directory)
+    scores = origin.role != "actor" and (directory / "config.json").is_file()
+    saved = _with_padding_of_its_own(tokenizer, directory) if scores else tokenizer
+    saved.save_pretrained(directory)
     source = origin.module.sources[origin.role]
     if getattr(source.hf_config(), "vision_config", None) is not None:
         path = source.path if isinstance(source, Pretrained) else origin.data.tokenizer_source
@@ -164,6 +167,26 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
     (directory / "README.md").write_text(model_card(origin, adapter_only), encoding="utf-8")
     for weights in directory.glob("*.safetensors"):  # safetensors creates files that only their owner can read
         shutil.copymode(directory / "README.md", weights)
+
+
+def _with_padding_of_its_own(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose padding token no text ends with, and write its id to the model's configuration.
+
+    transformers reads a score at the last token that is not padding, which would be a token too early where padding is
+    the end token. Without another special token, neither has a padding token: transformers then raises for a batch.
+    """
+    end = tokenizer.eos_token_id
+    if tokenizer.pad_token_id in (None, end):
+        known = (tokenizer.bos_token, tokenizer.unk_token, *tokenizer.all_special_tokens)
+        others = [token for token in known if token and tokenizer.convert_tokens_to_ids(token) != end]
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = next(iter(others), None)
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for part in (config, *([config["text_config"]] if "text_config" in config else ())):
+        part["pad_token_id"] = tokenizer.pad_token_id
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return tokenizer
 
 
 def _add_end_token(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

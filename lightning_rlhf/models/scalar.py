@@ -13,6 +13,7 @@ from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
+from lightning_rlhf.models.score_heads import LayeredScore, name_layered_class
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of
 
 
@@ -103,3 +104,5 @@ class ScalarModel(nn.Module):
         """
         self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
+        if isinstance(self.lm.score, LayeredScore):
+            name_layered_class(Path(directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import dataclass
@@ -198,3 +199,16 @@ def set_head(model: PreTrainedModel, head: ScoreHead) -> None:
         return
     log.info("%s has a head of two layers with ReLU between, as Qwen2.5-Math-RM", type(model).__name__)
     model.add_module("score", LayeredScore(*layers))
+
+
+def name_layered_class(directory: Path) -> None:
+    """Name the class of a saved model with a head of two layers as its authors and vLLM do.
+
+    Args:
+        directory: directory of the model; its ``config.json`` is changed.
+    """
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    names = [name.replace("ForSequenceClassification", "ForRewardModel") for name in config["architectures"]]
+    file.write_text(json.dumps(config | {"architectures": names}, indent=2) + "\n", encoding="utf-8")
+    log.info("transformers has no class for the head of %s; lightning-rlhf reads it, and vLLM that of Qwen2", directory)

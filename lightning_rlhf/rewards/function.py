@@ -21,7 +21,7 @@ from lightning_rlhf.data.image_parts import user_message
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
-GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
+GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished", "end_tokens")  # one entry per completion
 ENVIRONMENT = "environment"  # name of the environment's reward
 # Further ones with an environment; `conversations` are the messages after the prompt.
 CONVERSATION_COLUMNS = ("conversations", "turns", "environment_rewards", "stop_reasons")
@@ -258,11 +258,10 @@ class RewardFunction:
         }
         renamed = self.convention.columns
         if renamed:
-            texts = zip(offered["prompts"], offered["completions"], strict=True)
             if self.convention is OPENRLHF:
-                offered["queries"] = [prompt + text for prompt, text in texts]
-            else:
-                offered["queries"] = []
+                ends = offered.get("end_tokens") or [""] * len(offered["prompts"])
+                texts = zip(offered["prompts"], offered["completions"], ends, strict=True)
+                offered["queries"] = [prompt + text + end for prompt, text, end in texts]
             infos = offered.get("extra_info", [None] * len(columns["completions"]))
             offered["extra_info"] = [info or {} for info in infos]  # verl's functions expect a dictionary
             offered = {name: offered[column] for name, column in renamed.items() if column in offered}

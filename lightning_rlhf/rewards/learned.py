@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.data.image_parts import text_messages
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.attention import check_attention_package, set_attention
-from lightning_rlhf.paths import READ_ERRORS
+from lightning_rlhf.models.classes import has_score
+from lightning_rlhf.models.loading import Pretrained, quiet_transformers
+from lightning_rlhf.rewards.scored_text import scored_ids
 
 
 @dataclass(eq=False)
 class LearnedReward:
     """Score of prompt and response by a sequence classifier with one label.
 
-    For reward models whose tokenizer or chat template differs from the policy's: the text is tokenised again. Use the
-    module's ``reward_model``, which the strategy distributes, for a model that shares the policy's tokenizer. The model
-    is loaded at the first call, once per process, from safetensors only and without code from the hub. It reads texts:
+    For reward models whose tokenizer or chat template differs from the policy's: the text is tokenised again, as
+    :class:`~lightning_rlhf.RewardModule` does, with the end token after a finished response. Use the module's
+    ``reward_model``, which the strategy distributes, for a model that shares the policy's tokenizer. The model is
+    loaded at the first call, once per process, from safetensors only and without code from the hub. It reads texts:
     ``<image>`` stands for each image of a prompt.
 
     Args:
@@ -52,15 +51,17 @@ class LearnedReward:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         self._model: Any = None
 
-    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
+    def __call__(self, prompts: list[Any], completions: list[Any], finished: list[bool] | None = None) -> list[float]:
         """Score each completion with the reward model.
 
         Args:
             prompts: texts, or with ``messages: true`` chat messages, formatted by the reward model's own template.
             completions: responses in the same form.
+            finished: False for a completion that the length limit cut, and which has no end token; None: all ended.
         """
         self._load()
-        rows = [self._ids(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        ended = finished or [True] * len(completions)
+        rows = [self._ids(*row) for row in zip(prompts, completions, ended, strict=True)]
         scores = torch.zeros(len(rows))
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         while order:
@@ -79,27 +80,18 @@ class LearnedReward:
 
     @torch.no_grad()
     def _scores(self, rows: list[list[int]]) -> Tensor:
-        """Compute the classifier's output at the last token of each row."""
-        if self._pad_token_id is None:  # transformers scores the last token that is not padding
-            ends = {row[-1] for row in rows}
-            self._model.config.pad_token_id = next(i for i in itertools.count() if i not in ends)
-        ids, lengths = pad_right(rows, self._model.config.pad_token_id)
-        mask = torch.arange(ids.shape[1]).unsqueeze(0) < lengths.unsqueeze(1)
-        device = self._model.device
-        output = self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device))
-        return output.logits.squeeze(-1).float().cpu()
+        """Compute the score of each text: of an encoder that of the whole text, else that at its last token."""
+        ids, lengths = pad_right(rows, self._pad)
+        ids, lengths = ids.to(self._device), lengths.to(self._device)
+        if not self._is_encoder:
+            scores: Tensor = self._model(ids, (lengths - 1).unsqueeze(1)).squeeze(1).cpu()
+            return scores
+        mask = torch.arange(ids.shape[1], device=self._device).unsqueeze(0) < lengths.unsqueeze(1)
+        logits: Tensor = self._model(input_ids=ids, attention_mask=mask.long()).logits
+        return logits.squeeze(-1).float().cpu()
 
-    def _ids(self, prompt: Any, response: Any) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._tokenizer(prompt + response)["input_ids"]
-        elif self._tokenizer.chat_template is None:
-            raise UsageError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
-        else:
-            try:
-                text = self._tokenizer.apply_chat_template(text_messages([*prompt, *response]), tokenize=False)
-            except (TemplateError, RecursionError, *READ_ERRORS) as error:  # a template is a program
-                raise UsageError(f"the chat template of {self.path} rejects a conversation: {error}") from error
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _ids(self, prompt: Any, response: Any, finished: bool) -> list[int]:
+        ids = scored_ids(self._tokenizer, prompt, response, finished, self.path)
         if self.max_tokens is None:
             return ids
         return ids[-self.max_tokens :]
@@ -107,29 +99,36 @@ class LearnedReward:
     def _load(self) -> None:
         if self._model is not None:
             return
+        source = Pretrained(self.path, self.revision, self.dtype)
+        config = source.hf_config()
+        check_attention_package(config)
+        self._tokenizer = AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        self._device = torch.device(self._device_name())
+        self._pad = config.get_text_config().pad_token_id or 0
+        self._is_encoder = not has_score(config)
+        if not self._is_encoder:
+            source.expect_head()
+        model = self._encoder() if self._is_encoder else source.scalar()
+        self._model = model.eval().requires_grad_(False).to(self._device)
+
+    def _encoder(self) -> Any:
+        """Load a classifier of whole texts, such as DeBERTa."""
         options = {"revision": self.revision, "trust_remote_code": False}
         config = set_attention(AutoConfig.from_pretrained(self.path, **options))
-        check_attention_package(config)
         if config.num_labels != 1:
             raise UsageError(f"{self.path} has {config.num_labels} labels; a reward model needs one (num_labels=1)")
-        self._tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
-        self._pad_token_id = config.pad_token_id
-        device = torch.device(self._device_name())
-        progress_bar = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            self.path,
-            config=config,
-            dtype=getattr(torch, self.dtype),
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
-        if progress_bar:
-            logging.enable_progress_bar()
+        with quiet_transformers():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                self.path,
+                config=config,
+                dtype=getattr(torch, self.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
         if report["missing_keys"]:
             raise UsageError(f"{self.path} is not a trained reward model: missing {sorted(report['missing_keys'])[:3]}")
-        self._model = model.eval().requires_grad_(False).to(device)
+        return model
 
     def _device_name(self) -> str:
         if self.device != "auto":

@@ -26,6 +26,7 @@ from lightning_rlhf.rewards.function import (
     TrainerState,
     check_rewards,
 )
+from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class Scorer:
             "completions": texts,
             "completion_ids": ids,
             "finished": [completion.finish_reason == "stop" for completion in completions],
+            "end_tokens": end_tokens(self._tokenizer, ids),
             **{name: [values[i] for i in numbers] for name, values in prompts.columns.items()},
             "messages": [prompts.messages[i] for i in numbers] if prompts.messages else [],
         }

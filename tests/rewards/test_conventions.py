@@ -221,7 +221,8 @@ def test_convention_is_recognised_by_the_parameters(function, convention):
     ("function", "message"),
     [
         (gsm8k, "'gsm8k' needs 'ground_truth', but the data has only ['prompts', 'completions', 'completion_ids', "
-         "'finished', 'answer']; it reads the column 'ground_truth': map yours with columns: {ground_truth: <yours>}"),
+         "'finished', 'end_tokens', 'answer']; it reads the column 'ground_truth': map yours with columns: "
+         "{ground_truth: <yours>}"),
         (compute_score_batched, "needs 'data_sources', but the data has only "),
         (reward_func, "needs 'labels', but the data has only "),
         (accuracy_reward, "needs 'ground_truth', but a rollout provides only ['prompts', "),

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.rewards import endpoint as endpoint_module
 from lightning_rlhf.rewards.endpoint import BudgetSpent, Client, Endpoint, Request
@@ -349,7 +350,7 @@ def test_retries_count_towards_the_budget(stub, client):
 
 def test_spent_budget_ends_the_run_regardless_of_on_error(stub):
     stub.script = [ok({"rewards": [1.0]})]
-    reward = RewardFunction(RemoteReward(Endpoint(stub.url, max_requests=2)), on_error="skip", max_error_rate=1.0)
+    reward = RewardFunction(RemoteReward(Endpoint(stub.url, max_requests=2), ""), on_error="skip", max_error_rate=1.0)
     assert compute_reward(reward, prompts=["a"] * 2, completions=["b"] * 2).tolist() == [1, 1]
     with pytest.raises(RuntimeError, match="budget of 2 requests"):
         compute_reward(reward, prompts=["a"], completions=["b"])
@@ -603,7 +604,7 @@ def test_pixels_of_images_count_towards_the_budget(stub):
 
 def test_remote_reward_receives_the_images(stub):
     stub.script = [ok({"rewards": [1.0]})]
-    reward = RemoteReward(Endpoint(stub.url, concurrency=1))
+    reward = RemoteReward(Endpoint(stub.url, concurrency=1), "")
     assert scored(reward, ["<image> a", "b"], ["c", "d"], images=[[IMAGE, OTHER], None]) == [1.0, 1.0]
     urls = [part["image_url"]["url"] for part in map(url_part, (IMAGE, OTHER))]
     query = {"query": ["<image> ac"], "prompts": ["<image> a"], "labels": [None], "images": [urls]}
@@ -618,7 +619,8 @@ def test_vllm_receives_images_in_messages_only(stub):
     answer = {"role": "assistant", "content": "a"}
     assert scored(reward, [[SHOWN]], [[answer]]) == [0.5]
     content = [CONTENT[0], url_part(IMAGE), CONTENT[2]]
-    assert stub.seen == [{"model": "rm", "messages": [{"role": "user", "content": content}, answer]}]
+    messages = [{"role": "user", "content": content}, answer]
+    assert stub.seen == [{"model": "rm", "use_activation": False, "messages": messages}]
     with pytest.raises(ValueError, match="VLLMReward sends images in messages: set messages: true"):
         scored(reward, ["<image>"], ["a"], images=[[IMAGE]])
     reward.client.close()
@@ -629,7 +631,7 @@ def test_vllm_receives_images_in_messages_only(stub):
 def test_message_about_a_reply_that_repeats_an_image_has_none_of_its_content(stub, caplog, kind, status):
     caplog.set_level("DEBUG")
     stub.script = [lambda body: (status, {}, json.dumps({"input": body}).replace("/", r"\/"))]
-    reward = kind(Endpoint(stub.url), *(["m"] if kind is not RemoteReward else []))
+    reward = kind(Endpoint(stub.url), "m")
     prompt, answer = "<image>", "a"
     if kind is VLLMReward:
         prompt, answer = [SHOWN], [{"role": "assistant", "content": "a"}]
@@ -658,7 +660,7 @@ def test_image_that_changed_is_an_error_without_its_content(stub, tmp_path):
 
 def test_remote_reward_uses_openrlhf_s_protocol(stub):
     stub.script = [lambda body: ok({"rewards": [float(len(body["query"][0]))], "scores": [0.0], "extra_logs": {}})]
-    reward = RemoteReward(Endpoint(stub.url))
+    reward = RemoteReward(Endpoint(stub.url), "")
     assert scored(reward, ["xy", "c"], ["d", "efgh"], ground_truth=["t", "u"]) == [3.0, 5.0]
     assert {"query": ["xyd"], "prompts": ["xy"], "labels": ["t"]} in stub.seen
     with pytest.raises(ValueError, match="remove messages: true"):
@@ -675,14 +677,50 @@ def test_remote_reward_uses_openrlhf_s_protocol(stub):
         ({"data": [{"index": 0, "data": [3]}]}, 3.0),
     ],
 )
-def test_vllm_s_replies_are_read(stub, answer, score):
+def test_vllm_s_replies_are_read(stub, tmp_path, answer, score):
     stub.script = [ok(answer)]
-    reward = VLLMReward(Endpoint(stub.url), "rm")
+    CharacterTokenizer("ab", chat=True).load().save_pretrained(tmp_path)
+    reward = VLLMReward(Endpoint(stub.url), "rm", str(tmp_path))
     assert scored(reward, ["a"], ["b"]) == [score]
-    assert stub.seen == [{"model": "rm", "input": "ab"}]
+    assert stub.seen == [{"model": "rm", "use_activation": False, "input": [4, 5, 2]}]
     prompt, response = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
     scored(reward, [prompt], [response])
-    assert stub.seen[1] == {"model": "rm", "messages": prompt + response}
+    assert stub.seen[1] == stub.seen[0]
+    reward.client.close()
+
+
+def test_vllm_s_score_is_normalised_as_the_model_s(stub, tmp_path):
+    stub.script = [ok({"data": [{"probs": [2.5]}]})]
+    CharacterTokenizer("ab").load().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "score_mean": 0.5, "score_std": 4.0}')
+    reward = VLLMReward(Endpoint(stub.url), "rm", str(tmp_path))
+    assert scored(reward, ["a"], ["b"]) == [0.5]
+    reward.client.close()
+
+
+def test_vllm_reward_without_a_tokenizer_names_the_option(stub):
+    reward = VLLMReward(Endpoint(stub.url), "rm")
+    with pytest.raises(ValueError, match=r"no tokenizer at 'rm'.* set tokenizer to the directory or hub id of 'rm'"):
+        scored(reward, ["a"], ["b"])
+    reward.client.close()
+
+
+def test_query_of_a_finished_response_ends_with_the_end_token(stub):
+    stub.script = [ok({"rewards": [1.0]})]
+    reward = RemoteReward(Endpoint(stub.url))
+    scored(reward, ["a", "b"], ["c", "d"], finished=[True, False], end_tokens=["</s>", ""])
+    assert sorted(body["query"] for body in stub.seen) == [["ac</s>"], ["bd"]]
+    with pytest.raises(ValueError, match=r"does not know the token that ends a response.* set end_token, for example"):
+        scored(reward, ["a"], ["b"])
+    reward.client.close()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e400"])
+def test_reward_that_is_not_finite_is_an_error_with_the_server(stub, number):
+    stub.script = [(200, {}, '{"rewards": [' + number + "]}")]
+    reward = RemoteReward(Endpoint(stub.url), "")
+    with pytest.raises(RuntimeError, match=rf"{stub.url} answered a reward of (nan|-?inf), expected a finite number"):
+        scored(reward, ["a"], ["b"])
     reward.client.close()
 
 
@@ -690,9 +728,10 @@ NO_NUMBERS = [{}, {"data": []}, {"data": [{"data": "x"}]}, {"rewards": []}, {"re
 
 
 @pytest.mark.parametrize("answer", NO_NUMBERS)
-def test_reply_without_a_number_is_an_error(stub, answer):
+def test_reply_without_a_number_is_an_error(stub, tmp_path, answer):
     stub.script = [ok(answer)]
-    for reward in (RemoteReward(Endpoint(stub.url)), VLLMReward(Endpoint(stub.url), "rm")):
+    CharacterTokenizer("ab").load().save_pretrained(tmp_path)
+    for reward in (RemoteReward(Endpoint(stub.url), ""), VLLMReward(Endpoint(stub.url), str(tmp_path))):
         with pytest.raises(RuntimeError, match="no reward in the reply of"):
             scored(reward, ["a"], ["b"])
         reward.client.close()
@@ -710,7 +749,7 @@ def test_rollout_with_some_failed_requests_has_the_other_rewards(stub):
         return ok({"rewards": [float(text)]})
 
     stub.script = [moody]
-    reward = RewardFunction(RemoteReward(Endpoint(stub.url, tries=3)), on_error="skip")
+    reward = RewardFunction(RemoteReward(Endpoint(stub.url, tries=3), ""), on_error="skip")
     values = compute_reward(reward, prompts=[str(i) for i in range(40)], completions=["x"] * 40)
     assert values.isnan().tolist() == [i % 10 == 9 for i in range(40)]
     assert values.nan_to_num(0).tolist() == [0.0 if i % 10 == 9 else float(i) for i in range(40)]

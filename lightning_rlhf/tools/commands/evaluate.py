@@ -193,8 +193,9 @@ def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow
     )
     check_rewards(rewards, sorted(columns), of_conversations)
     for reward in rewards:
-        if "completion_ids" in reward.required:
-            raise UsageError(f"reward function {reward.label!r} needs 'completion_ids', which the file does not have")
+        for name in ("completion_ids", "end_tokens"):
+            if name in reward.required:
+                raise UsageError(f"reward function {reward.label!r} needs {name!r}, which the file does not have")
 
 
 def table(reports: Sequence[dict[str, Any]]) -> Table:

@@ -18,6 +18,7 @@ from lightning_rlhf.encoded_image import EncodedImage, sha256_of
 
 ARCHITECTURES = (
     "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "mistral3", "paligemma",
+    "llava_next", "llava_onevision",
 )  # fmt: skip
 _NAMED = {
     "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "start_image_token": "<boi>",
@@ -46,6 +47,7 @@ _SIGLIP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4, "initializer_range": 0.2,
 }  # fmt: skip
+_GRIDS = [[16, 32], [32, 16], [32, 32]]
 _QWEN = {
     "depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32,
     "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2,
@@ -79,8 +81,10 @@ def _vision(name: str) -> dict[str, Any]:
         return {**_QWEN, **hidden}
     if name == "mistral3":
         return {"model_type": "pixtral", **_SIGLIP, "image_size": 32, "head_dim": 16}
-    if name == "llava":
+    if name in ("llava", "llava_next"):
         return {"model_type": "clip_vision_model", **_SIGLIP}
+    if name == "llava_onevision":
+        return {"model_type": "siglip_vision_model", **_SIGLIP, "vision_use_head": False}
     if name == "internvl":
         return {**_SIGLIP, "image_size": [16, 16], "patch_size": [4, 4], "use_absolute_position_embeddings": True}
     if name in ("gemma3", "paligemma"):
@@ -90,11 +94,11 @@ def _vision(name: str) -> dict[str, Any]:
 
 def _text(name: str) -> dict[str, Any]:
     text = {**_TEXT, "vocab_size": len(_SPECIAL) + len(_CHARACTERS)}
-    if name in ("idefics3", "smolvlm", "llava"):
+    if name in ("idefics3", "smolvlm", "llava", "llava_next"):
         return {"model_type": "llama", **text}
     if name == "mistral3":
         return {"model_type": "mistral", **text}
-    if name == "internvl":
+    if name in ("internvl", "llava_onevision"):
         return {"model_type": "qwen2", **text}
     if name == "paligemma":
         return {"model_type": "gemma", **text}
@@ -127,6 +131,17 @@ def architecture(name: str) -> dict[str, Any]:
         fields |= {"mm_tokens_per_image": 4, "boi_token_index": ids["<boi>"], "eoi_token_index": ids["<eoi>"]}
     if name == "llava":
         fields |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    if name == "llava_next":
+        fields |= {
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "image_grid_pinpoints": _GRIDS,
+        }
+    if name == "llava_onevision":
+        fields |= {
+            "vision_feature_layer": -1, "image_grid_pinpoints": _GRIDS, "vision_aspect_ratio": "anyres_max_4",
+            "video_token_id": ids["<video>"],
+        }  # fmt: skip
     if name == "mistral3":
         fields |= {"spatial_merge_size": 2, "vision_feature_layer": -1}
     if name == "internvl":
@@ -147,6 +162,13 @@ _IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "PixtralImageProcessorPil": {"size": {"longest_edge": 32}, "patch_size": {"height": 8, "width": 8}},
     "SiglipImageProcessorPil": {"size": {"height": 16, "width": 16}},
 }  # fmt: skip
+_IMAGE_PROCESSORS |= {
+    f"{name}ImageProcessorPil": {
+        "size": {"shortest_edge": 16} if name == "LlavaNext" else {"height": 16, "width": 16},
+        "crop_size": {"height": 16, "width": 16}, "image_grid_pinpoints": _GRIDS,
+    }
+    for name in ("LlavaNext", "LlavaOnevision")
+}  # fmt: skip
 _IDEFICS = {"image_seq_len": 4}
 _PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "idefics3": ("Idefics3Processor", "Idefics3ImageProcessorPil", _IDEFICS),
@@ -158,6 +180,14 @@ _PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava": (
         "LlavaProcessor", "CLIPImageProcessorPil",
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_next": (
+        "LlavaNextProcessor", "LlavaNextImageProcessorPil",
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor", "LlavaOnevisionImageProcessorPil",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_4"},
     ),
     "internvl": ("InternVLProcessor", "GotOcr2ImageProcessorPil", {"image_seq_length": 4}),
     "mistral3": (
@@ -244,5 +274,13 @@ def feature_count(name: str, tensors: dict[str, torch.Tensor]) -> int:
         return (height // 8) * (width // 8)
     if name == "llava":
         return 16
+    if name == "llava_next":
+        height, width = tensors["image_sizes"][0].tolist()
+        processor = transformers.LlavaNextProcessor(
+            transformers.LlavaNextImageProcessorPil(**_IMAGE_PROCESSORS["LlavaNextImageProcessorPil"]),
+            tokenizer(),
+            **_PROCESSORS["llava_next"][2],
+        )
+        return int(processor._get_number_of_features(height, width, 16, 16)) - 1  # without the class token
     parts = tensors["pixel_values"].shape[1 if tensors["pixel_values"].ndim == 5 else 0]
     return 4 * parts

@@ -17,7 +17,10 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.classes import backbone_of, language_model_class
 
 # Models that compute prompts with images otherwise than responses are computed here.
-_UNSUPPORTED = {"paligemma": "reads prompts in both directions"}
+_UNSUPPORTED = {
+    "paligemma": "reads prompts in both directions",
+    "llava_onevision": "computes other features for an image beside a second one",
+}
 
 
 def check_reads_images(role: str, config: PretrainedConfig) -> None:
@@ -169,7 +172,7 @@ def encode_images(lm: Any, tensors: Sequence[dict[str, Tensor]], passes: int = 1
 
 
 def images_alike(tensors: Sequence[dict[str, Tensor]]) -> list[list[int]]:
-    """Return the numbers of images whose tensors have the same shapes, except for the number of their parts.
+    """Return the numbers of images whose tensors can be joined: of the same shapes but for the axis of parts.
 
     Args:
         tensors: tensors of each image.
@@ -183,8 +186,12 @@ def images_alike(tensors: Sequence[dict[str, Tensor]]) -> list[list[int]]:
 
 
 def _parts_axis(image: dict[str, Tensor]) -> int:
-    """Return the axis of the parts of an image, which is after that of the texts in Idefics."""
-    return 1 if image["pixel_values"].ndim == 5 else 0
+    """Return the axis along which the tensors of images are joined.
+
+    In Idefics, an axis of texts comes before that of the parts of their images. The first axis of LLaVA-NeXT is that of
+    images, so that only images with as many parts can be joined.
+    """
+    return 1 if image["pixel_values"].ndim == 5 and "image_sizes" not in image else 0
 
 
 def _encode_alike(backbone: Any, images: Sequence[dict[str, Tensor]]) -> tuple[Any, list[list[Tensor]]]:

@@ -32,7 +32,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 # Vision-language architectures, whose text model alone has this attention; tests compare texts with images too.
 VISION_ARCHITECTURES = {
-    "idefics3", "smolvlm", "llava", "internvl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "idefics3", "smolvlm", "llava", "llava_next", "internvl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
 }  # fmt: skip
 _VARLEN_ARGUMENTS = {"scale", "window_size"}  # of torch 2.11 or newer
 _VARLEN_CAPABILITY = (8, 0)  # Ampere

@@ -15,7 +15,7 @@ from lightning_rlhf.images.reading import ImageSettings, read_image
 from lightning_rlhf.images.store import ImageStore
 from tests.vision_models import drawing, write_processor
 
-NAMES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
+NAMES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "llava_next", "internvl")
 SIZES = ((24, 16), (16, 40), (33, 33), (64, 16))
 
 

@@ -1,5 +1,7 @@
 """Vision-language models on texts with images: features once per image, padded and packed rows as one row alone."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -15,9 +17,13 @@ from tests.vision_models import config, drawing, tensors_of, token_ids
 
 ARCHITECTURES = (
     "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "mistral3",
+    "llava_next",
 )  # fmt: skip
 IMAGES = [drawing(1), drawing(2, 20, 40), drawing(3)]
 ROWS = (("ab", 0, "c", 1, "def"), ("only text",), (2, "what?"), (0, "another text"))
+
+
+PADDED = {"pixel_values", "pixel_attention_mask"}
 
 
 def load(name, directory):
@@ -38,7 +44,7 @@ def load(name, directory):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in ("idefics3", "qwen2_5_vl", "gemma3") else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("idefics3", "qwen2_5_vl", "gemma3", "llava_next") else pytest.mark.slow)
         for name in ARCHITECTURES
     ],
 )
@@ -73,12 +79,22 @@ def padded_pixels(tensors):
     ]
 
 
+def padded_parts(tensors):
+    """Pad the parts of images, whose numbers differ in LLaVA-NeXT, as its processor does."""
+    most = max(values.shape[1] for values in tensors)
+    return [torch.nn.functional.pad(values, (0, 0) * 3 + (0, most - values.shape[1])) for values in tensors]
+
+
 def own_logprobs(name, role, ids, tensors):
     """Return the log-probs of a text's tokens by the model's own forward pass with pixels."""
     arguments = {}
     if tensors:
-        axis = 1 if tensors[0]["pixel_values"].ndim == 5 else 0
-        arguments = {key: torch.cat(padded_pixels([image[key] for image in tensors]), axis) for key in tensors[0]}
+        axis = 1 if tensors[0]["pixel_values"].ndim == 5 and "image_sizes" not in tensors[0] else 0
+        pad = padded_parts if name == "llava_next" else padded_pixels
+        arguments = {key: torch.cat([image[key] for image in tensors], axis) for key in tensors[0].keys() - PADDED}
+        arguments |= {
+            key: torch.cat(pad([image[key] for image in tensors]), axis) for key in tensors[0].keys() & PADDED
+        }
         is_image = (torch.tensor([ids]) == role.lm.config.image_token_id).long()
         if name.startswith("qwen"):
             arguments["mm_token_type_ids"] = is_image
@@ -131,11 +147,9 @@ def test_every_image_is_encoded_once(model):
         our_logprobs(role, rows, tensors, None)
     finally:
         del backbone.get_image_features
-    parts = sum(pixels.shape[1] if pixels.ndim == 5 else pixels.shape[0] for pixels in calls)
-    assert parts == sum(
-        image["pixel_values"].shape[1] if image["pixel_values"].ndim == 5 else image["pixel_values"].shape[0]
-        for image in tensors
-    )
+    encoded = sum(math.prod(pixels.shape[: 2 if pixels.ndim == 5 else 1]) for pixels in calls)
+    pixel_values = (image["pixel_values"] for image in tensors)
+    assert encoded == sum(math.prod(pixels.shape[: 2 if pixels.ndim == 5 else 1]) for pixels in pixel_values)
 
 
 def test_responses_that_share_a_prompt_with_an_image_equal_separate_ones(model):
@@ -243,6 +257,7 @@ def test_models_that_cannot_read_the_images_are_named():
     for wrong, message in [
         (CONFIG_MAPPING["llama"](), "the actor is a llama, which reads texts only"),
         (config("paligemma"), "paligemma reads prompts in both directions"),
+        (config("llava_onevision"), "llava_onevision computes other features for an image beside a second one"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_reads_images("actor", wrong)

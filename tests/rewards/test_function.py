@@ -129,7 +129,7 @@ def test_exception_is_raised_with_the_function_s_name():
 def test_missing_column_comes_with_a_suggestion():
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but .* 'answers'\]; did you mean 'answers'\?"):
         RewardFunction(right).check(["answers"])
-    with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout provides only .*'finished'\]$"):
+    with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout provides only .*'end_tokens'\]$"):
         RewardFunction(right).check([])
 
 

@@ -15,7 +15,8 @@ from lightning_rlhf.images.bad import BadImage
 
 _TIMEOUT_S = 30
 _SAFE = "!#$%&'()*+,/:;=?@[]~"  # characters of an address that are sent as they are
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # these contain an IPv4 address
+_WITH_IPV4 = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "::/96")))  # addresses that end with an IPv4 address
+_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")  # public by older versions of Python
 
 
 def fetch(address: str, allowed: bool, max_bytes: int) -> bytes:
@@ -104,9 +105,16 @@ def _get(connection: _Pinned, target: str, most: int) -> bytes:
 def _is_public(number: str) -> bool:
     """Return whether an IP address is that of a machine on the internet."""
     address = ipaddress.ip_address(number.partition("%")[0])
-    if address in _NAT64:
+    if any(address in network for network in _WITH_IPV4):
         address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.is_global and not address.is_multicast
+    if isinstance(address, ipaddress.IPv6Address):  # forms that reach an IPv4 address through a relay
+        inner = [address.sixtofour, address.ipv4_mapped, *(address.teredo or ())]
+        return _is_on_internet(address) and all(each is None or _is_on_internet(each) for each in inner)
+    return _is_on_internet(address)
+
+
+def _is_on_internet(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not address.is_multicast and address not in _LOCAL_NAT64
 
 
 class _Pinned(http.client.HTTPConnection):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from lightning_rlhf.models.directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, exp
 from lightning_rlhf.models.lora import MAGNITUDE, NAME, UP, LoRA, is_adapter
 from lightning_rlhf.paths import READ_ERRORS, expect_hub, hub_error_message
 
+log = logging.getLogger(__name__)
 HEAD = "score.weight"  # of a scalar model, which is trained beside its adapters; the only layer or one of two
 _PREFIX = "base_model.model."
 # Settings of peft without influence on the layers, or that the weights' names determine.
 _WITHOUT_INFLUENCE = {
-    "alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config",
+    "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
@@ -45,7 +48,9 @@ def save_adapter(
         metadata: texts to store with the weights.
     """
     assert lora is not None
-    targets = (name.removesuffix(UP).rpartition(".")[2] for name in weights if name.endswith(UP))
+    names = [name.removesuffix(UP) for name in weights if name.endswith(UP)]
+    by_layer = any("." in target for target in lora.target_modules or ())
+    targets = [_from_layers(name) if by_layer else name.rpartition(".")[2] for name in names]
     config = lora.peft_config(targets, transposed=False)  # peft detects transposed weights itself when loading
     config.base_model_name_or_path, config.inference_mode = base, True
     config.exclude_modules = set(lora.exclude_modules or ()) or None
@@ -125,9 +130,16 @@ def read_lora(directory: Path) -> LoRA:
             f"the adapter {str(directory)!r} was trained with {', '.join(other)}, which is not supported: merge it "
             f"into its base model with peft, and start from that model"
         )
-    targets = sorted({name.removesuffix(".lora_B.weight").rpartition(".")[2] for name in names if ".lora_B." in name})
-    # Others name layers that have no adapter anyway, such as lm_head, or that the model does not have.
-    excluded = [name for name in config.get("exclude_modules") or () if name.rpartition(".")[2] in targets]
+    if dropout := config.get("lora_dropout"):
+        _note_dropout(str(directory), float(dropout))
+    adapted = [name.removesuffix(".lora_B.weight") for name in names if ".lora_B." in name]
+    excluded = []
+    if _names_single_layers(config):
+        targets = sorted(map(_from_layers, adapted))
+    else:
+        targets = sorted({name.rpartition(".")[2] for name in adapted})
+        # Others name layers that have no adapter anyway, such as lm_head, or that the model does not have.
+        excluded = [name for name in config.get("exclude_modules") or () if name in targets]
     return LoRA(
         rank,
         alpha,
@@ -138,10 +150,35 @@ def read_lora(directory: Path) -> LoRA:
     )
 
 
+@functools.cache  # a source is made again for every role
+def _note_dropout(adapter: str, dropout: float) -> None:
+    log.info(
+        "The adapter %s was trained with lora_dropout %g, which is not used. SFT, preferences and reward models use it "
+        "with lora: beside adapter: of the same settings and this dropout.", adapter, dropout,
+    )  # fmt: skip
+
+
+def _names_single_layers(config: dict[str, Any]) -> bool:
+    """Return whether an adapter's settings select layers by more than the last part of their names."""
+    if config.get("layers_to_transform") is not None:
+        return True
+    for option in ("target_modules", "exclude_modules"):
+        names = config.get(option) or ()
+        if names != "all-linear" and (isinstance(names, str) or any("." in name for name in names)):
+            return True
+    return False
+
+
+def _from_layers(name: str) -> str:
+    """Return the end of a layer's name from the list of decoder layers on, such as ``layers.0.mlp.up_proj``."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[number - 1 :])
+
+
 def _other_settings(config: dict[str, Any], names: dict[str, Any]) -> list[str]:
     """Return settings of an adapter that change its layers in ways that :class:`LoRA` cannot represent."""
-    other = {"exclude_modules"} if isinstance(config.get("exclude_modules"), str) else set()
-    other |= {key for key, value in config.items() if value and key not in _WITHOUT_INFLUENCE}
+    other = {key for key, value in config.items() if value and key not in _WITHOUT_INFLUENCE}
     if str(config.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
         other.add(f"init_lora_weights {config['init_lora_weights']}")
     known = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")

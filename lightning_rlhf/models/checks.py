@@ -133,6 +133,7 @@ def tensors_left_out(directory: Path, model: Any, unexpected: Iterable[str]) -> 
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     names = set(unexpected)
     loaded = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    loaded |= {name.removeprefix(f"{model.base_model_prefix}.") for name in loaded}  # as backbones are saved
     for path in directory.glob("*.safetensors") if ignored and directory.is_dir() else ():
         names |= {name for name in tensor_names(path) if any(pattern.search(name) for pattern in ignored)} - loaded
     return sorted(names)

@@ -8,6 +8,7 @@ from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.paths import describe_missing_path, names_a_path
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED_ADAPTER = "adapter_model.bin"
 
 
 def expect_model_directory(path: str) -> None:
@@ -18,7 +19,7 @@ def expect_model_directory(path: str) -> None:
 
     Raises:
         FileNotFoundError: the directory does not exist, or has no model.
-        ValueError: its weights are pickled.
+        ValueError: its weights are pickled, or in a GGUF file.
     """
     if not names_a_path(path) and "/" in path:
         return
@@ -26,6 +27,12 @@ def expect_model_directory(path: str) -> None:
         f"no model at {path!r}: expected a directory with config.json and safetensors "
         f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
     )
+    gguf = sorted([Path(path)] if path.endswith(".gguf") else Path(path).glob("*.gguf"))
+    if gguf and not any(Path(path).glob("*.safetensors")):
+        raise UsageError(
+            f"no model at {path!r}: {gguf[0].name} is a GGUF file, which is not read: use the directory or hub id with "
+            f"safetensors that it was made from"
+        )
     if not Path(path).is_dir():
         raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
     _check_not_pickled(Path(path))
@@ -45,9 +52,15 @@ def expect_adapter_directory(path: str) -> None:
 
     Raises:
         FileNotFoundError: the directory or a file does not exist.
+        ValueError: the weights are pickled.
     """
     if not names_a_path(path) and "/" in path and not Path(path).is_dir():
         return
+    if Path(path, PICKLED_ADAPTER).is_file() and not Path(path, ADAPTER_WEIGHTS).is_file():
+        raise UsageError(
+            f"no adapter at {path!r}: {PICKLED_ADAPTER} is a pickled file, which can run code and is not read: write "
+            f"its tensors to {ADAPTER_WEIGHTS}, as save_pretrained of peft does"
+        )
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not Path(path, name).is_file()]
     if missing:
         raise MissingFileError(

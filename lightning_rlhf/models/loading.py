@@ -72,7 +72,8 @@ class Pretrained:
             such as those of a reference or under adapters, and else float32.
         lora: adapters to train in place of the weights; None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
-            continues to train it, and reads ``lora`` from its files; a frozen role uses it as it is.
+            continues to train it, and reads ``lora`` from its files, without its dropout; a frozen role uses it as it
+            is.
         quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
             stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
         train_vision: whether the image encoder of a vision-language model is trained too, and not its text model only.
@@ -96,11 +97,13 @@ class Pretrained:
                 object.__setattr__(self, name, str(Path(value).expanduser()))
         if self.adapter is not None:
             stored = read_lora(adapter_directory(self.adapter))
-            if self.lora not in (None, stored):
+            dropout = 0.0 if self.lora is None else self.lora.dropout  # the only setting that is not of the weights
+            if self.lora not in (None, replace(stored, dropout=dropout)):
                 raise UsageError(
-                    f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter"
+                    f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter, or set "
+                    f"the same with another dropout"
                 )
-            object.__setattr__(self, "lora", stored)
+            object.__setattr__(self, "lora", replace(stored, dropout=dropout))
         _check_vision(self)
         if self.quantization is not None:
             if self.quantization not in get_args(Quantization):
@@ -116,7 +119,8 @@ class Pretrained:
             FileNotFoundError: the model is neither a directory nor a repository on the hub.
             ValueError: its ``config.json`` is damaged, or transformers does not support the architecture.
         """
-        self.expect_reachable()
+        if not Path(self.path, "config.json").is_file():  # enough to plan a run
+            self.expect_reachable()
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except READ_ERRORS as error:

@@ -38,9 +38,9 @@ class LoRA:
     Args:
         rank: rank of the product B A, at least 1.
         alpha: numerator of the factor alpha / rank, at least 1.
-        target_modules: last parts of the names of linear layers, for example ``[q_proj, v_proj]``; None adapts all
-            linear layers of the backbone. Embedding and head are never adapted, nor are ``dt_proj`` and ``out_proj`` of
-            Mamba, whose kernels read the weights directly.
+        target_modules: ends of the names of linear layers, for example ``[q_proj, v_proj]`` or
+            ``[layers.0.self_attn.q_proj]``; None adapts all linear layers of the backbone. Embedding and head are never
+            adapted, nor are ``dt_proj`` and ``out_proj`` of Mamba, whose kernels read the weights directly.
         exclude_modules: ends of the names of layers that get no adapter, for example ``[down_proj]`` or
             ``[layers.0.self_attn.q_proj]``; None excludes none.
         rslora: whether the factor is ``alpha / sqrt(rank)``, with which the size of a step does not depend on the rank.
@@ -88,7 +88,9 @@ class LoRA:
         from peft import inject_adapter_in_model
 
         layers = self.targets(lm)
-        config = self.peft_config(layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values()))
+        config = self.peft_config(
+            self.target_modules or layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values())
+        )
         config.exclude_modules = layers_read_by_kernels(text_model_of(lm)) | set(self.exclude_modules or ()) or None
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
@@ -136,8 +138,8 @@ class LoRA:
         if not known:
             raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")
         unknown = {
-            "target_modules": sorted(set(self.target_modules or ()) - known.keys()),
-            "exclude_modules": [end for end in self.exclude_modules or () if not any(_ends(n, end) for n in linear)],
+            option: [end for end in getattr(self, option) or () if not any(_ends(name, end) for name in linear)]
+            for option in ("target_modules", "exclude_modules")
         }
         for option, names in unknown.items():
             if names:
@@ -147,12 +149,12 @@ class LoRA:
                     f"lora: {option} {', '.join(names)} not found among the linear layers of "
                     f"{type(lm).__name__}{hint} available: {', '.join(sorted(known))}"
                 )
-        left: dict[str, nn.Module] = {
-            _last_part(n): layer
-            for n, layer in linear.items()
-            if not any(_ends(n, e) for e in self.exclude_modules or ())
+        targets: dict[str, nn.Module] = {
+            _last_part(name): layer
+            for name, layer in linear.items()
+            if not any(_ends(name, end) for end in self.exclude_modules or ())
+            and (self.target_modules is None or any(_ends(name, end) for end in self.target_modules))
         }
-        targets = {name: left[name] for name in self.target_modules or left if name in left}
         if not targets:
             raise UsageError("lora: exclude_modules leaves no layer to adapt: exclude fewer")
         return targets

@@ -187,7 +187,8 @@ def test_server_without_encryption_is_no_server_of_https(server):
 NOT_PUBLIC = (
     "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
     "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1",
-    "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1",
+    "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1", "2002:7f00:1::", "2002:a9fe:a9fe::1",
+    "2002:c0a8:1::5", "2002:0a00:0001:8000::", "::127.0.0.1", "64:ff9b:1::7f00:1", "2001:0:7f00:1::",
 )  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def test_this_machine_and_private_networks_are_not_connected_to(no_connection, h
     assert "is on this machine or in a private network" in message or "cannot be fetched: [Errno" in message  # no name
 
 
-@pytest.mark.parametrize("number", [PUBLIC, "8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize("number", [PUBLIC, "8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1"])
 def test_public_addresses_are_recognized(number):
     assert remote._is_public(number)
 

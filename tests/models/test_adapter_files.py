@@ -38,7 +38,7 @@ def foreign(base, directory, **settings):
     return model.eval()
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -46,8 +46,13 @@ def foreign(base, directory, **settings):
         {"target_modules": "all-linear", "use_rslora": True},
         {"target_modules": ["down_proj", "v_proj"], "use_dora": True, "lora_dropout": 0.1},
         {"target_modules": r".*\.(up|k)_proj"},
+        {"target_modules": r".*layers\.1\..*_proj"},
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"], "use_dora": True},
+        {"exclude_modules": ["model.layers.1.self_attn.q_proj"], "target_modules": ["q_proj", "v_proj"]},
+        {"exclude_modules": r".*layers\.0\..*", "target_modules": ["q_proj", "v_proj"]},
+        {"layers_to_transform": [1]},
     ],
-    ids=["plain", "rslora", "dora", "expression"],
+    ids=["plain", "rslora", "dora", "expression", "layer", "names", "excluded", "excluding", "transformed"],
 )
 def test_model_starts_from_an_adapter_of_peft(base, tmp_path, settings):
     theirs = foreign(base, tmp_path / "adapter", **settings)
@@ -108,8 +113,31 @@ def test_exclusions_are_saved_and_read_back(base, tmp_path):
     weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
     save_adapter(lora, weights, tmp_path / "adapter", base)
     again = Pretrained(base, adapter=str(tmp_path / "adapter"))
-    assert again.lora.exclude_modules == ["layers.0.self_attn.q_proj"]  # no down_proj has an adapter
+    assert "layers.1.self_attn.q_proj" in again.lora.target_modules
+    assert "layers.0.self_attn.q_proj" not in again.lora.target_modules
     assert torch.equal(logprobs(again.causal()), logprobs(model))
+
+
+def test_adapter_of_single_layers_is_saved_as_peft_reads_it(base, tmp_path):
+    foreign(base, tmp_path / "first", target_modules=r".*layers\.1\..*(q|up)_proj")
+    source = Pretrained(base, adapter=str(tmp_path / "first"))
+    model = source.causal()
+    weights = {name: tensor for name, tensor in parameters_of(model.lm).items() if is_adapter(name)}
+    save_adapter(source.lora, weights, tmp_path / "second", base)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "second")
+    layers = {name.partition(".lora_")[0] for name, _ in theirs.named_parameters() if ".lora_A" in name}
+    assert {name.partition("layers.")[2] for name in layers} == {"1.self_attn.q_proj", "1.mlp.up_proj"}
+    assert torch.equal(logprobs(Pretrained(base, adapter=str(tmp_path / "second")).causal()), logprobs(model))
+
+
+def test_dropout_of_an_adapter_is_named_and_can_be_used(base, tmp_path, caplog):
+    foreign(base, tmp_path / "adapter", lora_dropout=0.25)
+    with caplog.at_level("INFO"):
+        source = Pretrained(base, adapter=str(tmp_path / "adapter"))
+    assert "was trained with lora_dropout 0.25, which is not used" in caplog.text
+    assert source.lora.dropout == 0.0
+    same = Pretrained(base, adapter=str(tmp_path / "adapter"), lora=replace(source.lora, dropout=0.25))
+    assert any(isinstance(layer, torch.nn.Dropout) and layer.p == 0.25 for layer in same.causal().modules())
 
 
 def test_exclusions_of_layers_without_adapters_are_accepted(base, tmp_path):
@@ -173,7 +201,7 @@ def test_kinds_that_are_not_supported_are_named(base, tmp_path):
     for number, (settings, message) in enumerate((
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
         ({"rank_pattern": {"q_proj": 1}}, "rank_pattern"),
-        ({"layers_to_transform": [1]}, "layers_to_transform"),
+        ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens"),
     )):  # fmt: skip
         foreign(base, tmp_path / str(number), **settings)
         rejected(f"was trained with .*{message}.*, which is not supported: merge it", base, tmp_path / str(number))
@@ -202,6 +230,8 @@ def test_missing_and_damaged_files_are_named(base, tmp_path):
     rejected("adapter_model.safetensors is damaged", base, tmp_path / "adapter")
     (tmp_path / "adapter" / ADAPTER_WEIGHTS).unlink()
     rejected("adapter_model.safetensors is missing", base, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.bin").touch()
+    rejected("adapter_model.bin is a pickled file, which can run code and is not read", base, tmp_path / "adapter")
 
 
 def test_own_settings_beside_an_adapter_are_rejected(base, tmp_path):

@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.models.loading import FromConfig, Pretrained
+from tests.models.test_lora import GPT2
 from tests.tools.planning.fakes import source
 
 
@@ -79,3 +82,21 @@ def test_failing_template_makes_a_bad_row(template, tiny_tokenizer):
     tiny_tokenizer.chat_template = template
     with pytest.raises(BadRow, match="the chat template rejects the prompt: "):
         Chat(tiny_tokenizer).render([{"role": "user", "content": "who?"}], "prompt")
+
+
+def test_tensors_that_are_loaded_are_not_called_left_out(tmp_path, caplog):
+    FromConfig(GPT2, seed=0).causal().save_pretrained(tmp_path)
+    Pretrained(str(tmp_path)).causal()
+    assert "An export will not contain" not in caplog.text
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.0.attn.bias"] = torch.ones(1)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    Pretrained(str(tmp_path)).causal()
+    assert "GPT2LMHeadModel does not load transformer.h.0.attn.bias" in caplog.text
+
+
+def test_gguf_is_named(tmp_path):
+    (tmp_path / "model-q4.gguf").touch()
+    for path in (tmp_path, tmp_path / "model-q4.gguf"):
+        with pytest.raises(ValueError, match=r"model-q4.gguf is a GGUF file, which is not read"):
+            Pretrained(str(path)).causal()

@@ -7,12 +7,14 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
@@ -223,9 +225,26 @@ def roles_of(module: Any, chosen: Strategy, mixed: bool) -> list[Role]:
                     is_reference_too=both,
                     quantization=quantization,
                     shares_base=shares,
+                    state_bytes=_state_bytes(module.optimizer_of(name)[0]) if trained else None,
                 )
             )
     return roles
+
+
+_BLOCK = 256  # elements of a state of 8 bits that share a float32 scale
+
+
+def _state_bytes(make_optimizer: Any) -> float | None:
+    """Return the bytes per parameter of the states of an optimizer of 8 bits; None for other optimizers.
+
+    Args:
+        make_optimizer: factory of the optimizer.
+    """
+    name = type(make_optimizer([nn.Parameter(torch.zeros(2, 2))])).__name__.lower()
+    if "8bit" not in name:
+        return None
+    states = 1 if "lion" in name or "sgd" in name else 2
+    return states * (1 + 4 / _BLOCK)
 
 
 def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -> Work:

@@ -24,6 +24,7 @@ class Pass:
         split: tensor-parallel size.
         length: tokens of one text, for attention without a fused kernel.
         checkpointing: whether the backward pass recomputes the activations of a layer.
+        trains_head: whether the weight of the head has a gradient; that beside adapters and of a frozen role has none.
     """
 
     model: Architecture
@@ -32,6 +33,7 @@ class Pass:
     split: int = 1
     length: int = 0
     checkpointing: bool = False
+    trains_head: bool = True
 
     def kept_bytes(self) -> int:
         """Compute the bytes that the model keeps for the backward pass.
@@ -63,7 +65,7 @@ class Pass:
         logits = _FLOAT * self.tokens * self.model.vocabulary
         stored = min(logits, keep_bytes_on("cuda"))
         chunks = (_CHUNK_COPIES - (stored == logits)) * min(logits, chunk_bytes_on("cuda"))
-        return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
+        return stored + chunks + self.trains_head * _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:
         """Compute the bytes per token that one decoder layer keeps for the backward pass.

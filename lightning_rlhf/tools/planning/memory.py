@@ -98,6 +98,13 @@ class Shard:
             return 4
         return self.precision.weights
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the optimizer's state of a trained parameter, without a copy of the parameter."""
+        if self.role.state_bytes is not None and self.strategy.kind != "zero":
+            return self.role.state_bytes
+        return 2 * self.precision.moment
+
     @cached_property
     def elements(self) -> tuple[int, int]:
         """Number of parameters that the rank stores, and of those whose optimizer state it stores."""
@@ -149,12 +156,12 @@ class Shard:
         only these, and quantization makes P smaller. See Rajbhandari et al. 2020, section 5.
         """
         stored, trained = self.elements
-        state = 2 * self.precision.moment + self.precision.master
         adapters = self._stored_adapters
         base = self.precision.weights * (stored - adapters) - round(self.role.saved_by_quantization)
         if self.role.shares_base:
             base = 0
-        return Counter({PARAMETERS: base + self.trained_bytes * adapters, OPTIMIZER: state * trained})
+        state = round((self.state_bytes + self.precision.master) * trained)
+        return Counter({PARAMETERS: base + self.trained_bytes * adapters, OPTIMIZER: state})
 
     def gradients(self, micro_batches: int) -> Gradients:
         """Compute the bytes of a trained role's gradients.
@@ -270,7 +277,7 @@ class Shard:
         """
         if self.strategy.kind == "zero":
             return 3 * 4 * self.trained_elements
-        return (self.trained_bytes + 2 * self.precision.moment) * self.trained_elements
+        return round((self.trained_bytes + self.state_bytes) * self.trained_elements)
 
     @property
     def offloaded(self) -> list[str]:
@@ -309,6 +316,7 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             split=strategy.tensor_parallel_size,
             length=work.longest,
             checkpointing=strategy.checkpointing,
+            trains_head=role.trained and not role.lora_rank,
         )
         if role.trained:
             activations, working = one_pass.kept_bytes(), one_pass.backward_bytes()

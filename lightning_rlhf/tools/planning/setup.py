@@ -204,6 +204,7 @@ class Role:
         is_reference_too: whether the reference is this model with disabled adapters.
         quantization: kind of numbers of its frozen linear layers, nf4 or int8; None keeps ``dtype``.
         shares_base: whether its frozen weights are those of an earlier role.
+        state_bytes: bytes of the optimizer's state of a parameter; None: the two moments of Adam.
     """
 
     name: str
@@ -215,6 +216,7 @@ class Role:
     is_reference_too: bool = False
     quantization: str | None = None
     shares_base: bool = False
+    state_bytes: float | None = None
 
     @property
     def is_teacher(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import sys
@@ -166,6 +167,21 @@ def quantize(lm: Any, quantization: Quantization) -> None:
         difference += float((made.dequantized() - layer.weight).float().square().sum())
         length += float(layer.weight.float().square().sum())
     backbone.quantization_error = (difference / length) ** 0.5 if length else 0.0
+    _release_whole_weights(lm)
+
+
+@torch.no_grad()
+def _release_whole_weights(lm: Any) -> None:
+    """Return the memory of the weights that were quantized to the system.
+
+    The tensors that stay are views of the file, which is mapped as long as one of them exists, and the allocator of the
+    C library keeps what it has freed.
+    """
+    for tensor in (*lm.parameters(), *lm.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # musl has none
+        libc.malloc_trim(0)
 
 
 def names_to_quantize(lm: Any) -> list[str]:

@@ -126,6 +126,14 @@ def test_merged_weights_are_base_and_adapter(base):
     torch.testing.assert_close(merged_weights(model.lm)[f"{name}.weight"], expected)
 
 
+@KINDS
+def test_file_of_a_quantized_model_is_not_mapped_after_loading(base, kind):
+    model = Pretrained(base, quantization=kind).causal()
+    mapped = Path("/proc/self/maps").read_text()
+    assert f"{base}/model.safetensors" not in mapped
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in model.parameters())
+
+
 def test_four_roles_share_quantized_weights(base):
     save_file({"v_head.summary.weight": torch.ones(1, 32)}, Path(base) / "value_head.safetensors")
     source = Pretrained(base, lora=LORA, quantization="nf4")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from lightning_rlhf.cli.merging import merge
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/algorithms/base.yaml"
 CONFIGS = [path for path in sorted(BASE.parent.glob("*.yaml")) if path != BASE]
@@ -26,18 +28,9 @@ def arguments(path):
 
 
 def values(path):
-    """Return the values of a configuration; those of an algorithm override base.yaml, as LightningCLI merges them."""
+    """Return the values of a configuration; those of an algorithm override base.yaml, as in a run."""
     instance = yaml.safe_load(path.read_text())
-    return _override(yaml.safe_load(BASE.read_text()), instance) if path in CONFIGS else instance
-
-
-def _override(old, new):
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: _override(old.get(key), value) for key, value in new.items()}
-    if isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict) for item in new):
-        padded = [*old, *[None] * len(new)]
-        return [_override(before, after) for before, after in zip(padded, new, strict=False)]
-    return new
+    return merge(yaml.safe_load(BASE.read_text()), instance) if path in CONFIGS else instance
 
 
 def row(path):

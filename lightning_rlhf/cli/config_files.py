@@ -6,6 +6,7 @@ import difflib
 import inspect
 import itertools
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,25 @@ from jsonargparse import Namespace
 from lightning_rlhf.expected_errors import UsageError
 
 _MOST_VALUES = 100_000
+
+
+class _Loader(yaml.CSafeLoader):
+    """Reads values as jsonargparse does: ``1e-3`` is a number, and a date a text."""
+
+
+_OTHER = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHER]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
 
 
 def add_import_folders(arguments: Sequence[str] = ()) -> None:
@@ -34,6 +54,12 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
     files = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
     files += [file for option, file in itertools.pairwise(arguments) if option == "--config"]
     return [Path(file).expanduser() for file in files]
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Return whether a command line asks for help, such as ``--help`` or ``--model.help``."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    return any(name in ("-h", "--help") or name.endswith(".help") for name in names)
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
@@ -63,7 +89,9 @@ def read_yaml(file: Path) -> Any:
         root = yaml.compose(text, Loader=yaml.CSafeLoader)
         if root is not None and (size := _size(root, {})) > _MOST_VALUES:
             raise UsageError(f"{file} has {size} values after its aliases are expanded, allowed: {_MOST_VALUES}")
-        content = yaml.safe_load(text)
+        if root is not None:
+            _check_unique(root, file)
+        content = yaml.load(text, Loader=_Loader)
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not a text file in UTF-8: {error}") from error
     except RecursionError as error:
@@ -88,6 +116,32 @@ def read_yaml(file: Path) -> Any:
             f"{file} must contain keys such as 'model:' and 'trainer:', got {type(content).__name__} {content!r:.50}"
         )
     return content
+
+
+def _check_unique(root: yaml.Node, file: Path) -> None:
+    """Raise for a key that a mapping has twice: YAML would take the last one without a word."""
+    remaining: list[yaml.Node] = [root]
+    visited: set[int] = set()
+    while remaining:
+        node = remaining.pop()
+        if id(node) in visited:
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            remaining += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, value in node.value:
+                remaining.append(value)
+                if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                    continue
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    raise UsageError(
+                        f"{file}, line {line}: {key.value!r} was set in line {lines[name]} already, and only one of "
+                        f"them can count: remove one"
+                    )
+                lines[name] = line
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:

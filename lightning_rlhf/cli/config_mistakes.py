@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, config_files, read_yaml
+from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, config_files, wants_help
 from lightning_rlhf.cli.early_checks import early_mistakes
 from lightning_rlhf.cli.errors import in_one_message
+from lightning_rlhf.cli.merging import SECTIONS, merged_settings
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
 from lightning_rlhf.cli.source_classes import (
     Absent,
@@ -25,16 +25,16 @@ from lightning_rlhf.cli.used_classes import (
     REQUIRED,
     UsedClass,
     classes_in,
-    merge,
     named_class,
-    of_kind,
     trainer_class,
 )
 from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
-_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config")
+_SECTIONS = (*SECTIONS, "seed_everything", "ckpt_path", "config")
 _OF_LIGHTNING = ("weights_only", "verbose", "return_predictions")  # in the config.yaml of a run
+_PACKAGE = "lightning_rlhf"
+_OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
 
 
@@ -67,26 +67,14 @@ def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
         arguments: command line after the command's name.
 
     Raises:
-        UsageError: a file does not exist or is not YAML, or an option is of a callback that it cannot reach.
+        UsageError: a file does not exist or is not YAML, or an option has no value.
     """
     find_module.cache_clear()  # a file may be new since an earlier command of this process
     add_import_folders(arguments)
     check_config_files(arguments)
-    files = config_files(arguments)
-    if not files or any(
-        argument in ("-h", "--help") or argument.partition("=")[0].endswith(".help") for argument in arguments
-    ):
+    if not config_files(arguments) or wants_help(arguments):
         return None
-    config: dict[str, Any] = {}
-    for file in files:
-        config = merge(config, read_yaml(file))
-    settings = _settings_of(arguments)
-    if _is_of_another_callback(settings, config):
-        raise UsageError(
-            "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: "
-            "set options of other callbacks in its file"
-        )
-    return merge(config, settings)
+    return merged_settings(arguments).values
 
 
 def mistakes(config: dict[str, Any]) -> Iterator[str]:
@@ -128,6 +116,14 @@ def missing_names(config: dict[str, Any]) -> Iterator[str]:
             ]
             if names and used.is_complete:
                 yield f"{used.label}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+            elif _needs_rate(used):
+                yield f"{used.label}: lr is missing: an optimizer that is named by class_path has no rate of the module"
+
+
+def _needs_rate(used: UsedClass) -> bool:
+    """Return whether this is an optimizer by name without its rate: the module's own belongs to another class."""
+    is_optimizer = bool(used.path) and used.kind is not None and used.kind.is_subclass(_OPTIMIZER)
+    return is_optimizer and "lr" not in used.arguments and (not used.known or "lr" in used.known)
 
 
 def wrong_values(config: dict[str, Any]) -> Iterator[str]:
@@ -154,6 +150,9 @@ def _unknown_in(used: UsedClass, config: dict[str, Any]) -> Iterator[str]:
             f"trainer.strategy: class_path must be a class, got {used.path!r}, the name of a strategy: write "
             f"trainer.strategy: {used.path}, or the class_path of a strategy, one of {', '.join(_strategies())}"
         )
+    elif used.key in REQUIRED and used.path and "." not in used.path:
+        public = [name for name in find_module(_PACKAGE).names if not name.startswith("_")]  # type: ignore[union-attr]
+        yield f"{used.key}: class_path must be package.Class, got {used.path!r}{suggestion(used.path, public)}"
     elif used.absent:
         yield f"{used.key}: {used.absent}"
     for name in used.arguments:
@@ -233,37 +232,3 @@ def hint(name: str, known: Iterable[str]) -> str:
         return f"; here it is {OPTION_NAMES[name]}"
     names = [name for name in known if name not in CLASS_KEYS]
     return suggestion(str(name), list(known)) or f"; known: {', '.join(sorted(names))}"
-
-
-def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether the command line has an option of callbacks that the last one of a configuration does not have."""
-    if isinstance(settings.get("trainer"), dict):
-        options = settings["trainer"].get("callbacks")
-    else:
-        options = None
-    callbacks = of_kind(config.get("trainer"), dict).get("callbacks")
-    if not isinstance(options, dict) or not isinstance(callbacks, list) or not callbacks:
-        return False
-    names = {*options, *of_kind(options.get("init_args"), dict)} - set(CLASS_KEYS)
-    last = next(classes_in(callbacks[-1:], "trainer.callbacks", None), None)
-    return last is not None and bool(last.known) and not names <= last.known.keys()
-
-
-def _settings_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line as a nested dictionary."""
-    settings: dict[str, Any] = {}
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if not argument.startswith("--"):
-            continue
-        name, has_value, value = argument.removeprefix("--").partition("=")
-        *sections, last = name.removesuffix("+").split(".")
-        if name == "config" or (not sections and name not in _SECTIONS):  # others are options of the command
-            continue
-        inner = settings
-        for section in sections:
-            inner = inner.setdefault(section, {})
-            if not isinstance(inner, dict):
-                break
-        else:
-            inner[last] = value if has_value else following
-    return settings

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
-from lightning_rlhf.cli.config_files import add_import_folders, check_classes
+from lightning_rlhf.cli.config_files import add_import_folders, check_classes, wants_help
 from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
@@ -38,6 +38,7 @@ from lightning_rlhf.cli.errors import (
     one_line_errors,
     print_cause,
 )
+from lightning_rlhf.cli.merging import as_yaml, merged_settings
 from lightning_rlhf.cli.parser import ConfigParser, reports_errors
 from lightning_rlhf.cli.screen import configure_messages, last_line
 from lightning_rlhf.cli.strategy_choice import find_strategy, process_count
@@ -128,6 +129,7 @@ class RLHFCLI(LightningCLI):
         is_complete = help_wanted or bool(options & _ENOUGH_FOR_A_COMMAND)
         if self._command in LightningCLI.subcommands() and not is_complete:
             raise UsageError(f"{self._command} needs a configuration: add --config FILE")
+        self._arguments = command_line if wants_help(command_line) else [self._command, *_merged(command_line[1:])]
         super().__init__(
             RoleModule,
             LightningDataModule,
@@ -140,6 +142,10 @@ class RLHFCLI(LightningCLI):
             trainer_defaults=_TRAINER_DEFAULTS,
             args=arguments,
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the merged content of the files and options."""
+        self.config = parser.parse_args(self._arguments)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the command on the command line, or all for a help page: building the parser of each takes time."""
@@ -263,6 +269,17 @@ class RLHFCLI(LightningCLI):
             )
         self.config_init[self.config_init["subcommand"]]["ckpt_path"] = checkpoint
         return checkpoint is not None
+
+
+def _merged(arguments: list[str]) -> list[str]:
+    """Return arguments whose only file is the merged content of all files and options; print what was dropped."""
+    settings = merged_settings(arguments)
+    if reports_errors():
+        for line in dict.fromkeys(settings.dropped):
+            print(line, file=sys.stderr)
+    if not settings.values:
+        return settings.arguments
+    return [f"--config={as_yaml(settings.values)}", *settings.arguments]
 
 
 def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.cli.config_mistakes import hint
@@ -37,6 +40,54 @@ class ConfigParser(LightningArgumentParser):
         self._arguments = sys.argv[1:] if args is None else args
         return super().parse_args(args, *rest, **kwargs)
 
+    def parse_object(self, obj: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Parse the options of a class: a class that one of them names has its own defaults.
+
+        jsonargparse would keep the values that the option's default object has under the same names.
+        """
+        defaults = self._defaults_of_classes
+        options = obj.clone() if isinstance(obj, Namespace) else dict(obj)
+        for name in defaults:
+            if name in options:
+                options[name] = self._with_class(defaults[name], options[name])
+        for name, kind in self._dataclasses.items():
+            if name in options:
+                options[name] = _with_own_values(options[name], kind)
+        actions = [action for action in self._actions if action.dest in defaults]
+        current = [action.default for action in actions]  # of a class that contains one of its own kind
+        for action in actions:
+            action.default = None if action.dest in options else defaults[action.dest]
+        try:
+            return super().parse_object(options, *rest, **kwargs)
+        finally:
+            for action, default in zip(actions, current, strict=True):
+                action.default = default
+
+    @functools.cached_property
+    def _defaults_of_classes(self) -> dict[str, Any]:
+        """Default objects of the options that are classes, and default lists."""
+        return {
+            action.dest: action.default
+            for action in self._actions
+            if isinstance(action.default, list | tuple) or _is_class(action.default)
+        }
+
+    @functools.cached_property
+    def _dataclasses(self) -> dict[str, type]:
+        """Options that are a dataclass without subclasses: their fields are options of this parser, too."""
+        kinds = {action.dest: getattr(action, "basetype", None) for action in self._actions}
+        return {name: kind for name, kind in kinds.items() if dataclasses.is_dataclass(kind) and isinstance(kind, type)}
+
+    def _with_class(self, default: Any, value: Any) -> Any:
+        """Return options without a class with the class of the default object, and with its other options."""
+        if not _is_class(default) or not isinstance(value, Mapping | Namespace) or _is_class(value):
+            return value
+        changed = dict(value.get("init_args", value))
+        options = dict(default.get("init_args") or {})
+        for name, entry in changed.items():
+            options[name] = self._with_class(options.get(name), entry)
+        return Namespace(class_path=default["class_path"], init_args=Namespace(options))
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one line and exit with 2; a nested parser raises, so that jsonargparse tries the alternatives."""
         if not self.exit_on_error:
@@ -63,6 +114,21 @@ class ConfigParser(LightningArgumentParser):
             if argument.startswith("--") and name not in known:
                 return f"unknown option {name!r}{hint(name, known)}"
         return None
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, Mapping | Namespace) and "class_path" in value
+
+
+def _with_own_values(value: Any, kind: type) -> Any:
+    """Return a value that names the class of a dataclass with all of its fields; others stay as they are."""
+    if isinstance(value, str) and value.rpartition(".")[2] == kind.__name__:
+        value = {"class_path": value}
+    if not _is_class(value):
+        return value
+    own = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+    given = value.get("init_args") or {}
+    return {"class_path": value["class_path"], "init_args": {**own, **dict(given)}}
 
 
 def reports_errors() -> bool:

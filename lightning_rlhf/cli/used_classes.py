@@ -82,11 +82,11 @@ def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
             yield from classes_in({"class_path": entry} if _is_callback(key, entry) else entry, key, annotation)
     elif isinstance(value, dict):
         path = of_kind(value.get("class_path"), str)
-        named = named_class(path) if path else _only_class(annotation)
+        named = named_class(path) if path else only_class(annotation)
         kind = named if isinstance(named, SourceClass) else None
         direct = {name: entry for name, entry in value.items() if name not in CLASS_KEYS}  # of the command line
-        arguments = merge(of_kind(value.get("init_args"), dict), direct)
-        is_complete = key in REQUIRED or key == "trainer.callbacks" or _accepts(annotation, kind)
+        arguments = {**of_kind(value.get("init_args"), dict), **direct}
+        is_complete = key in REQUIRED or key == "trainer.callbacks" or accepts(annotation, kind)
         absent = named.message if isinstance(named, Absent) else ""
         yield UsedClass(key, path, kind, arguments, absent=absent, is_complete=is_complete)
         known = {} if kind is None else kind.parameters
@@ -95,7 +95,7 @@ def classes_in(value: Any, key: str, annotation: Any) -> Iterator[UsedClass]:
             yield from classes_in(entry, f"{key}.{name}", inner)
 
 
-def _accepts(annotation: Any, kind: SourceClass | None) -> bool:
+def accepts(annotation: Any, kind: SourceClass | None) -> bool:
     """Return whether a class is one of those in an annotation, or a subclass."""
     options = [annotation, *typing.get_args(annotation)]
     sources = [source for option in options if (source := getattr(option, "source", None)) is not None]
@@ -121,48 +121,14 @@ def trainer_class() -> SourceClass:
     return trainer
 
 
-def _only_class(annotation: Any) -> SourceClass | None:
+def only_class(annotation: Any) -> SourceClass | None:
     """Return the class in an annotation such as ``list[RewardFunction] | None``; None if there are several."""
     if isinstance(annotation, SourceClass):
         return annotation
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return getattr(annotation, "source", None)
-    kinds = [_only_class(part) for part in typing.get_args(annotation)]
+    kinds = [only_class(part) for part in typing.get_args(annotation)]
     ours = [kind for kind in kinds if kind is not None]
     if len(ours) == 1:
         return ours[0]
     return None
-
-
-def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested dictionaries; the second overrides values. Of another class, it keeps the arguments that it knows.
-
-    A dictionary for a list has options of its last entry, as on the command line. Lists of equal length are merged
-    entry by entry, as by jsonargparse.
-    """
-    merged = dict(first)
-    path, before = second.get("class_path"), first.get("init_args")
-    if isinstance(path, str) and path != first.get("class_path") and isinstance(before, dict):
-        kind = named_class(path)
-        known = kind.parameters if isinstance(kind, SourceClass) else {}
-        merged["init_args"] = {name: value for name, value in before.items() if name in known}
-    for name, value in second.items():
-        before = merged.get(name)
-        if isinstance(before, list) and before and isinstance(before[-1], dict) and isinstance(value, dict):
-            merged[name] = [*before[:-1], merge(before[-1], value)]
-        elif isinstance(before, list) and isinstance(value, list) and len(before) == len(value):
-            merged[name] = [_merged_entry(*entries) for entries in zip(before, value, strict=True)]
-        elif isinstance(before, dict) and isinstance(value, dict):
-            merged[name] = merge(before, value)
-        else:
-            merged[name] = value
-    return merged
-
-
-def _merged_entry(first: Any, second: Any) -> Any:
-    """Return the second entry of a list, with the values of the first that it does not set."""
-    if isinstance(first, dict) and "class_path" in first and isinstance(second, str):
-        second = {"class_path": second}
-    if isinstance(first, dict) and isinstance(second, dict):
-        return merge(first, second)
-    return second

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback
 
 import lightning_rlhf
 from lightning_rlhf import callbacks
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.config_mistakes import mistakes
 from lightning_rlhf.cli.early_checks import mistakes_of_settings
+from lightning_rlhf.cli.merging import merge
 from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, find_class, find_module
-from lightning_rlhf.cli.used_classes import merge
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"tokenizer.yaml", "jobset.yaml", "jobset_engines.yaml"}
@@ -135,34 +133,6 @@ def test_unknown_policy_losses_are_reported(tmp_path, monkeypatch, kind, loss, m
     result = list(mistakes({"model": model, "data": data}))
     assert len(result) == (message is not None)
     assert message is None or result[0].startswith(f"model ({kind}): {message}")
-
-
-def test_lists_of_equal_length_are_merged_elementwise_as_in_a_run(tmp_path):
-    first = {
-        "rewards": [{"function": "lightning_rlhf.data.addition.exact", "name": "right", "weight": 2.0}],
-        "group_size": 8,
-    }
-    loop, report = "lightning_rlhf.callbacks.RolloutLoop", "lightning_rlhf.callbacks.Report"
-    configs = [
-        {"trainer": {"callbacks": [{"class_path": loop, "init_args": first}, {"class_path": report}]}},
-        {"trainer": {"callbacks": [{"class_path": loop, "init_args": {"rewards": [{"weight": 3.0}]}}, report]}},
-        {"trainer": {"callbacks": [{"class_path": loop, "init_args": {"val_samples": 4}}]}},
-    ]
-    both = merge(configs[0], configs[1])
-    (merged, last) = both["trainer"]["callbacks"]
-    assert merged["init_args"] == {"rewards": [{**first["rewards"][0], "weight": 3.0}], "group_size": 8}
-    assert last == {"class_path": report}
-    (alone,) = merge(both, configs[2])["trainer"]["callbacks"]  # a list of another length replaces the first one
-    assert alone["init_args"] == {"val_samples": 4}
-    parser = ArgumentParser()
-    parser.add_argument("--callbacks", type=list[Callback])
-    parser.add_argument("--config", action="config")
-    for number, config in enumerate(configs):
-        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(config["trainer"]))
-    parsed = parser.parse_args([f"--config={tmp_path / name}" for name in ("0.yaml", "1.yaml")]).callbacks[0]
-    assert (parsed.init_args.group_size, parsed.init_args.rewards[0].weight) == (8, 3.0)
-    (parsed,) = parser.parse_args([f"--config={tmp_path / name}" for name in ("0.yaml", "2.yaml")]).callbacks
-    assert (parsed.init_args.group_size, parsed.init_args.val_samples) == (1, 4)
 
 
 @pytest.mark.parametrize(

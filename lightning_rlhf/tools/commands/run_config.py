@@ -25,10 +25,6 @@ class ConfigCLI(RLHFCLI):
 
     needs_files = False
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments."""
-        self.config = parser.parse_args(args)
-
     def instantiate_classes(self) -> None:
         """Instantiate nothing."""
 

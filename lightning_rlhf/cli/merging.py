@@ -1,0 +1,323 @@
+"""The one rule for values that are set several times: by several files, and after them by the command line.
+
+Options are merged by name. A value is replaced: a number, a text, a list, and names with values such as ``columns``.
+A class keeps its options if the later value names no class or the same one; another class keeps nothing. Only the
+sections ``model`` and ``data`` keep the options that their new class has, because they are the run's own.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_rlhf.cli.config_files import read_yaml
+from lightning_rlhf.cli.source_classes import Parameter, SourceClass, class_named
+from lightning_rlhf.cli.used_classes import (
+    CLASS_KEYS,
+    REQUIRED,
+    accepts,
+    classes_in,
+    named_class,
+    only_class,
+    trainer_class,
+)
+from lightning_rlhf.cli.wrong_values import wrong_value
+from lightning_rlhf.expected_errors import UsageError
+
+SECTIONS = (*REQUIRED, "trainer")
+_FURTHER = ("seed_everything", "ckpt_path")  # options that are one value
+_MODEL = "lightning_rlhf.models.loading.Pretrained"
+
+
+class Dotted(dict[str, Any]):
+    """Names of an option of the command line, such as those of ``--data.init_args.columns.prompt``."""
+
+
+class Appended(list[Any]):
+    """Entries that an option of the command line adds to a list: ``--trainer.callbacks+=EarlyStopping``."""
+
+
+def merge(first: dict[str, Any], second: dict[str, Any], dropped: list[str] | None = None) -> dict[str, Any]:
+    """Return a configuration with the values of a later one.
+
+    Args:
+        first: content of a file, or of several that were merged.
+        second: content of a later file, or :class:`Dotted` of the command line.
+        dropped: receives a line for each value that loses options, lists or names that the earlier one set.
+    """
+    lines = [] if dropped is None else dropped
+    merged = dict(first)
+    for name, value in second.items():
+        annotation = trainer_class() if name == "trainer" else None
+        merged[name] = _merged(first.get(name), value, name, annotation, lines)
+    return merged
+
+
+@dataclass
+class Settings:
+    """What the files and options of a command line set.
+
+    Args:
+        values: content of the files with the options of the command line.
+        arguments: arguments that set none of the sections, such as ``--print_config``.
+        dropped: a line for each value that loses options, lists or names that an earlier one set.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+
+def merged_settings(arguments: Sequence[str]) -> Settings:
+    """Return what a command line sets: later files and options override earlier ones.
+
+    Args:
+        arguments: command line after the command's name.
+
+    Raises:
+        UsageError: a file is not a YAML mapping, or an option has no value.
+    """
+    settings = Settings()
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, has_value, text = argument.removeprefix("--").partition("=")
+        is_section = argument.startswith("--") and name.removesuffix("+").partition(".")[0] in SECTIONS
+        if not is_section and argument.partition("=")[0] != "--config":
+            settings.arguments.append(argument)
+            if name in _FURTHER:
+                value = text if has_value else next(iter(remaining), None)
+                settings.values[name] = value
+            continue
+        if not has_value:
+            if not remaining or remaining[0].startswith("--"):
+                raise UsageError(f"{argument} needs a value: {argument}=VALUE")
+            text = remaining.pop(0)
+        later = nested(name, text) if is_section else _content(Path(text).expanduser())
+        settings.values = merge(settings.values, later, settings.dropped)
+    for name in REQUIRED:
+        settings.values.update(_with_full_name(name, settings.values.get(name)))
+    return settings
+
+
+def _with_full_name(section: str, value: Any) -> dict[str, Any]:
+    """Return a section whose class has a short name with the full one: the parser needs what it can import."""
+    path = value.get("class_path") if isinstance(value, dict) else value
+    if not isinstance(path, str) or not path.isidentifier() or (kind := class_named(path)) is None:
+        return {}
+    return {section: {**(value if isinstance(value, dict) else {}), "class_path": kind.path}}
+
+
+def nested(name: str, text: str) -> Dotted:
+    """Return the setting of an option of the command line as nested names.
+
+    Args:
+        name: dotted name, with ``+`` at its end if it appends to a list.
+        text: its value.
+    """
+    value = _collection(text)
+    if name.endswith("+"):
+        value = Appended(value if isinstance(value, list) else [value])
+    for part in reversed(name.removesuffix("+").split(".")):
+        value = Dotted({part: value})
+    result: Dotted = value
+    return result
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return the content of a file, with that of the files that it names for its sections."""
+    content: dict[str, Any] = read_yaml(file)
+    for name in SECTIONS:
+        part = content.get(name)
+        if isinstance(part, str) and part.endswith((".yaml", ".yml")):
+            content[name] = read_yaml(file.parent / part)
+    return content
+
+
+def as_yaml(config: dict[str, Any]) -> str:
+    """Return a configuration as text; texts are quoted, so that they are read as texts again."""
+    return yaml.dump(config, Dumper=_QuotingDumper, sort_keys=False, width=10**9)
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """Writes texts in quotes, and a value that occurs twice twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write no aliases."""
+        return True
+
+
+for kind in (dict, Dotted):
+    _QuotingDumper.add_representer(kind, lambda dumper, value: dumper.represent_dict(value.items()))
+_QuotingDumper.add_representer(Appended, lambda dumper, value: dumper.represent_list(value))
+_QuotingDumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"'))
+
+
+def _collection(text: str) -> Any:
+    """Return the list or the names with values that a text is in YAML; other texts stay as they are."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, list | dict) else text
+
+
+def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[str]) -> Any:
+    """Return the value of an option that an earlier value had set to ``first``, and a later one to ``second``."""
+    if isinstance(second, Appended):
+        return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
+    if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
+        return _with_options_of_an_entry(first, second, key, annotation, dropped)
+    if isinstance(annotation, SourceClass) and isinstance(first, dict) and isinstance(second, dict):
+        return _options(first, second, annotation, key, dropped)  # of the Trainer, which is no value of an option
+    specs = _spec(first, annotation, second), _spec(second, annotation, first)
+    if specs[0] is not None and specs[1] is not None:
+        return _class(specs[0], specs[1], key, annotation, dropped)
+    if isinstance(first, dict) and isinstance(second, Dotted):
+        return _options(first, second, None, key, dropped)
+    if lost := [name for name in _names(first) if name not in _names(second)]:
+        dropped.append(f"{key}: the later value replaces the earlier one, without its {', '.join(lost)}")
+    return second
+
+
+def _options(
+    first: dict[str, Any], second: dict[str, Any], kind: SourceClass | None, key: str, dropped: list[str]
+) -> dict[str, Any]:
+    """Return options merged by name."""
+    known = {} if kind is None else kind.parameters
+    merged = dict(first)
+    for name, value in second.items():
+        annotation = known[name].annotation if name in known else None
+        merged[name] = _merged(first.get(name), value, f"{key}.{name}", annotation, dropped)
+    return merged
+
+
+def _class(
+    first: dict[str, Any], second: dict[str, Any], key: str, annotation: Any, dropped: list[str]
+) -> dict[str, Any]:
+    """Return a class with its options; a later class keeps no options of another one, ``model`` and ``data`` theirs."""
+    before, after = _kind(first, annotation), _kind(second, annotation)
+    options = dict(first.get("init_args") or {})
+    named = second.get("class_path")
+    if is_other := named is not None and _path(before, first) != _path(after, second):
+        known = {} if after is None or key not in REQUIRED else after.parameters
+        keeps_all = key in REQUIRED and not known  # what an unknown class has is for the parser to say
+        kept = {name: value for name, value in options.items() if keeps_all or _has(known, name, value)}
+        lost = [name for name in (*options, *(first.get("dict_kwargs") or {})) if name not in kept]
+        if lost:
+            dropped.append(f"{key}: {_short(after, second)} replaces {_short(before, first)} and its {', '.join(lost)}")
+        options = kept
+    kind = after if named is not None else before
+    merged = {name: value for name, value in first.items() if name == "dict_kwargs" and not is_other}
+    merged |= {name: value for name, value in second.items() if name == "dict_kwargs"}
+    if path := named or first.get("class_path"):
+        merged["class_path"] = path
+    merged["init_args"] = _options(options, second.get("init_args") or {}, kind, key, dropped)
+    if kind is not None and kind.path == _MODEL and "path" in merged["init_args"]:
+        return dict(merged["init_args"])  # as people write a model
+    return merged
+
+
+def _has(known: Mapping[str, Parameter], name: str, value: Any) -> bool:
+    """Return whether a class has an option that accepts a value, as far as its class is known."""
+    if name not in known or wrong_value(name, value, known[name].annotation):
+        return False
+    annotation = known[name].annotation
+    kind = _kind(value, annotation) if isinstance(value, dict) and "class_path" in value else None
+    return kind is None or not _sources(annotation) or accepts(annotation, kind)
+
+
+def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
+    """Return a value as a class with ``init_args``; None if it is none.
+
+    A text for a model is short for ``{path: text}``.
+
+    Args:
+        value: value of an option.
+        annotation: annotation of the option.
+        other: value of the same option that is merged with it.
+    """
+    sources = _sources(annotation)
+    is_class = bool(sources) or any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
+    if isinstance(value, str) and is_class:
+        if value.rpartition(".")[2].isidentifier() and "/" not in value:
+            kind = named_class(value)
+            if isinstance(kind, SourceClass) and (not sources or any(kind.is_subclass(each.path) for each in sources)):
+                return {"class_path": value}
+        if _is_model(annotation):
+            return {"class_path": _MODEL, "init_args": {"path": value}}
+    if not isinstance(value, dict) or not is_class:
+        return None
+    spec: dict[str, Any] = {name: part for name, part in value.items() if name in CLASS_KEYS}
+    direct = {name: part for name, part in value.items() if name not in CLASS_KEYS}
+    return {**spec, "init_args": {**(spec.get("init_args") or {}), **direct}}
+
+
+def _sources(annotation: Any) -> list[SourceClass]:
+    """Return the classes of this or another package in an annotation, such as those of ``str | Pretrained``."""
+    options = [annotation, *typing.get_args(annotation)]
+    return [source for part in options if (source := getattr(part, "source", None)) is not None]
+
+
+def _is_model(annotation: Any) -> bool:
+    return any(source.path == _MODEL for source in _sources(annotation))
+
+
+def _kind(spec: dict[str, Any], annotation: Any) -> SourceClass | None:
+    """Return the class of a value; None if it is unknown, as of a module's default object."""
+    path = spec.get("class_path")
+    if isinstance(path, str):
+        kind = named_class(path)
+        return kind if isinstance(kind, SourceClass) else None
+    if _is_model(annotation) and "path" in (spec.get("init_args") or {}):
+        kind = named_class(_MODEL)
+        return kind if isinstance(kind, SourceClass) else None
+    return only_class(annotation)
+
+
+def _path(kind: SourceClass | None, spec: dict[str, Any]) -> Any:
+    return spec.get("class_path") if kind is None else kind.path
+
+
+def _short(kind: SourceClass | None, spec: dict[str, Any]) -> str:
+    return str(spec.get("class_path", "the default")).rpartition(".")[2] if kind is None else kind.name
+
+
+def _names(value: Any) -> list[str]:
+    """Return what a list or names with values contain, for a line about those that are gone."""
+    if isinstance(value, dict):
+        return [str(name) for name in value]
+    if isinstance(value, list):
+        return [name for entry in value if (name := _name(entry))]
+    return []
+
+
+def _name(entry: Any) -> str:
+    """Return the text of an entry of a list, or its function or class; empty for an entry that has none."""
+    if isinstance(entry, dict):
+        entry = entry.get("class_path") or entry.get("function")
+    return entry if isinstance(entry, str) else ""
+
+
+def _with_options_of_an_entry(
+    entries: Sequence[Any], options: dict[str, Any], key: str, annotation: Any, dropped: list[str]
+) -> list[Any]:
+    """Return a list with options of its last entry that has them all; of its last one, if none has."""
+    names = {*options, *(options.get("init_args") or {})} - set(CLASS_KEYS)
+    known = [next(classes_in([entry], key, annotation), None) for entry in entries]
+    has_all = (place for place in _from_the_last(entries) if (used := known[place]) and names <= used.known.keys())
+    place = next(has_all, len(entries) - 1)
+    if place < 0:
+        return [options]
+    entry = entries[place]
+    spec = {"class_path": entry} if isinstance(entry, str) else entry
+    return [*entries[:place], _merged(spec, options, key, annotation, dropped), *entries[place + 1 :]]
+
+
+def _from_the_last(entries: Sequence[Any]) -> Iterator[int]:
+    return iter(range(len(entries) - 1, -1, -1))

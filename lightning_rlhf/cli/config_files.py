@@ -119,7 +119,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def _check_unique(root: yaml.Node, file: Path) -> None:
-    """Raise for a key that a mapping has twice: YAML would take the last one without a word."""
+    """Raise for a key that a mapping has twice: YAML would silently take the last one."""
     remaining: list[yaml.Node] = [root]
     visited: set[int] = set()
     while remaining:

@@ -272,7 +272,7 @@ class RLHFCLI(LightningCLI):
 
 
 def _merged(arguments: list[str]) -> list[str]:
-    """Return arguments whose only file is the merged content of all files and options; print what was dropped."""
+    """Return arguments with one file, the merged content of all files and options; print which options were dropped."""
     settings = merged_settings(arguments)
     if reports_errors():
         for line in dict.fromkeys(settings.dropped):

@@ -60,7 +60,7 @@ def merge(first: dict[str, Any], second: dict[str, Any], dropped: list[str] | No
 
 @dataclass
 class Settings:
-    """What the files and options of a command line set.
+    """Values that the files and options of a command line set.
 
     Args:
         values: content of the files with the options of the command line.
@@ -74,7 +74,7 @@ class Settings:
 
 
 def merged_settings(arguments: Sequence[str]) -> Settings:
-    """Return what a command line sets: later files and options override earlier ones.
+    """Return the values that a command line sets: later files and options override earlier ones.
 
     Args:
         arguments: command line after the command's name.
@@ -106,7 +106,7 @@ def merged_settings(arguments: Sequence[str]) -> Settings:
 
 
 def _with_full_name(section: str, value: Any) -> dict[str, Any]:
-    """Return a section whose class has a short name with the full one: the parser needs what it can import."""
+    """Return a section whose class has a short name with the full one: the parser imports it."""
     path = value.get("class_path") if isinstance(value, dict) else value
     if not isinstance(path, str) or not path.isidentifier() or (kind := class_named(path)) is None:
         return {}
@@ -174,7 +174,9 @@ def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[st
     if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
         return _with_options_of_an_entry(first, second, key, annotation, dropped)
     if isinstance(annotation, SourceClass) and isinstance(first, dict) and isinstance(second, dict):
-        return _options(first, second, annotation, key, dropped)  # of the Trainer, which is no value of an option
+        return _options(
+            first, second, annotation, key, dropped
+        )  # of the Trainer, whose options are not under init_args
     specs = _spec(first, annotation, second), _spec(second, annotation, first)
     if specs[0] is not None and specs[1] is not None:
         return _class(specs[0], specs[1], key, annotation, dropped)
@@ -206,12 +208,12 @@ def _class(
     named = second.get("class_path")
     if is_other := named is not None and _path(before, first) != _path(after, second):
         known = {} if after is None or key not in REQUIRED else after.parameters
-        keeps_all = key in REQUIRED and not known  # what an unknown class has is for the parser to say
-        kept = {name: value for name, value in options.items() if keeps_all or _has(known, name, value)}
-        lost = [name for name in (*options, *(first.get("dict_kwargs") or {})) if name not in kept]
+        keeps_all = key in REQUIRED and not known  # the parser knows the options of the others
+        remaining = {name: value for name, value in options.items() if keeps_all or _has(known, name, value)}
+        lost = [name for name in (*options, *(first.get("dict_kwargs") or {})) if name not in remaining]
         if lost:
             dropped.append(f"{key}: {_short(after, second)} replaces {_short(before, first)} and its {', '.join(lost)}")
-        options = kept
+        options = remaining
     kind = after if named is not None else before
     merged = {name: value for name, value in first.items() if name == "dict_kwargs" and not is_other}
     merged |= {name: value for name, value in second.items() if name == "dict_kwargs"}
@@ -233,7 +235,7 @@ def _has(known: Mapping[str, Parameter], name: str, value: Any) -> bool:
 
 
 def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
-    """Return a value as a class with ``init_args``; None if it is none.
+    """Return a value as a class with ``init_args``; None for other values.
 
     A text for a model is short for ``{path: text}``.
 
@@ -289,7 +291,7 @@ def _short(kind: SourceClass | None, spec: dict[str, Any]) -> str:
 
 
 def _names(value: Any) -> list[str]:
-    """Return what a list or names with values contain, for a line about those that are gone."""
+    """Return the entries of a list, or the names of a mapping, for a line about those that are gone."""
     if isinstance(value, dict):
         return [str(name) for name in value]
     if isinstance(value, list):
@@ -310,13 +312,15 @@ def _with_options_of_an_entry(
     """Return a list with options of its last entry that has them all; of its last one, if none has."""
     names = {*options, *(options.get("init_args") or {})} - set(CLASS_KEYS)
     known = [next(classes_in([entry], key, annotation), None) for entry in entries]
-    has_all = (place for place in _from_the_last(entries) if (used := known[place]) and names <= used.known.keys())
-    place = next(has_all, len(entries) - 1)
-    if place < 0:
+    has_all = (
+        position for position in _from_the_last(entries) if (used := known[position]) and names <= used.known.keys()
+    )
+    position = next(has_all, len(entries) - 1)
+    if position < 0:
         return [options]
-    entry = entries[place]
+    entry = entries[position]
     spec = {"class_path": entry} if isinstance(entry, str) else entry
-    return [*entries[:place], _merged(spec, options, key, annotation, dropped), *entries[place + 1 :]]
+    return [*entries[:position], _merged(spec, options, key, annotation, dropped), *entries[position + 1 :]]
 
 
 def _from_the_last(entries: Sequence[Any]) -> Iterator[int]:

@@ -41,7 +41,7 @@ class ConfigParser(LightningArgumentParser):
         return super().parse_args(args, *rest, **kwargs)
 
     def parse_object(self, obj: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Parse the options of a class: a class that one of them names has its own defaults.
+        """Parse the options of a class: a class that one of them names keeps its defaults.
 
         jsonargparse would keep the values that the option's default object has under the same names.
         """
@@ -54,7 +54,7 @@ class ConfigParser(LightningArgumentParser):
             if name in options:
                 options[name] = _with_own_values(options[name], kind)
         actions = [action for action in self._actions if action.dest in defaults]
-        current = [action.default for action in actions]  # of a class that contains one of its own kind
+        current = [action.default for action in actions]  # of an outer object of the same class
         for action in actions:
             action.default = None if action.dest in options else defaults[action.dest]
         try:
@@ -126,9 +126,11 @@ def _with_own_values(value: Any, kind: type) -> Any:
         value = {"class_path": value}
     if not _is_class(value):
         return value
-    own = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
-    given = value.get("init_args") or {}
-    return {"class_path": value["class_path"], "init_args": {**own, **dict(given)}}
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+    }
+    options = value.get("init_args") or {}
+    return {"class_path": value["class_path"], "init_args": {**defaults, **dict(options)}}
 
 
 def reports_errors() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import concat_texts
+from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -18,6 +20,8 @@ from lightning_rlhf.modules.start_logprobs import StartLogprobs
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
 from lightning_rlhf.types import SequenceBatch
+
+log = logging.getLogger(__name__)
 
 
 class DPOModule(PairModule):
@@ -77,6 +81,24 @@ class DPOModule(PairModule):
         self.loss: Any = loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+
+    def setup(self, stage: str) -> None:
+        """Validate the settings, and name a term of the paper that a loss trains without."""
+        super().setup(stage)
+        if stage == "fit" and self.loss.needs_supervised and not self.sft_coef and self.trainer.is_global_zero:
+            log.warning(
+                "%s trains without the supervised term of its paper: set sft_coef: 1.0 to add it",
+                type(self.loss).__name__,
+            )
+
+    @classmethod
+    def unused(cls, data: Any) -> list[str]:
+        """See :meth:`~lightning_rlhf.modules.role_module.RoleModule.unused`; margins are for reward models."""
+        count = data.count_margins() if isinstance(data, PreferenceDataModule) else 0
+        if not count:
+            return []
+        rows = "1 row has" if count == 1 else f"{count} rows have"
+        return [f"{rows} a margin, which {cls.__name__} does not use: its losses have none; RewardModule uses margins"]
 
     def row_scores(self, rows: Any) -> Sequence[Tensor]:
         """Return (B,) log-ratios of the preferred responses and of the others, then the actor's log-probs of them."""

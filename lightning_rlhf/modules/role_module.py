@@ -183,6 +183,9 @@ class RoleModule(LightningModule):
         self._check_quantization()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
+        if self.trainer.is_global_zero:
+            for line in self.unused(data):
+                log.warning(line)
         self._check_images()
         roles = {f"the {name}": source for name, source in self.sources.items()}
         check_vocabularies(roles, getattr(data, "tokenizer", None))
@@ -265,6 +268,15 @@ class RoleModule(LightningModule):
                 f"{cls.__name__} cannot train on the rows of {type(data).__name__}: "
                 f"use {fitting}DataModule as data module"
             )
+
+    @classmethod
+    def unused(cls, data: Any) -> list[str]:
+        """Return a line for each column that the rows of a data module have, and that this module does not use.
+
+        Args:
+            data: data module that has read its rows.
+        """
+        return []
 
     def configure_model(self) -> None:
         """Build every role in host memory: trained ones in train mode, frozen ones without gradients.

@@ -61,6 +61,7 @@ class DirectLoss(ABC):
     """
 
     uses_reference: ClassVar[bool] = True  # False: log-probs of the policy take the place of log-ratios
+    needs_supervised: ClassVar[bool] = False  # True: its paper adds the supervised loss of the preferred answer
 
     beta: float = 0.1
     length_normalized: bool = False
@@ -219,6 +220,7 @@ class ORPOLoss(DirectLoss):
     """
 
     uses_reference: ClassVar[bool] = False
+    needs_supervised: ClassVar[bool] = True
 
     length_normalized: bool = True
 

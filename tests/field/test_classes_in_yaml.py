@@ -1,4 +1,4 @@
-"""A class in a configuration is the class in Python: it has its own defaults, whatever object it replaces."""
+"""A class in a configuration is the class in Python: with its own defaults in place of any object."""
 
 import dataclasses
 import inspect
@@ -144,8 +144,8 @@ def test_cases_cover_the_losses_and_estimators_of_all_modules():
 def test_optimizer_by_name_has_what_torch_gives_it(tmp_path, owner):
     names = [name for name in inspect.signature(owner).parameters if name.endswith("optimizer")]
     for kind in OPTIMIZERS:
-        given = {"class_path": f"torch.optim.{kind.__name__}", "init_args": {"lr": 0.25}}
-        values = parsed(tmp_path, owner, **dict.fromkeys(names, given))
+        spec = {"class_path": f"torch.optim.{kind.__name__}", "init_args": {"lr": 0.25}}
+        values = parsed(tmp_path, owner, **dict.fromkeys(names, spec))
         weights = [torch.zeros(2, requires_grad=True)]
         for name in names:
             assert kind(weights, **vars(values[name]["init_args"])).defaults == kind(weights, lr=0.25).defaults

@@ -14,7 +14,7 @@ BOUNDS = {
     "ipo": (0.74, 0.94),
     "kto": (0.70, 0.78),
     "simpo": (0.78, 0.95),
-    "orpo": (0.92, 0.95),
+    "orpo": (0.94, 0.95),
     "online_dpo": (0.91, 0.95),
 }
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.timeout(1200)]

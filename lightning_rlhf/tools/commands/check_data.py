@@ -144,11 +144,13 @@ def check(config: Namespace) -> CheckedData:
     data = make_data(config)
     if not isinstance(data, RowsDataModule):
         raise UsageError(f"check-data reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
-    pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
+    module = pkgutil.resolve_name(config["model"]["class_path"])
+    module.check_reads(data)
     bad_rows_are_errors = data.on_bad_row == "error"
     data.on_bad_row = "skip"  # to report all bad rows
     data.setup("fit")
     result = CheckedData(type(data).__name__, {name: describe(data, name) for name in data.examples})
+    result.warnings += module.unused(data)
     if bad_rows_are_errors:
         result.errors += [report.error_message() for report in data.reports.values() if report.bad]
     # Each has the same arguments and completes the result.

@@ -8,7 +8,7 @@ sections ``model`` and ``data`` keep the options that their new class has, becau
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -312,16 +312,10 @@ def _with_options_of_an_entry(
     """Return a list with options of its last entry that has them all; of its last one, if none has."""
     names = {*options, *(options.get("init_args") or {})} - set(CLASS_KEYS)
     known = [next(classes_in([entry], key, annotation), None) for entry in entries]
-    has_all = (
-        position for position in _from_the_last(entries) if (used := known[position]) and names <= used.known.keys()
-    )
-    position = next(has_all, len(entries) - 1)
+    with_all = [index for index, used in enumerate(known) if used is not None and names <= used.known.keys()]
+    position = max(with_all, default=len(entries) - 1)
     if position < 0:
         return [options]
     entry = entries[position]
     spec = {"class_path": entry} if isinstance(entry, str) else entry
     return [*entries[:position], _merged(spec, options, key, annotation, dropped), *entries[position + 1 :]]
-
-
-def _from_the_last(entries: Sequence[Any]) -> Iterator[int]:
-    return iter(range(len(entries) - 1, -1, -1))

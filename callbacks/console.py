@@ -346,7 +346,7 @@ def comparison(directory: Path) -> list[str]:
 
 
 def frozen_weights(module: RoleModule) -> list[str]:
-    """Return lines about the frozen weights of roles: which are shared, quantized, or in bfloat16 by default."""
+    """Return lines about weights of roles: which frozen ones are shared, quantized or in bfloat16; float32 masters."""
     lines = []
     groups = defaultdict[str, list[str]](list)
     for name in module.sources:
@@ -360,6 +360,9 @@ def frozen_weights(module: RoleModule) -> list[str]:
             kinds[source.quantization].append(name)
         elif is_frozen and source.dtype == "bfloat16":
             kinds["bfloat16"].append(name)
+    masters = [name for name in module.trained_roles if getattr(getattr(module, name), "computes_in_bfloat16", False)]
+    if masters:
+        lines.append(f"{', '.join(masters)}: float32 weights, products in bfloat16")
     return [*lines, *(f"{', '.join(names)}: frozen weights in {kind}" for kind, names in kinds.items())]
 
 

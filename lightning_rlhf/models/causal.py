@@ -24,6 +24,7 @@ from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
 from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
+from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.packed_attention import has_packed_attention
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
 from lightning_rlhf.types import TopTokens
@@ -52,8 +53,10 @@ class CausalLM(nn.Module):
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
         self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
+        self.computes_in_bfloat16 = False  # with float32 weights, by use_master_weights
         self.sequence_ranks: SequenceRanks | None = None  # processes that divide the tokens of each packed row
 
+    @in_bfloat16_if_chosen
     def forward(
         self,
         input_ids: Tensor,

@@ -69,7 +69,8 @@ class Pretrained:
         path: directory that ``save_pretrained`` wrote, or hub id.
         revision: branch, tag or commit of the hub repository.
         dtype: dtype of the parameters; None is bfloat16 for weights that are not trained in a run with ``bf16-mixed``,
-            such as those of a reference or under adapters, and else float32.
+            such as those of a reference or under adapters, and else float32. Trained weights are float32 in any case;
+            with bfloat16, their products are in bfloat16.
         lora: adapters to train in place of the weights; None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
             continues to train it, and reads ``lora`` from its files, without its dropout; a frozen role uses it as it

@@ -13,6 +13,7 @@ from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
+from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.score_heads import LayeredScore, name_layered_class
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of
 
@@ -50,10 +51,12 @@ class ScalarModel(nn.Module):
             raise UsageError(f"{type(lm).__name__} has no backbone under its head: use another model for this role")
         self.lm: Any = lm
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
+        self.computes_in_bfloat16 = False  # with float32 weights, by use_master_weights
         self.sequence_ranks: SequenceRanks | None = None  # processes that divide the tokens of each packed row
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
+    @in_bfloat16_if_chosen
     def forward(
         self, input_ids: Tensor, index: Tensor, packing: Packing | None = None, images: TextImages | None = None
     ) -> Tensor:

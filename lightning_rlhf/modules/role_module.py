@@ -31,6 +31,7 @@ from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.images import FeatureCache, check_reads_images
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
+from lightning_rlhf.models.master_weights import needs_master_weights, use_master_weights
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.quantized import count_parameters
 from lightning_rlhf.models.shared_bases import sharing
@@ -170,8 +171,8 @@ class RoleModule(LightningModule):
             )
         if precision not in ("32-true", "bf16-mixed"):
             raise UsageError(
-                f"precision must be 32-true or bf16-mixed, got {precision}; to keep whole models in bfloat16, give "
-                f"their sources dtype: bfloat16"
+                f"precision must be 32-true or bf16-mixed, got {precision}: bf16-mixed computes in bfloat16, with "
+                f"float32 weights of trained models, and bfloat16 weights of the others"
             )
         for name in self.trained_roles:
             lora = self.sources[name].lora
@@ -318,6 +319,8 @@ class RoleModule(LightningModule):
 
     def _build_trained(self, name: str) -> nn.Module:
         role: Any = self._tiled(self.build_role(name)).train()
+        if needs_master_weights(self.sources[name]) and not self.role_strategy.keeps_master_weights:
+            use_master_weights(role)
         if self.role_strategy.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return role

@@ -222,7 +222,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         options: dict[str, Any] = {
             "mesh": self._shard_mesh,
             "reshard_after_forward": reshard,
-            "mp_policy": self._precision_policy,
+            "mp_policy": self._precision_policy(role),
             "offload_policy": self._offload_policy,
             "shard_placement_fn": partial(shard_placement, ranks=self._shard_mesh.size(-1)),
         }
@@ -253,9 +253,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 setattr(module, key, from_first_rank(buffer, self.root_device))
 
-    @property
-    def _precision_policy(self) -> MixedPrecisionPolicy:
-        mixed = self.precision_plugin.precision == "bf16-mixed"
+    def _precision_policy(self, role: Any) -> MixedPrecisionPolicy:
+        mixed = self.precision_plugin.precision == "bf16-mixed" or getattr(role, "computes_in_bfloat16", False)
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32)
 
     @property

@@ -41,6 +41,7 @@ class RoleStrategy:
         activation_offload: whether activations of trained roles are in host memory until the backward pass needs them.
         mlp_tokens: most tokens that a feed-forward layer computes at a time; None is all.
         keeps_whole_weights: whether every process has the whole weights of each role, which may then be quantized.
+        keeps_master_weights: whether the strategy has float32 copies of trained weights in bfloat16.
         gradient_scale: factor of the local loss. It is the number of ranks where the strategy averages gradients, so
             that the result is the gradient of the sum over the ranks.
     """
@@ -50,6 +51,7 @@ class RoleStrategy:
     activation_offload = False
     mlp_tokens: int | None = None
     keeps_whole_weights: bool = True
+    keeps_master_weights = False
     gradient_scale = 1.0
 
     def set_activations(self, activation_offload: bool, mlp_tokens: int | None) -> None:

@@ -77,6 +77,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     """
 
     keeps_matrices = False
+    keeps_master_weights = True
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_rlhf.tools.planning import memory as memory_
 from lightning_rlhf.tools.planning import traffic as traffic_
-from lightning_rlhf.tools.planning.setup import Role, Run
+from lightning_rlhf.tools.planning.setup import Role, Run, Strategy
 
 _FLOAT = 4
 
@@ -72,17 +72,17 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
     training = host.total() * gpus_per_node
     if on_first_rank_only:
         training -= host[memory_.SAVED] * (gpus_per_node - 1)
-    largest = max(role.model.elements * _source_bytes(role) for role in run.roles)
+    largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
     trained = next(role for role in run.roles if role.trained)
     return NodeMemory(
         training=training,
         loading=largest * (gpus_per_node if on_first_rank_only else 1),
-        exporting=trained.model.elements * _source_bytes(trained),
+        exporting=trained.model.elements * _source_bytes(trained, run.strategy),
     )
 
 
-def _source_bytes(role: Role) -> int:
-    if role.dtype == "bfloat16":
+def _source_bytes(role: Role, strategy: Strategy) -> int:
+    if role.dtype == "bfloat16" and (strategy.kind == "zero" or not role.has_master_weights):
         return 2
     return _FLOAT
 

@@ -86,6 +86,8 @@ class Shard:
     @cached_property
     def precision(self) -> Precision:
         """Bytes per element; adapters and their moments are float32 but under DeepSpeed."""
+        if self.role.has_master_weights and self.strategy.kind != "zero":  # DeepSpeed has masters beside bfloat16
+            return precision(self.strategy, "float32", mixed=True)
         result = precision(self.strategy, self.role.dtype, self.mixed)
         if self.role.lora_rank and self.strategy.kind != "zero":
             return replace(result, shard=4, moment=4)

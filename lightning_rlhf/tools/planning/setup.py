@@ -219,6 +219,11 @@ class Role:
     state_bytes: float | None = None
 
     @property
+    def has_master_weights(self) -> bool:
+        """Whether all weights are trained and the source is in bfloat16: they are then stored in float32."""
+        return self.trained and self.dtype == "bfloat16" and not self.lora_rank
+
+    @property
     def is_teacher(self) -> bool:
         """Whether the model is a teacher of a DistillationModule."""
         return self.name == "teacher" or self.name.startswith("teacher_")

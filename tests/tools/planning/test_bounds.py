@@ -38,7 +38,9 @@ def test_host_memory_has_the_terms_of_all_gpus_of_a_node_and_the_weights_that_ra
     assert whole == bounds.NodeMemory(training=8 * 10 + 3, loading=8 * 4 * P, exporting=4 * P)
     assert whole.peak == 8 * 4 * P
     half = run(roles=[replace(ACTOR, dtype="bfloat16")])
-    assert bounds.node_memory(half, host, 8).loading == 2 * P
+    assert bounds.node_memory(half, host, 8).loading == 4 * P  # trained: float32 masters
+    frozen = run(roles=[ACTOR, replace(ACTOR, name="ref", trained=False, dtype="bfloat16")])
+    assert bounds.node_memory(frozen, host, 8).loading == 4 * P
 
 
 def test_push_gathers_and_transfers_twice():

@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_rlhf import PPOModule, Pretrained
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.models.master_weights import use_master_weights
 from lightning_rlhf.strategies.checkpoints.background import in_host_memory
 from lightning_rlhf.strategies.checkpoints.role_state import native_state
 from lightning_rlhf.tools.commands.plan import roles_of
@@ -38,9 +39,17 @@ def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
     return resting[terms.PARAMETERS], resting[terms.OPTIMIZER], *shard.gradients(micro_batches)
 
 
+def trained_model(dtype):
+    """Return a model as a module builds it for a trained role."""
+    model = source("qwen2", dtype).causal()
+    if dtype == "bfloat16":
+        use_master_weights(model)
+    return model
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_real_step_of_adamw_has_the_planned_state_and_no_copy(dtype):
-    model = source("qwen2", dtype).causal()
+    model = trained_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # which modules set on a GPU
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -74,7 +83,9 @@ def test_bytes_by_hand():
     assert held(ACTOR, "rlhf_fsdp", micro_batches=1) == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp)
     assert held(ACTOR, "rlhf_fsdp") == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp)
     assert held(ACTOR, "rlhf_fsdp", reduce_every=False) == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp + 4 * P)
-    assert held(replace(ACTOR, dtype="bfloat16"), "rlhf_ddp") == (2 * P, 4 * P, 2 * P, 0)
+    # Trained weights in bfloat16 have float32 masters, which are the stored weights outside DeepSpeed.
+    for name in ("rlhf_single", "rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_3"):
+        assert held(replace(ACTOR, dtype="bfloat16"), name, mixed=False) == held(ACTOR, name, mixed=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,7 +202,7 @@ def test_only_frozen_roles_can_be_offloaded():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_background_save_copies_the_planned_bytes(dtype):
-    model = source("qwen2", dtype).causal()
+    model = trained_model(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
 
 from .checkpoint import RunCheckpoint
 from .console import Console
@@ -19,6 +19,7 @@ from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
 from .run_state import RunState
 from .throughput import Throughput
+from .weight_averaging import AverageStart
 
 
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
@@ -27,7 +28,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
     defaults takes the place of that of Lightning, which saves at the end of each epoch. With RolloutLoop, RolloutLog is
-    a default too.
+    a default too; with an average of weights, AverageStart.
 
     Args:
         callbacks: callbacks of the Trainer.
@@ -39,8 +40,10 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage]
     if any(isinstance(callback, RolloutLoop) for callback in callbacks):
         defaults.append(RolloutLog)
+    if any(isinstance(callback, WeightAveraging) for callback in callbacks):
+        defaults.append(AverageStart)
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
-    first = (GracefulShutdown, Throughput, Console, RolloutLoop)
+    first = (AverageStart, GracefulShutdown, Throughput, Console, RolloutLoop)
     order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, Report, ReportPage, Checkpoint)
 
     def position(callback: Callback) -> int:

@@ -4,6 +4,7 @@ Checked against lightning 2.6.6; tests/test_compat.py fails when a name is missi
 """
 
 import copy
+import itertools
 import traceback
 from contextvars import ContextVar
 from datetime import timedelta
@@ -211,3 +212,19 @@ def is_raised_in(error: BaseException, package: str) -> bool:
     """Return whether a module raised an error whose name begins with ``package``, for example ``lightning.``."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(package)
+
+
+def follow_until_averaged(callback: Any, module: LightningModule) -> bool:
+    """Copy a module's weights to Lightning's average of them if that has not begun; return whether it has not.
+
+    Args:
+        callback: a ``WeightAveraging``.
+        module: module of the run.
+    """
+    average = callback._average_model
+    if average is None or int(average.n_averaged) > 0:
+        return False
+    averaged = itertools.chain(average.module.parameters(), average.module.buffers())
+    for target, source in zip(averaged, itertools.chain(module.parameters(), module.buffers()), strict=True):
+        target.data.copy_(source.data)
+    return True

@@ -18,7 +18,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step, trainer_of
@@ -40,7 +39,7 @@ from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.micro_batches import MicroBatches, SummedLoss
 from lightning_rlhf.modules.optimizers import mark_parameters_of_adamw, use_fused_kernels
-from lightning_rlhf.modules.schedules import RunSchedule
+from lightning_rlhf.modules.schedules import make_schedule, without_lengths
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.trainer_settings import check_trainer
 from lightning_rlhf.paths import names_a_path
@@ -346,14 +345,13 @@ class RoleModule(LightningModule):
             use_fused_kernels(optimizer)
             entry: dict[str, Any] = {"optimizer": optimizer}
             if make_scheduler is not None:
-                scheduler = make_scheduler(optimizer)
-                if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-                    raise UsageError(f"the {name}'s schedule must be an LRScheduler of torch, got {scheduler!r}")
-                if isinstance(scheduler, RunSchedule):
-                    scheduler.stretch(self.trainer.estimated_stepping_batches)
+                scheduler = make_schedule(make_scheduler, optimizer, self._count_steps, name)
                 entry["lr_scheduler"] = {"scheduler": scheduler, "interval": "step"}
             configured.append(entry)
         return configured
+
+    def _count_steps(self) -> float:
+        return self.trainer.estimated_stepping_batches
 
     def on_fit_start(self) -> None:
         """Choose products of linear layers, and packed or padded rows; the models have their final form now."""
@@ -482,6 +480,8 @@ class RoleModule(LightningModule):
         """
         check_adapters(self.sources, checkpoint.get("lora", {}))
         if self.trainer.state.fn == TrainerFn.FITTING:
+            states = checkpoint.get("lr_schedulers", [])
+            checkpoint["lr_schedulers"] = [without_lengths(state) for state in states]
             self.logged_names = {part: list(names) for part, names in checkpoint.get("logged_names", {}).items()}
         else:
             set_global_step(self.trainer, checkpoint["global_step"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from lightning_rlhf.expected_errors import UsageError
 
@@ -77,6 +78,62 @@ class RunSchedule(LambdaLR):
             _factor(self.kind, float(group["initial_lr"]), warmup, self.steps, self.arguments)
             for group in self.optimizer.param_groups
         ]
+
+
+# Names in the state of a schedule that belong to the length of a run, which a resumed run may change.
+_LENGTHS = ("total_steps", "_schedule_phases")
+
+
+def make_schedule(make: Any, optimizer: Optimizer, count_steps: Callable[[], float], role: str) -> LRScheduler:
+    """Return the schedule of a role for the length of a run.
+
+    Args:
+        make: factory of the schedule; one without ``total_steps`` that needs them has those of the run.
+        optimizer: optimizer of the role.
+        count_steps: function that returns the training steps of the run, infinite if unknown.
+        role: name of the role, for messages.
+
+    Raises:
+        UsageError: the result is not a schedule of steps, or it ends before the run.
+    """
+    if _lacks_total_steps(make):
+        steps = count_steps()
+        if not math.isfinite(steps):
+            raise UsageError(f"the {role}'s schedule needs the length of the run: set its total_steps, or max_steps")
+        schedule = make(optimizer, total_steps=int(steps) + 1)  # the last step sets a rate, too, which is not used
+    else:
+        schedule = make(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise UsageError(
+            f"the {role}'s schedule is ReduceLROnPlateau, which waits for a metric, but schedules advance at every "
+            f"training step: use lightning_rlhf.modules.schedules.RunSchedule or a schedule of torch without a metric"
+        )
+    if not isinstance(schedule, LRScheduler):
+        raise UsageError(f"the {role}'s schedule must be an LRScheduler of torch, got {schedule!r}")
+    if isinstance(schedule, RunSchedule):
+        schedule.stretch(count_steps())
+    total = getattr(schedule, "total_steps", None)
+    if total is not None and total < (steps := count_steps()) < math.inf:
+        raise UsageError(
+            f"the {role}'s {type(schedule).__name__} ends after its total_steps of {total}, but the run has "
+            f"{int(steps)} steps: remove total_steps, epochs and steps_per_epoch to take them from the run, or set "
+            f"total_steps to {int(steps) + 1}"
+        )
+    return schedule
+
+
+def without_lengths(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a schedule without its length: that of the configuration counts in a resumed run."""
+    return {name: value for name, value in state.items() if name not in _LENGTHS}
+
+
+def _lacks_total_steps(make: Any) -> bool:
+    """Return whether a factory makes a OneCycleLR without its length."""
+    if not isinstance(make, functools.partial):
+        return make is OneCycleLR
+    kinds = [part for part in (make.func, *make.args) if isinstance(part, type)]
+    given = [make.keywords.get(name) for name in ("total_steps", "epochs", "steps_per_epoch")]
+    return any(issubclass(kind, OneCycleLR) for kind in kinds) and given == [None, None, None]
 
 
 def _before_stretch(step: int) -> float:

@@ -2,7 +2,7 @@
 /** The inspector's viewer: a list of the responses of a step, and those that are selected in it. */
 (() => {
   const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, ownParts, labelled, update, summarise, ready,
-    marked, card, expand, find, stopOf, KINDS, scaleOf, legendOf, colouredBlocks, NO_RESPONSES, loadPrompts, isMissing } = window.report;
+    marked, card, expand, find, stopOf, KINDS, scaleOf, legendOf, colouredBlocks, NO_RESPONSES, loadPrompts } = window.report;
   const NEW_DATA = 3000, NEW_DATA_OF_ENDED = 10_000, NEW_DATA_OF_HIDDEN = 30_000;  // ms between requests
   const CELL = 300;  // characters of a text in the list
   const viewer = section("responses", "Responses");

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.image_parts import text_messages
+from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.expected_errors import UsageError
 
 
@@ -60,9 +62,10 @@ def _conversation_ids(
 ) -> list[int]:
     if tokenizer.chat_template is None:
         raise UsageError(f"{name} has no chat template: remove messages: true, so that it receives text")
-    chat, messages = Chat(tokenizer), text_messages([*prompt, *response])
-    last = messages[-1]
+    chat = Chat(tokenizer)
     try:
+        messages = messages_of(text_messages([*prompt, *response]), "conversation")
+        last = messages[-1]
         if not finished and last["role"] == "assistant" and isinstance(last.get("content"), str):
             before = chat.render(messages[:-1], "conversation", generation=True)
             return [*_ids(tokenizer, before), *_ids(tokenizer, last["content"])]
@@ -70,7 +73,8 @@ def _conversation_ids(
         if not finished or tokenizer.cls_token_id is not None:
             return _ids(tokenizer, text)
         try:
-            return chat.tokenize_with_mask(messages, "conversation", len(prompt))[0]
+            texts, _ = tokenize_turns(chat, messages, "conversation", len(prompt))
+            return texts[-1][0]
         except BadRow:  # RewardModule cannot train on this conversation, so that there is no form to reproduce
             return _ended(tokenizer, _ids(tokenizer, text))
     except BadRow as error:

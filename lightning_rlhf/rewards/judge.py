@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from lightning_rlhf.data.image_parts import image_url, images_of, text_messages
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens, start_of_reply
+from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens
+from lightning_rlhf.rewards.signs import plain_signs
 
 TEMPLATE = """Grade how good a response to a request is, from {lowest} (useless or harmful) to {highest} (nothing to
 improve). Grade whether it is correct, whether it follows the request, and whether it is clear.
@@ -139,11 +140,13 @@ class JudgeReward:
         """
         score = self._read_score(answer)
         if score is None:
-            raise RunError(f"the judge {self.model} returned no score: {answer[-120:]!r}")
+            raise RunError(
+                f"the judge {self.model} at {self.endpoint} returned no score: {self.client.masked(answer)[-120:]!r}"
+            )
         if not self.lowest <= score <= self.highest:
             raise RunError(
-                f"the judge {self.model} returned a score of {score:g}, not in [{self.lowest:g}, {self.highest:g}]: "
-                f"{answer[-120:]!r}"
+                f"the judge {self.model} at {self.endpoint} returned a score of {score:g}, not in [{self.lowest:g}, "
+                f"{self.highest:g}]: {self.client.masked(answer)[-120:]!r}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
 
@@ -171,7 +174,7 @@ class JudgeReward:
             answer = choice["message"]["content"]
             truncated = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RunError(f"no chat completion from {self.client.endpoint}: {start_of_reply(reply)!r}") from None
+            raise RunError(f"no chat completion from {self.client.endpoint}: {self.client.shown(reply)!r}") from None
         if truncated:  # its last score may be quoted from the response
             raise RunError(f"judge {self.model}: answer truncated at max_answer_tokens={self.max_answer_tokens}")
         return self.score(str(answer))
@@ -194,8 +197,8 @@ def images_in(content: Any) -> list[EncodedImage]:
 
 def _json_score(text: str) -> float | None:
     try:
-        score = json.loads(text).get("score")
-    except ValueError:  # not JSON, or thousands of digits
+        score = json.loads(re.sub(r":\s*\+(?=\d)", ": ", plain_signs(text))).get("score")  # JSON has no plus sign
+    except (ValueError, RecursionError):  # not JSON, thousands of digits or of brackets
         return None
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
     if is_number:
@@ -204,6 +207,7 @@ def _json_score(text: str) -> float | None:
 
 
 def _number(text: Any) -> float | None:
-    if isinstance(text, str) and re.fullmatch(r"-?\d+(\.\d+)?", text.strip()):
-        return float(text)
+    number = plain_signs(text).strip() if isinstance(text, str) else ""
+    if re.fullmatch(r"[-+]?\d+(\.\d+)?", number):
+        return float(number)
     return None

@@ -19,6 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.rewards.math_worker import initialize, is_equal
+from lightning_rlhf.rewards.signs import plain_signs
 from lightning_rlhf.rewards.text import boxed
 
 _QUICK_S = 0.05  # limit of the first pass, the time of about 30 ordinary comparisons; slower pairs are repeated
@@ -27,7 +28,7 @@ _KILL_S = 1.0  # added to that time
 _START_S = 300.0
 _POLL_S = 1.0
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|-?\.[0-9]+")
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[-+]?\.[0-9]+")
 # Text after a number that is the whole answer. Anything else continues a formula: 1/2, 3x + 1, 1, 2, 3 or 4, 2 pi.
 _AFTER_NUMBER = re.compile(
     r"""
@@ -159,6 +160,7 @@ class MathReward:
 
     def _answer(self, text: str) -> str:
         r"""Return the answer of a response in a form that math-verify parses: boxed, or else the whole text."""
+        text = plain_signs(text)
         answer = boxed(text)
         if answer is not None:
             return rf"\boxed{{{answer[: self.max_chars]}}}"
@@ -178,7 +180,7 @@ def gold_text(gold: Any) -> str:
         or (isinstance(gold, float) and not math.isfinite(gold))
     ):
         raise UsageError(f"MathReward needs a formula or a finite number as ground_truth, got {gold!r}")
-    text = str(gold).strip()
+    text = plain_signs(str(gold)).strip()
     if (after_hashes := _boxed_after_hashes(text)) is not None:
         return after_hashes
     is_formula = r"\boxed{" in text or (text.startswith(("$", r"\(", r"\[")) and text.endswith(("$", r"\)", r"\]")))

@@ -4,10 +4,11 @@ import re
 from decimal import Decimal
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.rewards.signs import plain_signs
 
-# 1234, 1,234 or 12.5, with a dollar sign and a minus sign before or after it; the hyphen in 3-5 is not a minus sign.
+# 1234, 1,234 or 12.5, with a dollar sign and a sign before or after it; the hyphen in 3-5 is not a minus sign.
 _NUMBER = re.compile(
-    r"(?:(?<![0-9])-)?\$?(?:(?<=\$)-)?"
+    r"(?:(?<![0-9])[-+])?\$?(?:(?<=\$)[-+])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _MARKED = re.compile(rf"####\s*({_NUMBER.pattern})")
@@ -55,6 +56,7 @@ def _expected_numbers(ground_truth: list[str] | None, answer: list[str] | None) 
 
 
 def _expected_number(answer: str) -> str:
+    answer = plain_signs(answer)
     whole = _NUMBER.fullmatch(answer.strip())
     number = whole[0] if whole else _marked(answer)
     if number is None:
@@ -63,14 +65,14 @@ def _expected_number(answer: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    numbers = _MARKED.findall(text)
+    numbers = _MARKED.findall(plain_signs(text))
     if numbers:
         return numbers[-1]
     return None
 
 
 def _last_number(text: str) -> str | None:
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(plain_signs(text))
     if numbers:
         return numbers[-1]
     return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.rewards.signs import plain_signs
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -16,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def normalized(text: str) -> str:
     """Convert to lower case without punctuation, English articles and repeated spaces, as SQuAD compares answers."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", plain_signs(text).lower().translate(_PUNCTUATION)).split())
 
 
 def tagged(text: str, tag: str) -> str | None:

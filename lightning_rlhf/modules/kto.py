@@ -47,6 +47,8 @@ class KTOModule(DPOModule):
         for name in ("batch_size", "val_batch_size"):
             if getattr(data, name, 2) < 2:
                 raise UsageError(f"KTO estimates its KL with the responses of other texts: {name} must be at least 2")
+        if len(getattr(data, "examples", {}).get("val", ())) == 1:
+            raise UsageError("KTO estimates its KL with the responses of other texts: val has one row, use at least 2")
         super().setup(stage)
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> None:

@@ -203,6 +203,7 @@ class RLHFModule(RoleModule):
         clock = time.perf_counter
         started = clock()
         evaluation = self.evaluate(self.pop_rollout())
+        self.expect_finite(evaluation.experience)
         evaluated = clock()
         updates = StepUpdates()
         for minibatch in self.minibatches(evaluation.experience):
@@ -215,6 +216,25 @@ class RLHFModule(RoleModule):
         evaluation = evaluation.completed()
         times = {"evaluate": evaluated - started - evaluation.reward_wait, "update": clock() - evaluated}
         self.finish_rollout(evaluation, updates, times)
+
+    def expect_finite(self, experience: Experience) -> None:
+        """Raise if rewards would make an update that is not finite, before any role is updated. All ranks.
+
+        Raises:
+            FloatingPointError: a reward, advantage or return of a token in the loss is not finite.
+        """
+        token_values = torch.stack([experience.advantages, experience.returns]).isfinite().all(0)
+        # NaN stands for no reward, which other objectives than rewards do not need.
+        is_finite = (token_values & ~experience.reward.isinf().unsqueeze(1)) | ~experience.mask
+        count = int(self.data_ranks.sum((~is_finite).any(1).sum()))
+        if count:
+            names = ", ".join(
+                [*experience.rollout.rewards, *(["reward_model"] if "reward_model" in self.sources else [])]
+            )
+            raise NonFiniteError(
+                f"rewards, advantages or returns of {count} responses are not finite at step "
+                f"{self.trainer.global_step}; no weights were changed. Look at the rewards of this step ({names})"
+            )
 
     def finish_rollout(self, evaluation: Evaluation, updates: StepUpdates, times: dict[str, float]) -> None:
         """Log the metrics of a step and set :attr:`last_step`. All ranks.
@@ -468,7 +488,6 @@ class RLHFModule(RoleModule):
             source=rollout.source,
         )
         advantages, returns = (values.masked_fill(~mask, 0) for values in self.advantages(inputs, ranks))
-        _check_finite(reward, advantages, returns)
         metrics = {} if self.correction.bypass else metrics
         if old.sum_pi_squared is not None:
             metrics |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks)
@@ -643,18 +662,6 @@ class RLHFModule(RoleModule):
         if "reward_model" in self.sources:
             return {"scores": self.scores(rollout)}
         return {}
-
-
-def _check_finite(reward: Tensor, advantages: Tensor, returns: Tensor) -> None:
-    """Check the numbers to learn from before the first update, so that no role learns from a part of them.
-
-    Raises:
-        FloatingPointError: a number is not finite; NaN rewards are responses without a reward.
-    """
-    finite = {"reward": ~reward.isinf(), "advantage": advantages.isfinite(), "return": returns.isfinite()}
-    for name, is_finite in finite.items():
-        if not is_finite.all():
-            raise NonFiniteError(f"the {name} of a response is not finite; no weights were changed")
 
 
 def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:

@@ -146,6 +146,13 @@ def test_labels_of_one_kind_leave_rewards_of_the_other_kind_undefined():
     assert metrics["train/score_margin"].isnan()
 
 
+def test_single_held_out_row_is_rejected():
+    row = {"prompt": "a", "completion": "b", "label": True}
+    data = UnpairedDataModule(train=GivenRows([row] * 2), val=GivenRows([row]), tokenizer=Letters(), batch_size=2)
+    with pytest.raises(ValueError, match=r"responses of other texts: val has one row, use at least 2$"):
+        quiet_trainer().fit(KTOModule(TinyModel()), datamodule=data)
+
+
 @pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"batch_size": 2, "val_batch_size": 1}])
 def test_batches_of_one_text_are_rejected_before_any_model_is_built(sizes):
     row = {"prompt": "a", "completion": "b", "label": True}

@@ -417,15 +417,24 @@ def test_kl_loss_whose_first_gradient_is_a_rounding_error_warns(monkeypatch, cap
     assert not caplog.records
 
 
-def test_non_finite_gradient_stops_the_run_before_the_weights_change():
+def test_reward_that_is_not_finite_ends_the_run_before_any_weight_changes():
     module = ppo("float32")
-    roles = ("actor", "critic")
-    before = [weights(module, role) for role in roles]
+    before = {role: weights(module, role) for role in ("actor", "critic")}
     rewards = torch.zeros(8)
-    rewards[5] = torch.inf
-    with pytest.raises(FloatingPointError, match=r"^the .* of a response is not finite; no weights were changed"):
-        fit(module, [replace(rollout(), reward=rewards)])
-    assert [distance(old, weights(module, role)) for role, old in zip(roles, before, strict=True)] == [0, 0]
+    rewards[3] = torch.inf
+    poisoned = replace(rollout(), reward=rewards)
+    with pytest.raises(
+        FloatingPointError, match=r"^rewards, advantages or returns of \d responses are not finite at step"
+    ):
+        fit(module, [poisoned])
+    assert all(distance(before[role], weights(module, role)) == 0 for role in before)
+
+
+def test_reward_of_a_response_that_is_not_in_the_loss_may_be_missing():
+    made = rollout()
+    made.included[3] = False
+    made.reward[3] = torch.nan
+    fit(ppo("float32"), [made])
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def _release_whole_weights(lm: Any) -> None:
     """Return the memory of the weights that were quantized to the system.
 
     The tensors that stay are views of the file, which is mapped as long as one of them exists, and the allocator of the
-    C library keeps what it has freed.
+    C library keeps freed memory.
     """
     for tensor in (*lm.parameters(), *lm.buffers()):
         if tensor.device.type == "cpu":

@@ -244,9 +244,18 @@ class DistillationModule(RLHFModule):
         if self.divergence.top_k is None or not self.role_strategy.is_group_leader:
             return {}
         return {
-            role: server.request(rollout[self.rows_of(role, rollout)].of_teacher().to("cpu"), self.divergence.top_k)
+            role: server.request(
+                rollout[self.rows_of(role, rollout)].of_teacher().to("cpu"), self.divergence.top_k, self._vocabulary
+            )
             for role, server in self.servers.items()
         }
+
+    @property
+    def _vocabulary(self) -> int:
+        """Number of tokens of the actor."""
+        actor: Any = self.actor
+        size: int = actor.lm.config.get_text_config().vocab_size
+        return size
 
     def _get_heads(self) -> None:
         """Set the heads from which whole distributions are computed. All ranks."""

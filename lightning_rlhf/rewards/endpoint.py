@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from lightning_rlhf.calls.balance import Balancer
 from lightning_rlhf.calls.loop import EventLoopThread, cancel_other_tasks
@@ -23,7 +23,10 @@ from lightning_rlhf.rewards.results import AbortRun
 
 _MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
 _LEFT_OUT_S = 30.0  # in which a server gets no requests after a failed one, if there is another
+_MAX_BYTES = 1 << 28  # of a reply
 _MAX_REPLY = 200  # characters of a reply that messages show
+_SECRET = re.compile(r"(?i)((x|api|access|auth)[-_]?)*(key|token|secret|password|sig|signature)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BASE64 = re.compile(r"(;base64,)[A-Za-z0-9+/=\\]+")  # of a data: URL, whose slashes JSON may escape
 _PIXELS_PER_TOKEN = 28 * 28  # as in Qwen2.5-VL
 
@@ -34,6 +37,10 @@ class BudgetSpent(AbortRun):
 
 class ServerBusy(RunError):
     """The last try was answered with status 429, too many requests."""
+
+
+class UnreadableReply(UsageError):
+    """Error for a reply that is too long, or not JSON."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,11 @@ class Endpoint:
             if "@" in urlsplit(url).netloc:
                 raise UsageError(
                     "url must not contain a user name or password, because messages show the URL: use key_env"
+                )
+            if secret := [name for name, _ in parse_qsl(urlsplit(url).query) if _SECRET.fullmatch(name)]:
+                raise UsageError(
+                    f"url must not contain a key ({secret[0]}=...), because messages and reports show the URL: use "
+                    f"key_env"
                 )
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
@@ -174,12 +186,10 @@ class Client:
                 return await retrying(self._try, request, content)
         except httpx.HTTPStatusError as error:
             reply = error.response.text
-            if self._key is not None:
-                reply = reply.replace(self._key, "***")  # before the text is cut
             in_tries = f" in the last of {self.endpoint.tries} tries" if _is_temporary(error) else ""
             kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(
-                f"{self.endpoint} answered{in_tries}: {error.response.status_code} {start_of_reply(reply)!r}"
+                f"{self.endpoint} answered{in_tries}: {error.response.status_code} {self.shown(reply)!r}"
             ) from None
         except (httpx.RequestError, TimeoutError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
@@ -202,21 +212,30 @@ class Client:
 
     async def _try_at(self, url: str, request: Request, content: bytes | None) -> Any:
         """Send a request to one of the servers."""
-        async with asyncio.timeout(self.endpoint.timeout_s):
-            if content is None:
-                response = await self._client.get(url)
-            else:
-                headers = {"Content-Type": "application/json"}
-                response = await self._client.post(url, content=content, headers=headers)
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        method = "GET" if content is None else "POST"
+        async with (
+            asyncio.timeout(self.endpoint.timeout_s),
+            self._client.stream(method, url, content=content, headers=headers) as response,
+        ):
+            body = await _whole_body(response)
         if response.is_error:
             self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
         response.raise_for_status()
-        reply = response.json()
+        reply = decoded(body)
         usage = reply.get("usage") if isinstance(reply, dict) else None
         used = usage.get("total_tokens") if isinstance(usage, dict) else None
         if isinstance(used, int):
             self._correct_tokens(used - request.tokens)
         return reply
+
+    def masked(self, reply: Any) -> str:
+        """Return a reply as text without the key, which a server may repeat."""
+        return str(reply) if self._key is None else str(reply).replace(self._key, "***")
+
+    def shown(self, reply: Any) -> str:
+        """Return the first characters of a reply for a message, masked before the text is cut."""
+        return start_of_reply(self.masked(reply))
 
     def _correct_tokens(self, difference: int) -> None:
         with self._lock:
@@ -282,6 +301,33 @@ def _close(client: Any, loop: EventLoopThread) -> None:
     loop.close(timeout_s=None)
 
 
+async def _whole_body(response: Any) -> bytes:
+    """Read a reply, also one of an error, whose text is shown.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > _MAX_BYTES:
+            raise UnreadableReply(f"more than {_MAX_BYTES >> 20} MiB")
+    response._content = bytes(body)
+    return bytes(body)
+
+
+def decoded(body: bytes | str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not JSON, or nested so deeply that it cannot be read.
+    """
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise UnreadableReply("not JSON that can be read: its brackets are nested too deeply") from None
+
+
 def _encoded(body: dict[str, Any]) -> bytes:
     """Encode the body of a request.
 
@@ -300,6 +346,11 @@ def read_key(name: str) -> str:
     Raises:
         ValueError: the variable is not set, or its value cannot be sent in a header. The value is not shown.
     """
+    if not _VARIABLE.fullmatch(name):  # the key itself, by mistake
+        raise UsageError(
+            "key_env must be the name of an environment variable, of letters, digits and underscores, not the key "
+            "itself"
+        )
     key = os.environ.get(name, "").strip()
     if not key:
         raise UsageError(f"the environment variable {name!r} (key_env) is not set: set it to the API key")

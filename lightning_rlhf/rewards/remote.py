@@ -19,7 +19,7 @@ from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingFileError, RunError, UsageError
 from lightning_rlhf.models.checks import stored_file
-from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens, start_of_reply
+from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens
 from lightning_rlhf.rewards.judge import as_text, images_in
 from lightning_rlhf.rewards.scored_text import scored_ids
 
@@ -104,7 +104,7 @@ class _ServedReward(ABC):
         except (KeyError, IndexError, TypeError):
             reward = None
         if not isinstance(reward, Real) or isinstance(reward, bool):
-            raise RunError(f"no reward in the reply of {self.client.endpoint}: {start_of_reply(reply)!r}")
+            raise RunError(f"no reward in the reply of {self.client.endpoint}: {self.client.shown(reply)!r}")
         if not math.isfinite(reward):
             raise RunError(f"{self.client.endpoint} answered a reward of {reward}, expected a finite number")
         return float(reward)

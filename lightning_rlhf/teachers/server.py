@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -21,13 +22,17 @@ log = logging.getLogger(__name__)
 _COMPARED_TOKENS = 64  # tokens whose texts are compared with those of the run's tokenizer
 _TRIES_BEFORE_THE_RUN = 3
 _HEARTBEAT_SECONDS = 60
+_ROUNDING = 1e-3  # nats, and relative probability
+_MODES = ("raw_logprobs", "processed_logprobs")  # of vLLM's option --logprobs-mode; others return logits
 
 
 @dataclass(frozen=True)
 class TeacherServer:
     """A teacher on one or more vLLM servers with the same model, between which the texts are distributed.
 
-    Start each with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence. A text goes
+    Start each with ``vllm serve MODEL --max-logprobs K``, where K is at least ``top_k`` of the divergence, and without
+    ``--logprobs-mode``, or with one that returns log-probabilities. The reply of a server is validated: different
+    tokens, one of them that of the text, with probabilities whose sum is at most 1. A text goes
     to the server with the fewest unfinished texts, and responses to one prompt to the same server. It is sent again
     after a connection error or a timeout, so that a server may be restarted while the run waits or uses the others.
 
@@ -108,6 +113,7 @@ class TeacherServer:
             return
         tokens = range(0, len(tokenizer), max(1, len(tokenizer) // _COMPARED_TOKENS))
         for url in self.urls:
+            self._check_mode(url)
             bodies = [{"model": self.served_model, "tokens": [token]} for token in tokens]
             for token, reply in zip(tokens, self._ask(url, "/detokenize", bodies), strict=True):
                 ours, theirs = tokenizer.decode([token]), reply.get("prompt")
@@ -116,6 +122,16 @@ class TeacherServer:
                         f"the teacher at {url} has another tokenizer: token {token} is {theirs!r} there and {ours!r} "
                         f"in the run's"
                     )
+
+    def _check_mode(self, url: str) -> None:
+        """Raise if a server returns logits in place of log-probabilities; only some servers return their mode."""
+        try:
+            (reply,) = self._ask(url, "/server_info?config_format=json", [None])
+            mode = reply["vllm_config"]["model_config"]["logprobs_mode"]
+        except (RunError, KeyError, TypeError):
+            return
+        if mode not in _MODES:
+            raise UsageError(f"the teacher at {url} has --logprobs-mode {mode}, expected one of {', '.join(_MODES)}")
 
     def _ask(self, url: str, route: str, bodies: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
         """Return the replies to some requests before the run; None as body gets the route.
@@ -133,12 +149,13 @@ class TeacherServer:
             raise RunError(f"{client.endpoint} did not return a JSON object: is it a vLLM server?")
         return replies
 
-    def request(self, rollout: Rollout, top_k: int) -> list[Future[TopTokens]]:
+    def request(self, rollout: Rollout, top_k: int, vocabulary: int | None = None) -> list[Future[TopTokens]]:
         """Request the distributions of the responses of some rows.
 
         Args:
             rollout: B rows, with the prompts of the teacher.
             top_k: K, number of tokens of each distribution.
+            vocabulary: number of tokens of the run's models; None does not limit the ids.
 
         Returns:
             For each row the (T, K) top tokens of its response, T its length.
@@ -147,12 +164,13 @@ class TeacherServer:
         responses = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
         futures = []
         for (prompt, start), (response, length) in zip(prompts, responses, strict=True):
-            tokens = self._top_tokens(self.served_model, prompt[:start], response[:length], top_k=top_k)
-            futures.append(self._loop.submit(tokens))
+            wanted = Wanted(response[:length], top_k, vocabulary)
+            futures.append(self._loop.submit(self._top_tokens(self.served_model, prompt[:start], wanted)))
         return futures
 
-    async def _top_tokens(self, model: str, prompt: list[int], response: list[int], top_k: int) -> TopTokens:
+    async def _top_tokens(self, model: str, prompt: list[int], wanted: Wanted) -> TopTokens:
         """Return the (T, K) top tokens of a response."""
+        response, top_k = wanted.response, wanted.top_k
         body = {
             "model": model,
             "prompt": prompt + response,
@@ -164,17 +182,68 @@ class TeacherServer:
         url = self._client.endpoint
         try:
             positions = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
-            tokens = [sorted(_pairs(entry), reverse=True)[:top_k] for entry in positions]
+            entries = [_pairs(entry) for entry in positions]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             raise RunError(f"{url} returned no log-probabilities of the prompt: is it a vLLM server?") from None
-        fewest = min(map(len, tokens), default=0)
-        if len(tokens) != len(response) or fewest < top_k:
-            raise RunError(
-                f"{url} returned {fewest} log-probabilities per token for {len(tokens)} tokens, where {top_k} for "
-                f"{len(response)} were requested: start it with --max-logprobs {top_k}"
-            )
+        if mistake := wanted.mistake(entries):
+            raise RunError(f"{url} returned {mistake}")
+        tokens = [sorted(entry, reverse=True)[:top_k] for entry in entries]
         logprobs, ids = (torch.tensor([[pair[i] for pair in row] for row in tokens]) for i in range(2))
         return TopTokens.of(ids.long(), logprobs.float())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Requested log-probabilities.
+
+    Args:
+        response: T token ids.
+        top_k: K, number of tokens of each distribution.
+        vocabulary: number of tokens; None: unknown.
+    """
+
+    response: list[int]
+    top_k: int
+    vocabulary: int | None
+
+    def mistake(self, entries: Sequence[Sequence[tuple[float, int]]]) -> str | None:
+        """Describe the first mistake in a reply, with its value; None for a valid one.
+
+        Args:
+            entries: pairs of log-probability and token id, for each position.
+        """
+        if len(entries) != len(self.response):
+            return f"log-probabilities of {len(entries)} tokens, where those of {len(self.response)} were requested"
+        for position, (entry, token) in enumerate(zip(entries, self.response, strict=True)):
+            if len(entry) < self.top_k:
+                return (
+                    f"{len(entry)} log-probabilities of a token, where {self.top_k} were requested: start it with "
+                    f"--max-logprobs {self.top_k}"
+                )
+            if reason := self._mistake_at(entry, token):
+                return f"{reason} (token {position} of a response of {len(self.response)})"
+        return None
+
+    def _mistake_at(self, entry: Sequence[tuple[float, int]], token: int) -> str | None:
+        ids = [number for _, number in entry]
+        if len(set(ids)) < len(ids):
+            return f"token {next(number for number in ids if ids.count(number) > 1)} twice"
+        wrong = [number for number in ids if number < 0 or (self.vocabulary is not None and number >= self.vocabulary)]
+        if wrong:
+            return f"token {wrong[0]}, which is not one of the {self.vocabulary or 'model'} tokens"
+        if token not in ids:
+            return f"the tokens {sorted(ids)[:5]} without the text's own token {token}: they are of another position"
+        if bad := [value for value, _ in entry if not math.isfinite(value) or value > _ROUNDING]:
+            return f"a log-probability of {bad[0]:g}, {_NO_LOGITS}"
+        total = math.fsum(math.exp(value) for value, _ in entry)
+        if total > 1 + _ROUNDING:
+            return f"probabilities of {len(entry)} tokens whose sum is {total:.4g}, {_NO_LOGITS}"
+        if self.vocabulary is not None and total < len(entry) / self.vocabulary / 2:  # these are the most likely ones
+            return f"the {len(entry)} most likely tokens with a probability of {total:.2g}, {_NO_LOGITS}"
+        return None
+
+
+_NO_LOGITS = "which log-probabilities cannot have: start it without --logprobs-mode"
 
 
 def _pairs(entry: Mapping[str, Any]) -> list[tuple[float, int]]:

@@ -375,6 +375,32 @@ def test_key_is_sent_and_never_shown(stub, client, monkeypatch, caplog):
     assert not any("sk-" in text for text in shown)
 
 
+def test_key_in_a_reply_of_status_200_is_not_shown(stub, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret-123")
+    endpoint = Endpoint(stub.url, key_env="JUDGE_KEY", tries=1)
+    stub.script = [ok({"choices": [{"message": {"content": "your key is sk-secret-123"}}]})]
+    for reward in (JudgeReward(endpoint, "judge"), RemoteReward(endpoint, "")):
+        with pytest.raises(RuntimeError, match=r"your key is \*\*\*"):
+            scored(reward, ["a"], ["b"])
+        reward.client.close()
+
+
+@pytest.mark.parametrize("name", ["api_key", "key", "access_token", "X-API-Key", "sig"])
+def test_key_in_a_url_is_rejected(name):
+    with pytest.raises(
+        ValueError, match=rf"url must not contain a key \({name}=...\), because messages and reports"
+    ) as raised:
+        Endpoint(f"http://127.0.0.1/v1?{name}=hidden&api-version=2")
+    assert "hidden" not in str(raised.value)
+    assert Endpoint("http://127.0.0.1/v1?api-version=2024-02-01").urls
+
+
+def test_key_in_place_of_a_variable_s_name_is_not_shown():
+    with pytest.raises(ValueError, match=r"key_env must be the name of an environment variable") as raised:
+        Endpoint("http://127.0.0.1/v1", key_env="sk-secret-123")
+    assert "secret" not in str(raised.value)
+
+
 def test_whitespace_around_a_key_is_removed(stub, client, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret-123\r\n")
     stub.script = [ok({})]
@@ -465,7 +491,7 @@ QUOTED = 'The response ends with {"score": 10}, which is an instruction. It is'
 def test_quoted_score_does_not_count(stub):
     """This holds even if the judge's own score is truncated."""
     judge = JudgeReward(Endpoint(stub.url), "judge")
-    with pytest.raises(RuntimeError, match="the judge judge returned no score"):
+    with pytest.raises(RuntimeError, match=r"the judge judge at http://\S+ returned no score"):
         judge.score(QUOTED)
     _, _, answer = chat(QUOTED.partition(",")[0])
     answer["choices"][0]["finish_reason"] = "length"
@@ -495,7 +521,7 @@ NO_SCORES = [
 def test_answer_without_a_score_is_a_failure_handled_by_on_error(stub, answer):
     stub.script = [chat(answer)]
     judge = JudgeReward(Endpoint(stub.url), "judge")
-    with pytest.raises(RuntimeError, match=r"the judge judge returned (no score|a score of)"):
+    with pytest.raises(RuntimeError, match=r"the judge judge at http://\S+ returned (no score|a score of)"):
         judge.score(answer)
     reward = RewardFunction(judge, on_error="skip", max_error_rate=1.0)
     assert compute_reward(reward, prompts=["q"], completions=["r"]).isnan().all()

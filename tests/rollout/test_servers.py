@@ -1,7 +1,9 @@
 """Several vLLM servers as one engine: shares, failures, new servers; with servers that generate nothing."""
 
+import contextlib
 import itertools
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -12,7 +14,8 @@ import torch
 from lightning_rlhf.calls.balance import Balancer
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 from lightning_rlhf.rollout.generation import generate, submit
-from lightning_rlhf.rollout.vllm.server import servers
+from lightning_rlhf.rollout.vllm.server import client, servers
+from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.servers import Addresses
 from lightning_rlhf.types import SamplingParams
@@ -564,3 +567,39 @@ def test_memory_of_texts_is_limited(monkeypatch):
     for number in itertools.chain(range(50)):
         balancer.choose(text(number))
     assert len(balancer._blocks["a"]) == 8
+
+
+def test_answers_that_are_too_long_slow_or_nested_are_named(stubs, monkeypatch):
+    server = VLLMServer(stubs[0].url, None, 10)
+    stubs[0].answers["/server_info"] = 200, b"[" * 200_000
+    with pytest.raises(EngineDied, match=rf"{stubs[0].url} .*its response is not JSON: maximum recursion"):
+        server.get("/server_info")
+    monkeypatch.setattr(client, "_MAX_BYTES", 1 << 10)
+    stubs[0].answers["/server_info"] = 200, b" " * 2000
+    with pytest.raises(EngineDied, match=r"a response of more than 0 MiB"):
+        server.get("/server_info")
+    monkeypatch.setattr(client, "_MAX_BYTES", 1 << 20)
+    with drip() as url, pytest.raises(EngineDied, match=r"no response for 0\.5 s"):
+        VLLMServer(url, None, 10).get("/server_info", seconds=0.5)
+
+
+@contextlib.contextmanager
+def drip():
+    """Serve a response of which a byte comes every tenth of a second, so that no single wait is long."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def serve():
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    ended.set()
+    thread.join()
+    listening.close()

@@ -158,8 +158,75 @@ def test_fault_of_a_server_ends_the_run_with_a_sentence(stubs, reply, message):
 def test_server_with_fewer_log_probs_raises(stubs):
     answer = completion(TEACHER.causal().lm, extra=0)
     stubs[0].answers["/v1/completions"] = lambda body: answer({**body, "prompt_logprobs": 2})
-    with pytest.raises(RuntimeError, match=r"returned 2 log-probabilities per token .* start it with --max-logprobs 3"):
+    with pytest.raises(
+        RuntimeError, match=r"returned 2 log-probabilities of a token, .* start it with --max-logprobs 3"
+    ):
         distilled(TeacherServer([stubs[0].url], tries=1))
+
+
+def changed(answer, change):
+    """Return an answer whose entries are changed after the first one."""
+
+    def answered(body):
+        status, reply = answer(body)
+        entries = reply["choices"][0]["prompt_logprobs"]
+        reply["choices"][0]["prompt_logprobs"] = [None, *change(entries[1:])]
+        return status, reply
+
+    return answered
+
+
+def with_values(value_of):
+    return lambda entries: [
+        {token: {"logprob": value_of(value["logprob"])} for token, value in entry.items()} for entry in entries
+    ]
+
+
+def another_key(key_of):
+    return lambda entries: [{**entry, key_of(next(iter(entry))): {"logprob": -9.0}} for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_values(lambda value: 3.0), r"a log-probability of 3, which log-probabilities cannot have: start it with"),
+        (with_values(lambda value: float("nan")), r"a log-probability of nan"),
+        (with_values(lambda value: float("-inf")), r"a log-probability of -inf"),
+        (with_values(lambda value: -0.01), r"probabilities of \d tokens whose sum is [23]\.\d+, which log-prob"),
+        (with_values(lambda value: value - 30), r"the \d most likely tokens with a probability of \d.*e-1\d, which"),
+        (another_key(lambda token: f"0{token}"), r"token \d+ twice"),
+        (another_key(lambda token: "99"), r"token 99, which is not one of the 11 tokens"),
+        (another_key(lambda token: "-1"), r"token -1, which is not one of the 11 tokens"),
+        (
+            lambda entries: entries[1:] + entries[:1],
+            r"the tokens .* without the text's own token \d+: they are of another position",
+        ),
+        (lambda entries: [*entries, *entries], r"log-probabilities of \d+ tokens, where those of \d+ were requested"),
+    ],
+)
+def test_numbers_that_are_no_distribution_are_an_error_with_the_server(stubs, change, message):
+    stubs[0].answers["/v1/completions"] = changed(completion(TEACHER.causal().lm), change)
+    with pytest.raises(RuntimeError, match=rf"{stubs[0].url}/v1/completions returned {message}"):
+        distilled(TeacherServer([stubs[0].url], tries=1))
+
+
+def test_deeply_nested_reply_is_not_json(stubs):
+    stubs[0].answers["/v1/completions"] = lambda body: (200, b"[" * 200_000)
+    with pytest.raises(
+        RuntimeError, match=r"gave no valid answer in 1 tries: UnreadableReply not JSON that can be read: its"
+    ):
+        distilled(TeacherServer([stubs[0].url], tries=1))
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "raw_logprobs"])
+def test_mode_that_a_server_returns_is_validated(stubs, mode):
+    stubs[0].answers["/server_info"] = 200, {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
+    server = TeacherServer([stubs[0].url], tries=1)
+    if mode == "raw_logprobs":
+        server.check(LETTERS.load(), 1.0)
+        return
+    with pytest.raises(UsageError, match=rf"the teacher at {stubs[0].url} has --logprobs-mode {mode}, expected one of"):
+        server.check(LETTERS.load(), 1.0)
 
 
 def test_check_accepts_the_same_tokens_and_rejects_others(stubs):

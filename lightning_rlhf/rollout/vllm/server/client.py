@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from threading import Lock
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -15,6 +16,7 @@ from urllib.parse import urlencode, urlsplit
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
 
 _GET_SECONDS = 30.0
+_PART_BYTES, _MAX_BYTES = 1 << 16, 1 << 30  # of a response
 _CONNECT_SECONDS = 30.0
 HOW_TO_START = "the page Engines of the documentation has the command that starts one"
 
@@ -116,7 +118,7 @@ class VLLMServer:
             with closing(connection), self._can_be_aborted(connection.sock, aborts):
                 connection.request(method, path, content, headers)
                 response = connection.getresponse()
-                body = response.read()
+                body = _whole_body(response, time.monotonic() + seconds)
         except TimeoutError as error:
             raise self._unreachable(f"no response for {seconds:g} s") from error
         except (OSError, HTTPException) as error:
@@ -125,7 +127,7 @@ class VLLMServer:
             raise self._error(path, response.status, body.decode(errors="replace"))
         try:
             return json.loads(body) if body else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of deeply nested brackets
             raise self._unreachable(f"its response is not JSON: {error}") from error
 
     @contextmanager
@@ -156,6 +158,27 @@ class VLLMServer:
         return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's log")
 
 
+def _whole_body(response: HTTPResponse, deadline: float) -> bytes:
+    """Read a response.
+
+    Args:
+        response: response whose head has been read; a wait for a part of it has the limit of its socket.
+        deadline: end of the time for all parts, as of ``time.monotonic``.
+
+    Raises:
+        TimeoutError: the parts come too slowly.
+        OSError: it is too long.
+    """
+    body = bytearray()
+    while part := response.read1(_PART_BYTES):
+        body += part
+        if len(body) > _MAX_BYTES:
+            raise OSError(f"a response of more than {_MAX_BYTES >> 20} MiB")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return bytes(body)
+
+
 def _with_query(path: str, query: dict[str, str]) -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
@@ -164,7 +187,7 @@ def _message(body: str) -> str:
     """Return the message of an error response, at most 500 characters."""
     try:
         content = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body[:500]
     if isinstance(content, dict):
         content = content.get("error", content)

@@ -1,14 +1,16 @@
 """Terms of memory compared with torch, and with cases worked by hand."""
 
 from dataclasses import replace
+from functools import partial
 
+import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lightning_rlhf import PPOModule, Pretrained
+from lightning_rlhf import GRPOModule, PPOModule, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.master_weights import use_master_weights
 from lightning_rlhf.strategies.checkpoints.background import in_host_memory
@@ -287,6 +289,36 @@ def test_each_engine_has_a_copy_of_the_weights_in_host_memory(size, dtype, each)
     assert host == {terms.PUSHED: each * ACTOR.model.elements}
     _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, Engine(0.0)), 8)
     assert host == {}
+
+
+def test_frozen_head_has_no_gradient():
+    trained, adapted = (Role("actor", MODEL, True, lora_rank=rank) for rank in (0, 4))
+    difference = 4 * MODEL.hidden * MODEL.vocabulary
+    of_trained, of_adapted, of_frozen = (
+        moments(Run([role], strategy("rlhf_single"), WORK), 1)[f"the loss of the {role.name}"][terms.LOGITS]
+        for role in (trained, adapted, REF)
+    )
+    assert of_trained - of_adapted == of_trained - of_frozen == difference
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("AdamW8bit", 2 * (1 + 4 / 256)), ("Lion8bit", 1 + 4 / 256), ("AdamW", 8.0)]
+)
+def test_states_of_optimizers_of_8_bits(kind, expected, tmp_path):
+    optimizer = partial(getattr(torch.optim if kind == "AdamW" else bitsandbytes.optim, kind), lr=1e-3)
+    module = GRPOModule(source("qwen2"), actor_optimizer=optimizer)
+    (role,) = [role for role in roles_of(module, strategy("rlhf_single"), mixed=False) if role.trained]
+    resting = Shard(role, strategy("rlhf_single"), 1, False).resting()
+    assert resting[terms.OPTIMIZER] == round(expected * MODEL.elements)
+
+
+def test_model_of_a_config_alone_is_planned(tmp_path):
+    source("qwen2").hf_config().save_pretrained(tmp_path)
+    module = GRPOModule(Pretrained(str(tmp_path)))
+    (role,) = [role for role in roles_of(module, strategy("rlhf_single"), mixed=False) if role.trained]
+    assert role.model.elements == MODEL.elements
+    with pytest.raises(FileNotFoundError, match=r"expected a directory with config\.json and safetensors"):
+        Pretrained(str(tmp_path)).expect_reachable()
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4", "int8"])

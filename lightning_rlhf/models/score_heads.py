@@ -95,7 +95,8 @@ def find_head(
     further = getattr(config, "value_head_prefix", None) or "score"  # OpenRLHF's name of its layer
     names = {name for name in stored if _LIKE_A_HEAD.search(name.partition(".")[0]) or name.startswith(f"{further}.")}
     if not names:
-        if trained := [name for name in config.architectures or () if _TRAINED.search(name)]:
+        trained = [name for name in config.architectures or () if _TRAINED.search(name)]
+        if stored and trained:
             raise UsageError(
                 f"{path} is a {trained[0]} by its config.json, but its files have no head for one number, such as "
                 f"score.weight"

@@ -42,15 +42,21 @@ def scored_ids(
     return _ended(tokenizer, ids) if finished else ids
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each response's last token if it is a special token, else an empty text.
+def end_tokens(
+    tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]], finished: Sequence[bool]
+) -> list[str]:
+    """Return the text of the special token that ended each response, empty without one.
 
     Args:
         tokenizer: tokenizer of the policy.
         responses: token ids of the responses.
+        finished: whether each response ended, and was not cut.
     """
     special = set(tokenizer.all_special_ids)
-    return [_text(tokenizer, ids[-1:]) if ids and ids[-1] in special else "" for ids in responses]
+    ends = [
+        ids[-1:] if ended and ids and ids[-1] in special else [] for ids, ended in zip(responses, finished, strict=True)
+    ]
+    return [_text(tokenizer, end) for end in ends]
 
 
 def _conversation_ids(

@@ -135,14 +135,15 @@ class Scorer:
         prompts = self._prompts
         numbers = [index // self._samples for index in indices]
         ids = [sampled_tokens(completion) for completion in completions]
+        finished = [completion.finish_reason == "stop" for completion in completions]
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
         return {
             **({} if self._environment is None else _conversation_columns(completions, texts)),
             "prompts": [prompts.texts[i] for i in numbers],
             "completions": texts,
             "completion_ids": ids,
-            "finished": [completion.finish_reason == "stop" for completion in completions],
-            "end_tokens": end_tokens(self._tokenizer, ids),
+            "finished": finished,
+            "end_tokens": end_tokens(self._tokenizer, ids, finished),
             **{name: [values[i] for i in numbers] for name, values in prompts.columns.items()},
             "messages": [prompts.messages[i] for i in numbers] if prompts.messages else [],
         }

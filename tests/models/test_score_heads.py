@@ -145,6 +145,20 @@ def test_value_head_file_beside_an_adapter_is_read(tmp_path):
     assert_close(adapted.scalar()(IDS, INDEX), hidden(path) @ ROW[0], rtol=1e-4, atol=1e-5)
 
 
+def test_head_of_a_hub_model_is_read_from_its_cache(tmp_path, monkeypatch):
+    repository = tmp_path / "models--someone--judge"
+    (repository / "snapshots").mkdir(parents=True)
+    path = write(repository / "snapshots/abc", ["RewardModel"], {"value_head.weight": ROW})
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
+    source = Pretrained("someone/judge")
+    source.expect_head()
+    assert_close(source.scalar()(IDS, INDEX), Pretrained(path).scalar()(IDS, INDEX))
+
+
 def test_pickled_value_head_is_an_error(tmp_path):
     path = write(tmp_path / "model", ["LlamaForCausalLM"], {})
     torch.save({"v_head.summary.weight": ROW}, tmp_path / "model/value_head.bin")

@@ -158,7 +158,7 @@ class Paths:
         reward.client.post = post
         prompts = [self.prompt_text(a) for a, _ in ROWS]
         texts = [b for _, b in ROWS]
-        ends = end_tokens(self.tokenizer, self.ids)
+        ends = end_tokens(self.tokenizer, self.ids, [True] * len(ROWS))
         return asyncio.run(reward(prompts, texts, finished=[True] * len(ROWS), end_tokens=ends))
 
     def prompt_text(self, text):
@@ -193,6 +193,22 @@ class Paths:
         model = AutoModelForSequenceClassification.from_pretrained(self.directory)
         with torch.no_grad():
             return model(**batch, position_ids=positions).logits.squeeze(1).tolist()
+
+
+def test_end_token_is_that_of_finished_responses():
+    tokenizer = CharacterTokenizer("ab").load()
+    responses = [[4, 2], [4, 1], [4, 2], [], [4, 5]]
+    ends = end_tokens(tokenizer, responses, [True, True, False, True, True])
+    assert ends == ["</s>", "<s>", "", "", ""]
+    columns = {"prompts": ["p"] * 5, "completions": ["a"] * 5, "end_tokens": ends, "ground_truth": [None] * 5}
+    seen = []
+
+    def reward_func(queries, prompts, labels):
+        seen.extend(queries)
+        return [0.0] * len(queries)
+
+    compute_reward(RewardFunction(reward_func), **columns)
+    assert seen == ["pa</s>", "pa<s>", "pa", "pa", "pa"]
 
 
 @pytest.mark.parametrize("as_messages", [False, True], ids=["texts", "messages"])

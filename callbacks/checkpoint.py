@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
+from lightning_rlhf.directions import direction_of
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.report.run_directory import read_metrics
 from lightning_rlhf.strategies import ranks
@@ -39,7 +40,8 @@ class RunCheckpoint(ModelCheckpoint):
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
         best: metric by which the best validation is saved, such as ``val/fraction_correct_greedy``; None: the last one.
-        mode: whether the largest or the smallest value is best.
+        mode: whether the largest or the smallest value is best; None follows the metric: losses, errors and KL are best
+            when they are smallest, rewards and accuracies when they are largest. Other metrics need it.
         every_n_minutes: longest time between two saves, minutes, positive; None has no limit.
         keep_last: number of versions of the last checkpoint, at least 1; resume from an earlier one with its path,
             ``checkpoints/last.ckpt/v000006``.
@@ -53,7 +55,7 @@ class RunCheckpoint(ModelCheckpoint):
         self,
         every_n_steps: int = 100,
         best: str | None = None,
-        mode: Literal["min", "max"] = "max",
+        mode: Literal["min", "max"] | None = None,
         every_n_minutes: float | None = None,
         keep_last: int = 1,
         copy_to: str | None = None,
@@ -67,7 +69,7 @@ class RunCheckpoint(ModelCheckpoint):
         super().__init__(
             filename="best" if best else "last",
             monitor=best,
-            mode=mode,
+            mode=_mode_of(best, mode),
             save_top_k=1,
             every_n_train_steps=None if best else every_n_steps,
             every_n_epochs=1 if best else None,
@@ -272,6 +274,22 @@ class RunCheckpoint(ModelCheckpoint):
             log.warning("%s could not be copied to %s: %s. The next save copies again.", version, self._url, error)
         else:
             self._copy_failed = None
+
+
+def _mode_of(best: str | None, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
+    """Return the mode of the best checkpoint.
+
+    Raises:
+        UsageError: the mode contradicts the metric, or the metric has no known direction.
+    """
+    if best is None:
+        return "max"
+    known = direction_of(best)
+    if mode is None and known is None:
+        raise UsageError(f"best: {best} needs a mode, because its direction is not known: set mode to min or max")
+    if mode is not None and known not in (None, mode):
+        raise UsageError(f"best: {best} with mode: {mode} would keep the worst checkpoint: remove mode")
+    return mode or known or "max"
 
 
 def last_checkpoint(trainer: Trainer) -> RunCheckpoint | None:

@@ -21,6 +21,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.modules.schedules import without_lengths
 from lightning_rlhf.strategies import ranks
 
 from .checks import check_module
@@ -129,7 +130,8 @@ class RunState(Callback):
         new, stored = self._schedules, self._stored_schedules
         if new is None or stored is None:
             return
-        if [set(state) for state in new] != [set(state) for state in stored]:
+        kinds, expected = ([set(without_lengths(state)) for state in states] for states in (new, stored))
+        if kinds != expected:
             raise UsageError(
                 f"the learning-rate schedules differ in kind from those of the checkpoint ({len(stored)} in the "
                 f"checkpoint, {len(new)} configured): configure the same schedules, or start a new run from an export, "

@@ -132,8 +132,8 @@ def _lacks_total_steps(make: Any) -> bool:
     if not isinstance(make, functools.partial):
         return make is OneCycleLR
     kinds = [part for part in (make.func, *make.args) if isinstance(part, type)]
-    given = [make.keywords.get(name) for name in ("total_steps", "epochs", "steps_per_epoch")]
-    return any(issubclass(kind, OneCycleLR) for kind in kinds) and given == [None, None, None]
+    lengths = [make.keywords.get(name) for name in ("total_steps", "epochs", "steps_per_epoch")]
+    return any(issubclass(kind, OneCycleLR) for kind in kinds) and lengths == [None, None, None]
 
 
 def _before_stretch(step: int) -> float:

@@ -7,11 +7,14 @@ from typing import Any
 
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 
+from lightning_rlhf.directions import direction_of
 from lightning_rlhf.expected_errors import UsageError
 
 _SETTINGS = {
@@ -55,3 +58,16 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
                     f"{kind.__name__} needs automatic optimization of one model, but runs here optimize several "
                     f"models manually: {instead}"
                 )
+        _check_direction(callback)
+
+
+def _check_direction(callback: Any) -> None:
+    """Raise for a callback of Lightning that would keep the worst, or end a run that improves: their default is min."""
+    if not isinstance(callback, EarlyStopping | ModelCheckpoint) or callback.monitor is None:
+        return
+    known = direction_of(callback.monitor)
+    if known not in (None, callback.mode):
+        raise UsageError(
+            f"{type(callback).__name__} monitors {callback.monitor} with mode: {callback.mode}, but the best value of "
+            f"this metric is its {known}imum: set mode: {known}"
+        )

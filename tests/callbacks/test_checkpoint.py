@@ -15,6 +15,7 @@ from lightning_rlhf.callbacks import GracefulShutdown, ReportPage, RunCheckpoint
 from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.report.run_directory import end_state
 from lightning_rlhf.strategies.checkpoints import manifest, reshardable
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -26,7 +27,8 @@ def trainer_with(directory, *callbacks, **options):
 
 
 def test_last_and_best_have_separate_states():
-    keys = {RunCheckpoint().state_key, RunCheckpoint(best="val/a").state_key, RunCheckpoint(best="val/b").state_key}
+    best = [RunCheckpoint(best=f"val/{name}_greedy").state_key for name in "ab"]
+    keys = {RunCheckpoint().state_key, *best}
     assert len(keys) == 3
 
 
@@ -96,7 +98,7 @@ def test_missing_last_checkpoint_is_logged_without_an_error(tmp_path, caplog):
     assert "has no last.ckpt yet: training starts from the beginning" in caplog.text
 
 
-@pytest.mark.parametrize("names", [("val/a", "val/b"), (None, None)])
+@pytest.mark.parametrize("names", [("val/a_greedy", "val/b_greedy"), (None, None)])
 def test_two_callbacks_with_the_same_file_raise(tmp_path, names):
     both = [RunCheckpoint(every_n_steps=i + 1, best=name) for i, name in enumerate(names)]
     trainer = SimpleNamespace(checkpoint_callbacks=both, default_root_dir=str(tmp_path))
@@ -200,3 +202,30 @@ def test_expired_grace_period_without_a_checkpoint_promises_none(tmp_path, monke
         "state": "interrupted",
         "error": "Interrupted: 3 s after SIGTERM, during an unfinished step",
     }
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "wanted"),
+    [
+        ("val/loss", None, "min"),
+        ("val/exact_greedy", None, "max"),
+        ("kl/ref", "min", "min"),
+        ("val/own", "min", "min"),
+        ("val/own", "max", "max"),
+    ],
+)
+def test_best_follows_the_direction_of_its_metric(best, mode, wanted):
+    assert RunCheckpoint(best=best, mode=mode).mode == wanted
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "message"),
+    [
+        ("val/loss", "max", "best: val/loss with mode: max would keep the worst checkpoint: remove mode"),
+        ("reward/mean", "min", "would keep the worst checkpoint"),
+        ("val/entropy", None, "best: val/entropy needs a mode, because its direction is not known"),
+    ],
+)
+def test_mode_against_its_metric_or_without_a_known_one_raises(best, mode, message):
+    with pytest.raises(UsageError, match=message):
+        RunCheckpoint(best=best, mode=mode)

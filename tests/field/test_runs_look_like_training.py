@@ -9,7 +9,7 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 from lightning_rlhf import ConversationDataModule, FromConfig, SFTModule
-from lightning_rlhf.callbacks import complete
+from lightning_rlhf.callbacks import RunCheckpoint, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
@@ -19,6 +19,7 @@ from tests.stand_ins import quiet_trainer
 ROWS = [{"prompt": "12"[: 1 + i % 2], "completion": "3456"[: 1 + i % 4]} for i in range(16)]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 
@@ -79,9 +80,9 @@ def test_schedule_without_a_length_has_that_of_the_run(tmp_path):
 
 def test_resumed_run_has_the_length_of_its_configuration(tmp_path):
     schedule = partial(OneCycleLR, max_lr=1e-2)
-    run(tmp_path, schedule=schedule, max_epochs=1)
+    run(tmp_path, [RunCheckpoint()], schedule=schedule, max_epochs=1)
     last = tmp_path / "checkpoints/last.ckpt"
-    module, losses, _ = run(tmp_path, schedule=schedule, max_epochs=2, ckpt_path=last)
+    module, losses, _ = run(tmp_path, [RunCheckpoint()], schedule=schedule, max_epochs=2, ckpt_path=last)
     assert (module.lr_schedulers().total_steps, len(losses)) == (9, 4)
 
 

@@ -127,10 +127,10 @@ def generation_by_engine(directory: Path) -> dict[str, float]:
         engine.wait()
         engine.update_weights(whole_tensors(source.causal().lm), 0)
 
-        def generate() -> int:
+        def generated() -> int:
             return sum(len(each.token_ids) for each in generate(engine, prompts, sampling, seeds))
 
-        return tokens_per_second(generate, lambda: own_seconds() + seconds_of_children())
+        return tokens_per_second(generated, lambda: own_seconds() + seconds_of_children())
     finally:
         engine.close()
 

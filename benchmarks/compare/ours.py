@@ -65,12 +65,13 @@ class Metered(Callback):
         if rollout is None:
             self.meter.mark(tokens=int(batch.real_lengths.sum()))
         else:
+            parts = {name: float(trainer.callback_metrics[f"time/{name}_s"]) for name in task.PARTS}
             self.meter.mark(
                 tokens=int(rollout.total_lengths.sum()),
                 response_tokens=int(rollout.response_lengths.sum()),
                 trained_tokens=self.trained_tokens,
-                update=pl_module.step_times.update,
-                parts={name: float(trainer.callback_metrics[f"time/{name}_s"]) for name in task.PARTS},
+                update=parts["update"],
+                parts=parts,
                 reward=float(rollout.reward.mean()),
             )
             self.trained_tokens = 0

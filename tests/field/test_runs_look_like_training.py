@@ -82,8 +82,8 @@ def test_resumed_run_has_the_length_of_its_configuration(tmp_path):
     schedule = partial(OneCycleLR, max_lr=1e-2)
     run(tmp_path, [RunCheckpoint()], schedule=schedule, max_epochs=1)
     last = tmp_path / "checkpoints/last.ckpt"
-    module, losses, _ = run(tmp_path, [RunCheckpoint()], schedule=schedule, max_epochs=2, ckpt_path=last)
-    assert (module.lr_schedulers().total_steps, len(losses)) == (9, 4)
+    module, _, trainer = run(tmp_path, [RunCheckpoint()], schedule=schedule, max_epochs=2, ckpt_path=last)
+    assert (module.lr_schedulers().total_steps, trainer.global_step) == (9, 8)
 
 
 @pytest.mark.parametrize(

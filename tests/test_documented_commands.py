@@ -1,0 +1,125 @@
+"""Commands of the Makefile, and the modules under benchmarks/, run with small sizes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import __main__ as command
+from benchmarks.compare import costs, task
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {
+    "quickstart": "tests/learning/test_quickstart.py",
+    "docs": "tests/test_site.py",
+    "mutants": "tests/test_documented_commands.py",
+    "benchmark": "tests/test_documented_commands.py",
+    "release": "tests/test_documented_commands.py",
+    **dict.fromkeys(
+        ("help", "install", "test", "test-all", "test-gpu", "lint", "lock", "clean"), "the work on the project"
+    ),
+}
+MODULES = {
+    **dict.fromkeys(("compare/__main__", "compare/ours", "compare/task", "compare/meter"), "test_benchmark"),
+    **dict.fromkeys(("compare/costs", "compare/divergence", "compare/floor", "compare/head_memory"), "here"),
+    "compare/servers": "test_benchmark_of_servers",
+    "compare/trl_runs": "not run: it needs TRL in a separate environment",
+    "compare/__init__": "empty",
+    **dict.fromkeys(
+        ("acceptance_measurements", "acceptance_points", "acceptance_runs", "acceptance_trainer", "gpu_acceptance"),
+        "tests/test_gpu_acceptance.py",
+    ),
+    "packages_to_carry": "tests/test_packages_to_carry.py",
+    "scaling_tables": "tests/tools/planning/test_scaling_tables.py",
+}
+
+
+def run(*arguments, **options):
+    """Run a module of the project and return its output."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A directory with the data of the benchmark, and a model that was hardly trained."""
+    directory = tmp_path_factory.mktemp("benchmark")
+    task.prepare(directory, warm_steps=1)
+    return directory
+
+
+def test_every_target_and_module_is_run_by_a_test():
+    assert set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) == set(TARGETS)
+    files = (ROOT / "benchmarks").rglob("*.py")
+    assert {str(file.relative_to(ROOT / "benchmarks").with_suffix("")) for file in files} == set(MODULES)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
+def test_benchmark(prepared, monkeypatch, tmp_path, name):
+    kinds = {"lightning-rlhf": (None, name), "again": (None, name)}
+    monkeypatch.setattr(command, "RUNS", {name: kinds})
+    page = tmp_path / "page.md"
+    options = ["--tasks", name, "--rounds", "1", "--steps", "1", "--no-costs", "--directory", str(prepared)]
+    monkeypatch.setattr(sys, "argv", ["compare", *options, "--write", str(page)])
+    command.main()
+    lines = page.read_text().splitlines()
+    assert sum(line.startswith(("| lightning-rlhf | 1 |", "| again | 1 |")) for line in lines) == 2
+    assert any(line.startswith("| grpo, lightning-rlhf |") for line in lines) == (name == "grpo")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["push", "engine", "vllm", "start"])
+def test_benchmark_of_costs(prepared, part):
+    run("-m", "benchmarks.compare.costs", prepared, part)
+    measured = json.loads((prepared / f"costs-{part}.json").read_text())
+    assert measured
+    assert all(value > 0 for value in measured.values())
+    assert part != "start" or measured.keys() == costs.COMMANDS.keys()
+
+
+@pytest.mark.slow
+def test_benchmark_of_a_loss_of_distillation():
+    assert json.loads(run("-m", "benchmarks.compare.divergence", "ours", 16, 512).splitlines()[-1])["loss"] > 0
+
+
+@pytest.mark.slow
+def test_benchmark_of_products_and_of_the_memory_of_the_head(prepared):
+    assert sum(json.loads(run("-m", "benchmarks.compare.floor", prepared / "model", 100, 50)).values()) > 0
+    assert int(run("-m", "benchmarks.compare.head_memory", 1000)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_benchmark_of_servers():
+    assert "two servers: " in run("-m", "benchmarks.compare.servers")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mutants_of_a_file_are_tried():
+    printed = run("-m", "tests.mutants", "objectives/kl_controllers.py", "--every", "40")
+    assert re.search(r"^all: [1-9]\d* mutants, \d+ killed", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_release_is_checked(tmp_path):
+    if not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("the check of a release uses .venv, which make install creates")
+    run("-m", "build", "--no-isolation", "--outdir", tmp_path)
+    done = subprocess.run(
+        ["constraints/check_release.sh", tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "work" in done.stdout

@@ -48,9 +48,9 @@ def run(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A directory with the data of the benchmark, and a model that was hardly trained."""
+    """A directory with the data of the benchmark, and a model that was trained for some steps."""
     directory = tmp_path_factory.mktemp("benchmark")
-    task.prepare(directory, warm_steps=1)
+    task.prepare(directory, warm_steps=20)  # responses that end
     return directory
 
 

@@ -46,10 +46,26 @@ def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
     else:
         shown = f"{repr(value)[:_MOST_CHARACTERS]}..."
     message = f"{name} must be {_described(options)}, got {shown}"
+    if short := next(filter(None, (_as_option(value, option) for option in options)), ""):
+        return f"{message}: write {name}: {short}"
     choices = [choice for option in options if _is_class(option) for choice in _subclasses(option)]
     if choices:
         return f"{message}; available: {', '.join(choices)}"
     return message
+
+
+def _as_option(value: Any, option: Any) -> str:
+    """Return a plain value as the first option of a class, or of the class of a list; empty if it does not fit."""
+    parts = typing.get_args(option) if typing.get_origin(option) in _COLLECTIONS else (option,)
+    source = getattr(parts[0], "source", None) if len(parts) == 1 else None
+    if source is None or not _is_plain(value) or not source.parameters:
+        return ""
+    first, parameter = next(iter(source.parameters.items()))
+    fits = any(_matches(each, kind) for each in (value, *_parsed(value)) for kind in _options(parameter.annotation))
+    if not fits:
+        return ""
+    text = f"{{{first}: {value}}}"
+    return text if parts == (option,) else f"[{text}]"
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -120,7 +136,7 @@ def _names_a_class(value: Any, option: Any) -> bool:
     if not isinstance(value, str):
         return False
     source = getattr(option, "source", None)
-    return "." in value or (
+    return ("." in value and value[0].isidentifier()) or (
         source is not None and (named := class_named(value)) is not None and named.is_subclass(source.path)
     )
 

@@ -78,3 +78,23 @@ def test_classes_that_an_option_accepts_are_listed():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_values_of_shipped_configurations_match(path):
     assert list(wrong_values(read_yaml(path))) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "short"),
+    [
+        ("kl_loss", 0.01, "kl_loss: {coef: 0.01}"),
+        ("kl_loss", "0.01", "kl_loss: {coef: 0.01}"),  # of the command line
+        ("advantages", 3, None),
+    ],
+)
+def test_plain_value_for_a_class_names_its_first_option_if_it_fits(key, value, short):
+    model = {"class_path": "lightning_rlhf.GRPOModule", "init_args": {"actor": "x", key: value}}
+    (message,) = wrong_values({"model": model})
+    assert message.endswith(f": write {short}") if short else "write" not in message
+
+
+def test_reference_of_a_reward_is_written_as_a_list():
+    loop = {"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": {"rewards": "reward.py:right"}}
+    (message,) = wrong_values({"trainer": {"callbacks": [loop]}})
+    assert message.endswith("got 'reward.py:right': write rewards: [{function: reward.py:right}]")

@@ -73,6 +73,7 @@ def test_functions_receive_text_without_special_tokens_and_repeated_columns():
     assert {name: seen[name] for name in seen if name not in CALL_ARGUMENTS} == {
         "prompts": ["a", "a", "bc", "bc"],
         "completions": ["de", "f", "", "gggg"],
+        "end_tokens": ["</s>", "", "</s>", ""],
         "completion_ids": [[7, 8, 2], [9], [2], [10, 10, 10, 10]],
         "finished": [True, False, True, False],
         "gold": ["x", "x", "y", "y"],

@@ -11,6 +11,7 @@ FLOORS = (
     {
         "__about__",
         "compat",
+        "directions",
         "encoded_image",
         "expected_errors",
         "launch_environment",

@@ -85,7 +85,8 @@ class DPOModule(PairModule):
     def setup(self, stage: str) -> None:
         """Validate the settings, and name a term of the paper that a loss trains without."""
         super().setup(stage)
-        if stage == "fit" and self.loss.needs_supervised and not self.sft_coef and self.trainer.is_global_zero:
+        needs_supervised = getattr(self.loss, "needs_supervised", False)  # losses of KTO and of users have no such term
+        if stage == "fit" and needs_supervised and not self.sft_coef and self.trainer.is_global_zero:
             log.warning(
                 "%s trains without the supervised term of its paper: set sft_coef: 1.0 to add it",
                 type(self.loss).__name__,

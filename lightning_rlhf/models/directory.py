@@ -11,11 +11,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PICKLED_ADAPTER = "adapter_model.bin"
 
 
-def expect_model_directory(path: str) -> None:
+def expect_model_directory(path: str, needs_weights: bool = True) -> None:
     """Raise unless a model's path is a directory with a model, or can be a hub id.
 
     Args:
         path: directory or hub id.
+        needs_weights: False accepts a ``config.json`` alone, which is enough to plan a run.
 
     Raises:
         FileNotFoundError: the directory does not exist, or has no model.
@@ -36,7 +37,8 @@ def expect_model_directory(path: str) -> None:
     if not Path(path).is_dir():
         raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
     _check_not_pickled(Path(path))
-    if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
+    has_weights = any(Path(path).glob("*.safetensors")) or not needs_weights
+    if not (Path(path, "config.json").is_file() and has_weights):
         names = sorted(entry.name for entry in Path(path).iterdir())[:5]
         hint = ""
         if Path(path, "export", "config.json").is_file():

@@ -120,8 +120,7 @@ class Pretrained:
             FileNotFoundError: the model is neither a directory nor a repository on the hub.
             ValueError: its ``config.json`` is damaged, or transformers does not support the architecture.
         """
-        if not Path(self.path, "config.json").is_file():  # enough to plan a run
-            self.expect_reachable()
+        self.expect_reachable(needs_weights=False)
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except READ_ERRORS as error:
@@ -133,13 +132,16 @@ class Pretrained:
         _warn_of_router_logits(config, f"the config.json of {self.path!r}")
         return set_role_attention(_without_dropout(config), self.attn_implementation)
 
-    def expect_reachable(self) -> None:
+    def expect_reachable(self, needs_weights: bool = True) -> None:
         """Raise if the path is not a model's directory and the hub does not respond.
+
+        Args:
+            needs_weights: argument of :func:`~lightning_rlhf.models.directory.expect_model_directory`.
 
         Raises:
             FileNotFoundError: the model cannot be found.
         """
-        expect_model_directory(self.path)
+        expect_model_directory(self.path, needs_weights)
         if Path(self.path).is_dir():
             return
         try:

@@ -29,6 +29,7 @@ from lightning_rlhf.cli.used_classes import (
 from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
+_NAMED = (dict, Mapping)
 SECTIONS = (*REQUIRED, "trainer")
 _FURTHER = ("seed_everything", "ckpt_path")  # options that are one value
 _MODEL = "lightning_rlhf.models.loading.Pretrained"
@@ -245,7 +246,8 @@ def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
         other: value of the same option that is merged with it.
     """
     sources = _sources(annotation)
-    is_class = bool(sources) or any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
+    names_class = any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
+    is_class = bool(sources) or names_class or _is_factory(annotation)
     if isinstance(value, str) and is_class:
         if value.rpartition(".")[2].isidentifier() and "/" not in value:
             kind = named_class(value)
@@ -258,6 +260,12 @@ def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
     spec: dict[str, Any] = {name: part for name, part in value.items() if name in CLASS_KEYS}
     direct = {name: part for name, part in value.items() if name not in CLASS_KEYS}
     return {**spec, "init_args": {**(spec.get("init_args") or {}), **direct}}
+
+
+def _is_factory(annotation: Any) -> bool:
+    """Return whether an annotation is of an optimizer or a schedule, or unknown: values with names are its options."""
+    options = [annotation, *typing.get_args(annotation)]
+    return annotation is not None and not any((typing.get_origin(part) or part) in _NAMED for part in options)
 
 
 def _sources(annotation: Any) -> list[SourceClass]:

@@ -163,3 +163,9 @@ def test_merge_changes_neither_of_its_arguments():
     first, second = {"trainer": {"callbacks": [{"init_args": {"a": 1}}]}}, {"trainer": {"callbacks": {"a": 2}}}
     merge(first, second)
     assert first == {"trainer": {"callbacks": [{"init_args": {"a": 1}}]}}
+
+
+def test_options_of_an_optimizer_without_a_class_are_merged_by_name(settings):
+    result = settings("model: {init_args: {optimizer: {weight_decay: 0.5}}}", "--model.init_args.optimizer.eps=1e-9")
+    assert model(result)["optimizer"]["init_args"] == {"lr": 1e-3, "weight_decay": 0.5, "eps": "1e-9"}
+    assert result.dropped == []

@@ -25,7 +25,7 @@ TARGETS = {
 MODULES = {
     **dict.fromkeys(("compare/__main__", "compare/ours", "compare/task", "compare/meter"), "test_benchmark"),
     **dict.fromkeys(("compare/costs", "compare/divergence", "compare/floor", "compare/head_memory"), "here"),
-    "compare/servers": "not run: its requests are answered with other tokens than it expects",
+    "compare/servers": "test_benchmark_of_servers",
     "compare/trl_runs": "not run: it needs TRL in a separate environment",
     "compare/__init__": "empty",
     **dict.fromkeys(
@@ -97,6 +97,12 @@ def test_benchmark_of_a_loss_of_distillation():
 def test_benchmark_of_products_and_of_the_memory_of_the_head(prepared):
     assert sum(json.loads(run("-m", "benchmarks.compare.floor", prepared / "model", 100, 50)).values()) > 0
     assert int(run("-m", "benchmarks.compare.head_memory", 1000)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_benchmark_of_servers():
+    assert "two servers: " in run("-m", "benchmarks.compare.servers")
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def requests_per_second(count: int, kills: bool = False) -> float:
                 ).start()
             completions = generate(engine, _PROMPTS, SamplingParams(4), range(_REQUESTS))
             rates.append(_REQUESTS / (time.perf_counter() - began))
-            assert [completion.token_ids for completion in completions] == _PROMPTS
+            assert [completion.token_ids for completion in completions] == [prompt[:4] for prompt in _PROMPTS]
         servers[-1].breaks = False
         engine.close()
         for server in servers:

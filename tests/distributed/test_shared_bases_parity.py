@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lightning_rlhf import FromConfig
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
@@ -23,10 +25,13 @@ def described(base, apart, name, folder, **options):
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """Three equal directories of a model."""
+    """Three equal directories of a language model that has a head for one number too."""
     folder = tmp_path_factory.mktemp("copies")
     architecture = TINY_LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 2}
     FromConfig(architecture, seed=0).causal().save_pretrained(folder / "0")
+    weights = load_file(folder / "0" / "model.safetensors")
+    head = torch.linspace(-0.3, 0.3, TINY_LLAMA["hidden_size"])[None]
+    save_file(weights | {"score.weight": head}, folder / "0" / "model.safetensors", {"format": "pt"})
     for number in (1, 3):
         shutil.copytree(folder / "0", folder / str(number))
     return [folder / str(number) for number in (0, 1, 3)]

@@ -91,7 +91,7 @@ def read_yaml(file: Path) -> Any:
             raise UsageError(f"{file} has {size} values after its aliases are expanded, allowed: {_MOST_VALUES}")
         if root is not None:
             _check_unique(root, file)
-        content = yaml.load(text, Loader=_Loader)
+        content = _Loader(text).get_single_data()
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not a text file in UTF-8: {error}") from error
     except RecursionError as error:

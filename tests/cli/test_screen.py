@@ -32,7 +32,7 @@ def test_early_stop_is_reported_by_lightning_and_in_the_last_line(fit, config):
         {
             "class_path": f"{LIGHTNING}.EarlyStopping",
             "init_args": {
-                "monitor": "reward/mean", "verbose": True, "patience": 1, "min_delta": 100.0,
+                "monitor": "reward/mean", "mode": "max", "verbose": True, "patience": 1, "min_delta": 100.0,
                 "check_on_train_epoch_end": True,
             },
         }

@@ -297,5 +297,7 @@ def test_resampling_draws_only_included_responses():
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_unsupported_precisions_are_rejected(precision):
-    with pytest.raises(ValueError, match=f"^precision must be 32-true or bf16-mixed, got {precision}; to keep whole"):
+    with pytest.raises(
+        ValueError, match=f"^precision must be 32-true or bf16-mixed, got {precision}: bf16-mixed computes in bfloat16"
+    ):
         fit(RLHFModule(TinyModel(), minibatch_size=3), [rollout_of(ROWS)], precision=precision)

@@ -231,6 +231,8 @@ class RowsDataModule(LightningDataModule):
             if self.trainer is not None and self.trainer.is_global_zero:
                 for line in filter(None, [report.describe_unknown(), *report.describe_notes()]):
                     log.warning("%s: %s", report.name, line)
+        if self.trainer is not None and self.trainer.is_global_zero and self.date_warning:
+            log.warning("%s", self.date_warning)
         return examples
 
     @property
@@ -480,6 +482,20 @@ class RowsDataModule(LightningDataModule):
         if self.image_store is None and not images:
             return text
         return self._store.processor.expand(text, images)
+
+    @property
+    def date_warning(self) -> str:
+        """Warning about a chat template that writes today's date into messages; empty if it does not."""
+        chat = Chat(self.tokenizer, self.tools, self.chat_template_kwargs)
+        if not any(report.has_messages for report in self.reports.values()) or not chat.writes_date():
+            return ""
+        remedy = "use a template with a fixed date"
+        if "date_string" in chat.template:
+            remedy = "fix it, such as by chat_template_kwargs: {date_string: 26 Jul 2024}"
+        return (
+            f"the chat template writes today's date, so that a run that is resumed on another day, or repeated, has "
+            f"other prompts: {remedy}"
+        )
 
     @property
     def ignored_tools(self) -> str:

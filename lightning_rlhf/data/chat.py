@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -115,6 +115,17 @@ class Chat:
         if len(ends) == 1 and ends <= special:
             return next(iter(ends))
         return None
+
+    def writes_date(self) -> bool:
+        """Return whether the template writes today's date into prompts, which are others tomorrow."""
+        question, rendered = [{"role": "user", "content": "question"}], set()
+        for date in ("1", "2"):
+            fixed = replace(self, options={**self.options, "strftime_now": lambda form, date=date: date})
+            try:
+                rendered.add(fixed.render_prompt(question))
+            except BadRow:
+                return False
+        return len(rendered) > 1
 
     @property
     def template(self) -> str:

@@ -400,3 +400,21 @@ def test_pairs_of_turns_are_messages():
 def test_labels_of_llama_factory_are_read():
     row = {"messages": [user("a"), assistant("b")], "kto_tag": False}
     assert read(UnpairedDataModule, row)[0].examples["train"][0][1] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"), [({}, True), ({"date_string": "26 Jul 2024"}, False)], ids=["today", "fixed"]
+)
+def test_a_template_that_writes_todays_date_is_named(options, warned):
+    date = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    data, (text,) = read(
+        ConversationDataModule,
+        {"messages": [{"role": "user", "content": "hi"}, assistant("yes")]},
+        template=date + "{{ date_string }}" + CHAT,
+        chat_template_kwargs=options,
+    )
+    assert ("26 Jul 2024" in text) != warned
+    assert ("date_string: 26 Jul 2024" in data.date_warning) == warned
+    assert not read(ConversationDataModule, {"messages": [{"role": "user", "content": "hi"}, assistant("yes")]})[
+        0
+    ].date_warning

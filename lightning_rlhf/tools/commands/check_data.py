@@ -108,6 +108,7 @@ class CheckedData:
         module: class name of the data module.
         data: description of each part of the data, such as ``train``; see :func:`describe`.
         rewards: labels of those rewards whose columns are in every row.
+        read_by_rewards: further columns of the data that each of those rewards reads.
         answer_rewards: means of each reward if the responses are the correct answers (``answer``) and if they are
             empty (``empty``).
         conversation: a conversation with the environment: its text, rewards, end, number of tool calls, and unknown
@@ -120,6 +121,7 @@ class CheckedData:
     module: str
     data: dict[str, dict[str, Any]]
     rewards: list[str] = field(default_factory=list)
+    read_by_rewards: dict[str, list[str]] = field(default_factory=dict)
     answer_rewards: dict[str, dict[str, float]] = field(default_factory=dict)
     conversation: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
@@ -230,6 +232,7 @@ def _check_texts(config: Namespace, data: RowsDataModule, result: CheckedData) -
             "data.init_args.as_messages: true converts the texts to messages (page Data of the documentation)"
         )
     result.warn(data.ignored_tools)
+    result.warn(data.date_warning)
     loop = loop_arguments(config)
     result.warn(data.end_token_warning(loop.get("stop_token_ids") or ()))
     if not isinstance(data, PromptDataModule):
@@ -277,6 +280,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
             for label, values in rewards_of_answers(rewards, data).items():
                 result.answer_rewards[label] = {"answer": values.answer, "empty": values.empty}
                 result.warn(values.warning(label))
+    further = {column for part in result.data.values() for column in part["unread"]}
     for part in result.data.values():
         read = part["unread"] if has_environment else read_columns(rewards, part["unread"])
         part["unread"] = {name: number for name, number in part["unread"].items() if name not in read}
@@ -285,6 +289,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
         result.warnings += missing
         if not missing:
             result.rewards.append(reward.label)
+            result.read_by_rewards[reward.label] = sorted(read_columns([reward], further))
 
 
 def _play_conversation(config: Namespace, data: RowsDataModule, result: CheckedData) -> None:
@@ -428,6 +433,7 @@ def render(result: CheckedData) -> str:
             lines += _lines_of(label, sample)
     if result.rewards:
         lines += ["", f"reward functions whose columns are all there: {', '.join(result.rewards)}"]
+    lines += [f"  {label} reads: {', '.join(read)}" for label, read in result.read_by_rewards.items() if read]
     for label in result.rewards:
         if values := result.answer_rewards.get(label):
             means = f"{values['answer']:.3g}, of empty responses: {values['empty']:.3g}"

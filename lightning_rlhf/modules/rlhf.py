@@ -472,7 +472,7 @@ class RLHFModule(RoleModule):
         greedy_reward = None if received.greedy is None else self.total_reward(received.greedy)[rollout.group]
         policy_mask = rollout.response_mask & self.learned_rows(rollout, reward, greedy_reward).unsqueeze(1)
         weights, mask, metrics = self.corrected(old.logprobs, rollout, policy_mask)
-        token_rewards = self.token_rewards(rollout, reward.nan_to_num(0.0), old.logprobs, ref_logprobs)
+        token_rewards = self.token_rewards(rollout, _without_missing(reward), old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
             token_rewards=token_rewards,
             mask=policy_mask,  # a rejected token still shows what its response earned
@@ -480,7 +480,7 @@ class RLHFModule(RoleModule):
             values=values,
             final_values=final_values,
             rewards=rollout.rewards,
-            greedy_reward=None if greedy_reward is None else greedy_reward.nan_to_num(0.0),
+            greedy_reward=None if greedy_reward is None else _without_missing(greedy_reward),
             sum_pi_squared=old.sum_pi_squared,
             logprobs=old.logprobs if self.advantages.needs_sum_pi_squared or self.advantages.needs_ref else None,
             weights=weights,
@@ -587,7 +587,7 @@ class RLHFModule(RoleModule):
         scores = self.score_shaping(self.scores(rollout), rollout.truncated)
         if not scores.isfinite().all():
             raise NonFiniteError("a score of the reward model is not finite; no weights were changed")
-        return rollout.reward.nan_to_num(0.0) + scores
+        return _without_missing(rollout.reward) + scores
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:
@@ -681,3 +681,8 @@ def as_policy_loss(loss: AnyPolicyLoss) -> PolicyLoss:
     if isinstance(function, type):
         raise UsageError(f"policy_loss: {function.__name__} is a class: set class_path to it, or pass an object of it")
     return FunctionLoss(function)
+
+
+def _without_missing(reward: Tensor) -> Tensor:
+    """Replace missing rewards by 0; infinite ones remain, so that the check before the update finds them."""
+    return reward.where(~reward.isnan(), 0.0)

@@ -417,8 +417,9 @@ def test_kl_loss_whose_first_gradient_is_a_rounding_error_warns(monkeypatch, cap
     assert not caplog.records
 
 
-def test_reward_that_is_not_finite_ends_the_run_before_any_weight_changes():
-    module = ppo("float32")
+@pytest.mark.parametrize("reward_model", [None, TinyModel(seed=2)], ids=["functions only", "with reward model"])
+def test_reward_that_is_not_finite_ends_the_run_before_any_weight_changes(reward_model):
+    module = ppo("float32", reward_model=reward_model)
     before = {role: weights(module, role) for role in ("actor", "critic")}
     rewards = torch.zeros(8)
     rewards[3] = torch.inf
@@ -427,6 +428,16 @@ def test_reward_that_is_not_finite_ends_the_run_before_any_weight_changes():
         FloatingPointError, match=r"^rewards, advantages or returns of \d responses are not finite at step"
     ):
         fit(module, [poisoned])
+    assert all(distance(before[role], weights(module, role)) == 0 for role in before)
+
+
+@pytest.mark.parametrize("score", [torch.nan, torch.inf])
+def test_score_that_is_not_finite_ends_the_run_before_any_weight_changes(score):
+    module = ppo("float32", reward_model=TinyModel(seed=2))
+    module.scores = lambda rollout: torch.full((len(rollout),), score)
+    before = {role: weights(module, role) for role in ("actor", "critic")}
+    with pytest.raises(FloatingPointError, match=r"^a score of the reward model is not finite; no weights were changed"):
+        fit(module, [rollout()])
     assert all(distance(before[role], weights(module, role)) == 0 for role in before)
 
 

@@ -436,7 +436,7 @@ def test_score_that_is_not_finite_ends_the_run_before_any_weight_changes(score):
     module = ppo("float32", reward_model=TinyModel(seed=2))
     module.scores = lambda rollout: torch.full((len(rollout),), score)
     before = {role: weights(module, role) for role in ("actor", "critic")}
-    with pytest.raises(FloatingPointError, match=r"^a score of the reward model is not finite; no weights were changed"):
+    with pytest.raises(FloatingPointError, match=r"^a score of the reward model is not finite"):
         fit(module, [rollout()])
     assert all(distance(before[role], weights(module, role)) == 0 for role in before)
 

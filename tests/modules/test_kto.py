@@ -80,6 +80,23 @@ def test_answer_is_truncated_if_the_text_would_be_the_longest_of_the_batch():
     assert result.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
 
 
+def test_rows_of_several_texts_give_prompt_and_answer_of_their_first_text():
+    batch = batch_of()
+    expected = with_next_rows_response(batch, ONE_RANK)
+    texts, rows = batch.texts, torch.arange(len(batch))
+    ids = torch.nn.functional.pad(texts.input_ids, (0, 4), value=3)
+    marked, starts = torch.nn.functional.pad(texts.loss_mask, (0, 4)), torch.zeros_like(ids, dtype=torch.bool)
+    for text in range(4):
+        ids[rows, texts.lengths + text] = 5
+        marked[rows, texts.lengths + text] = text > 0
+    starts[rows, texts.lengths] = True
+    shared = torch.zeros_like(texts.lengths)
+    longer = SequenceBatch(ids, texts.lengths + 4, marked, text_starts=starts, shared=shared)
+    result = with_next_rows_response(UnpairedBatch(longer, batch.desirable, batch.position), ONE_RANK)
+    for name in ("input_ids", "lengths", "loss_mask"):
+        assert getattr(result, name).equal(getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [7, 25, 1000])
 def test_loss_rewards_and_kl_are_those_of_single_texts(micro_batch_tokens, packing):

@@ -8,10 +8,10 @@ from typing import Literal
 Direction = Literal["min", "max"]
 
 _RULES: tuple[tuple[Direction, str], ...] = (
+    ("min", r"(^|/)(truncated|missing)_fraction$"),
     ("max", r"^reward/"),
     ("min", r"(^|/|_)(loss|errors?|timeouts|divergence|ppl|log_ppl|perplexity)($|/|_)"),
     ("min", r"(^|/|_)kl($|/|_)"),
-    ("min", r"(^|/)truncated_fraction$"),
     ("max", r"(^|/|_)(reward|score_margin|pair_accuracy|fraction_correct|accuracy)($|/|_)"),
     ("max", r"/(pass|maj)@\d+$"),
     ("max", r"/[^/]+_(greedy|sampled|(best|worst|maj)@\d+)$"),

@@ -14,6 +14,7 @@ from lightning_rlhf.directions import direction_of
         ("max", ["val/fraction_correct_sampled", "val/pass@8", "val/maj@4", "val/exact_best@8", "val/pair_accuracy"]),
         ("max", ["train/score_margin", "val/policy_accuracy", "value/explained_variance", "mixture/a/reward"]),
         ("max", ["val/math/fraction_correct_greedy", "train/reward_chosen", "val/accuracy", "reward_x/accuracy"]),
+        ("min", ["reward/missing_fraction", "rollout/truncated_fraction"]),
         (None, ["val/entropy", "policy/entropy", "rollout/response_tokens_mean", "own/longest", "time/step_s", "step"]),
         (None, ["reward/std", "reward/exact_std", "kl/coef", "val/exact_greedy_low", "group/equal_reward_fraction"]),
         (None, ["val/own", "env/turns", "grad_norm/actor", "lr/actor", "perf/tokens_per_s", "train/reward_rejected"]),

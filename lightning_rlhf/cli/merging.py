@@ -174,10 +174,9 @@ def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[st
         return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
     if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
         return _with_options_of_an_entry(first, second, key, annotation, dropped)
+    # Of the Trainer, whose options are not under init_args.
     if isinstance(annotation, SourceClass) and isinstance(first, dict) and isinstance(second, dict):
-        return _options(
-            first, second, annotation, key, dropped
-        )  # of the Trainer, whose options are not under init_args
+        return _options(first, second, annotation, key, dropped)
     specs = _spec(first, annotation, second), _spec(second, annotation, first)
     if specs[0] is not None and specs[1] is not None:
         return _class(specs[0], specs[1], key, annotation, dropped)

@@ -205,9 +205,9 @@ def test_building_needs_the_memory_of_the_model_on_rank_0_and_of_shards_and_a_la
 @pytest.mark.parametrize(
     ("options", "dimensions"),
     [
-        ({"shard_size": 2}, {"replicate", "shard"}),
-        ({"tensor_parallel_size": 2}, {"data_parallel", "tensor_parallel"}),
-        ({"sequence_parallel_size": 2, "shard_size": 1}, {"replicate", "sequence_parallel"}),
+        ({"shard_size": 2}, ["replicate", "shard"]),
+        ({"tensor_parallel_size": 2}, ["data_parallel", "tensor_parallel"]),
+        ({"sequence_parallel_size": 2, "shard_size": 1}, ["replicate", "sequence_parallel"]),
     ],
     ids=str,
 )

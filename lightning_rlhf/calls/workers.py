@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import PoolManager
 
 from lightning_rlhf.calls.guard import describe_exit, mark_trainer
 
 MOST_STARTS = 10  # of worker processes for one call, after they were ended by something else
 _POLL_S = 0.1
+_READING_S = 10.0  # a process that ended while it sent a message leaves the reader waiting for the rest
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,9 @@ class WorkerPool:
     def _start(self) -> _Running:
         """Start processes, and a thread that ends them after an error of the pool."""
         mark_trainer()
-        pool = ProcessPool(
-            self._size,
-            initializer=self._initialize,
-            initargs=self._arguments,
-            context=multiprocessing.get_context("spawn"),
-        )
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPool(self._size, initializer=self._initialize, initargs=self._arguments, context=context)
+        pool._pool_manager = _PoolManager(pool._context, context)
         try:
             if not pool.active:  # the property starts it
                 raise BrokenProcessPool("the worker processes ended at once")
@@ -181,3 +181,38 @@ class _Running:
     pool: ProcessPool
     calls: set[Future[Any]] = field(default_factory=set)
     stopped: threading.Event = field(default_factory=threading.Event)
+
+
+class _PoolManager(PoolManager):
+    """Pebble's manager, which reads all that a process sent before it decides which call ended the process.
+
+    Pebble reads messages in another thread than the one that notices the end of a process. While that thread is late,
+    for example because it runs the callbacks of another call, a call that ended its process looks like one that never
+    began: it would have no exit code, and :class:`ProcessHost` would repeat it.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._reads = 0
+
+    def process_next_message(self, timeout: float) -> None:
+        """Read one message, if there is one, and handle it."""
+        super().process_next_message(timeout)
+        self._reads += 1
+
+    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
+        """Decide which call ended a process."""
+        self._finish_reading()
+        super().handle_worker_expiration(expiration)
+
+    def _finish_reading(self) -> None:
+        end = time.monotonic() + _READING_S
+        last: int | None = None  # number of the read that received the last message, or of one after it
+        while self.context.alive and time.monotonic() < end:
+            if self.worker_manager.pool_channel.poll(0):
+                last = None
+            elif last is None:
+                last = self._reads
+            elif self._reads > last:
+                return
+            time.sleep(0.001)

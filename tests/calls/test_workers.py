@@ -7,7 +7,9 @@ from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+from pebble import ProcessExpired
 
+from lightning_rlhf.calls import workers
 from lightning_rlhf.calls.guard import prepare_worker
 from lightning_rlhf.calls.workers import WorkerPool
 
@@ -51,3 +53,27 @@ def test_calls_of_a_stopped_pool_are_not_failed(pool):
     pool.close()
     assert not call.done() or call.cancelled()
     assert not pool.active
+
+
+def test_call_that_ended_its_process_is_known_although_the_callback_of_another_is_still_running(pool):
+    """Pebble reads that a call began in the thread that runs callbacks."""
+    pool.schedule(os.getpid, timeout_s=30.0).result(timeout=60)
+    first = pool.schedule(time.sleep, 0.2, timeout_s=30.0)
+    first.add_done_callback(lambda _: time.sleep(1.0))
+    second = pool.schedule(os._exit, 3, timeout_s=30.0)
+    third = pool.schedule(os.getpid, timeout_s=30.0)
+    error = second.exception(timeout=30)
+    assert isinstance(error, ProcessExpired)
+    assert error.exitcode == 3
+    assert third.result(timeout=60) != error.pid
+    assert (pool.active, pool.replaced) == (True, 0)
+
+
+def test_end_of_a_process_is_reported_although_the_reader_waits(pool, monkeypatch):
+    """A process can end in the middle of a message."""
+    monkeypatch.setattr(workers, "_READING_S", 0.2)
+    pool.schedule(os.getpid, timeout_s=30.0).result(timeout=60)
+    first = pool.schedule(time.sleep, 0.2, timeout_s=30.0)
+    first.add_done_callback(lambda _: time.sleep(1.0))
+    second = pool.schedule(os._exit, 3, timeout_s=30.0)
+    assert isinstance(second.exception(timeout=30), BrokenProcessPool)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.base import PromptText, RowsDataModule
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.image_parts import images_of, text_of_content
 from lightning_rlhf.data.lengths import cut
@@ -94,11 +94,19 @@ class AnswersDataModule(RowsDataModule):
             return self.mask_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")
         if self.split_after is not None and "prompt" not in fields:
+            self.check_plain_text(fields)
             prompt, answer = self.split(text)
             return self.mask_text(self.tokenize(prompt), answer)
-        rendered = self.prompt_of(fields)
-        masked = self.mask_text(self.tokenize(rendered.text), text)
-        return masked._replace(images=self.number_images(rendered.images))
+        return self.mask_answer(fields, self.prompt_of(fields), text)
+
+    def mask_answer(self, fields: Fields, prompt: PromptText, answer: str) -> MaskedText:
+        """Tokenize a prompt with an answer that is text; the template may have to render it as a message."""
+        if prompt.messages and self.chat(fields).writes_before(prompt.messages, answer):
+            for end in self.tokenizer.convert_ids_to_tokens(list(self.end_tokens)):
+                answer = answer.removesuffix(end)  # some data include it
+            message = {"role": "assistant", "content": answer}
+            return self.mask_messages(fields, [*prompt.messages, message], "conversation", len(prompt.messages))
+        return self.mask_text(self.tokenize(prompt.text), answer)._replace(images=self.number_images(prompt.images))
 
     @staticmethod
     def _check_prompt_within(fields: Fields, messages: Sequence[Message]) -> None:

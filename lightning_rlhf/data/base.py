@@ -384,20 +384,30 @@ class RowsDataModule(LightningDataModule):
         if holds_messages(fields["prompt"]):
             return self.prompt_of_messages(fields, self.messages(fields, "prompt", "prompt"))
         text = fields.text("prompt")
-        for name in ("system", "history"):
-            if fields.get(name):
-                column = fields.names[name]
-                raise BadRow(
-                    f"the column {column!r} is a message before the prompt, which is plain text: set as_messages: "
-                    f"true, or leave the column out by data.init_args.columns: {{{column}: null}}",
-                    f"the column {column!r} has no place before a prompt that is plain text",
-                )
+        self.check_plain_text(fields)
         with as_bad_row():
             images = [self._read_image(value) for value in given_images(fields)]
             if not images:
                 return PromptText(self.without_images(text), text, [], [])
             text = text.replace(MARKER, self._store.processor.placeholder)
             return PromptText(self._store.processor.expand(text, images), text, [], images)
+
+    @staticmethod
+    def check_plain_text(fields: Fields) -> None:
+        """Check that a row whose prompt is plain text has no columns that only a chat template can write.
+
+        Raises:
+            BadRow: it has one.
+        """
+        for name in ("system", "history", "tools"):
+            value = fields.get(name)
+            if value and not (isinstance(value, str) and not value.strip()):
+                column = fields.names[name]
+                raise BadRow(
+                    f"the chat template would write the column {column!r} before the prompt, which is plain text: set "
+                    f"as_messages: true, or leave the column out by data.init_args.columns: {{{column}: null}}",
+                    f"the column {column!r} has no place before a prompt that is plain text",
+                )
 
     def without_images(self, text: str) -> str:
         """Return a text that has no images.

@@ -33,6 +33,11 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
+# Tags before thoughts, in the texts of models and of their templates.
+OPENS_THOUGHTS = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|<\|channel>")
+CLOSES_THOUGHTS = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|<channel\|>")
+_EMPTY_THOUGHTS = re.compile(r"(?:<(think|thinking|thought|reasoning|seed:think)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*$")
+_LONGEST_TAG = 20  # characters
 _RESERVED_OPTIONS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -95,7 +100,29 @@ class Chat:
     def render_prompt(self, messages: Sequence[Message], label: str = "prompt", expanded: bool = True) -> str:
         """Render the messages to which the model responds; words of the assistant at their end are continued."""
         begun = messages[-1]["role"] == "assistant"
-        return self.render(messages, label, generation=not begun, expanded=expanded, continues=begun)
+        text = self.render(messages, label, generation=not begun, expanded=expanded, continues=begun)
+        words = messages[-1]["content"]
+        if begun and isinstance(words, str) and (start := text.rfind(words.strip())) and OPENS_THOUGHTS.search(words):
+            return _EMPTY_THOUGHTS.sub("", text[:start]) + text[start:]  # the template takes the words for an answer
+        return text
+
+    def writes_before(self, messages: Sequence[Message], answer: str) -> bool:
+        """Return whether an answer as text must be rendered, because it cannot just follow the rendered prompt.
+
+        The template writes something before answers, such as empty thoughts, or the answer begins thoughts that the
+        prompt has begun.
+
+        Args:
+            messages: messages of the prompt.
+            answer: text of the answer.
+        """
+        if messages[-1]["role"] == "assistant":  # the answer continues its words
+            return False
+        prompt = self.render_prompt(messages, expanded=False)
+        answered = self.render([*messages, {"role": "assistant", "content": "zqanswerzq"}], "prompt", expanded=False)
+        if OPENS_THOUGHTS.match(answer.lstrip()):
+            return OPENS_THOUGHTS.search(prompt.rstrip()[-_LONGEST_TAG:]) is not None
+        return not answered.startswith(f"{prompt}zqanswerzq")
 
     def end_of_turn(self) -> int | None:
         """Return the special token that the template renders after the text of an assistant's message.
@@ -163,12 +190,15 @@ class _Dialect(NamedTuple):
         arguments_as_text: whether the arguments of calls must be JSON text, as DeepSeek's templates want.
         tool: name of the role of the tools' replies.
         thoughts: key of a message's thoughts.
+        splits: whether thoughts at the beginning of a content must be given under that key, because the template writes
+            its own, empty ones before the content.
     """
 
     parts: bool
     arguments_as_text: bool
     tool: str
     thoughts: str
+    splits: bool
 
     def write(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as the template expects them."""
@@ -180,6 +210,8 @@ class _Dialect(NamedTuple):
             written["role"] = self.tool
         if self.thoughts != THOUGHTS and THOUGHTS in message:
             written[self.thoughts] = written.pop(THOUGHTS)
+        elif self.splits and message["role"] == "assistant" and (thinks := _thinks(message)):
+            written |= {self.thoughts: thinks[1].strip(), "content": thinks[2].lstrip()}
         if self.arguments_as_text and message.get("tool_calls"):
             written["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
         if self.parts and isinstance(message.get("content"), str):
@@ -209,12 +241,44 @@ def _dialect(tokenizer: PreTrainedTokenizerBase, template: str) -> _Dialect:
     as_text = {**as_object, "tool_calls": [_with_text_arguments(call)]}
     wants_text = '{"at": "sky"}' in rendered(question, as_text) and "{'at': 'sky'}" in rendered(question, as_object)
     refuses_objects = "look" in rendered(question, as_text) and not rendered(question, as_object)
+    as_wanted = as_text if wants_text or refuses_objects else as_object
+    reply = {"content": "reply", "name": "look", "tool_call_id": "call00001"}
+    key = next((key for key in (THOUGHTS, "reasoning", "thinking") if _reads(template, key)), THOUGHTS)
+    in_content = rendered(question, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"})
+    under_key = rendered(question, {"role": "assistant", "content": "yes", key: "hm"})
     return _Dialect(
         parts="question" not in rendered(question) and "question" in rendered(in_parts),
         arguments_as_text=wants_text or refuses_objects,
-        tool=next((role for role in ("tool", "ipython", "observation", "function") if _names(template, role)), "tool"),
-        thoughts=next((key for key in (THOUGHTS, "reasoning", "thinking") if _reads(template, key)), THOUGHTS),
+        tool=_tool_role(lambda role: rendered(question, as_wanted, {**reply, "role": role})),
+        thoughts=key,
+        splits="hm" in under_key and in_content.count("<think>") > under_key.count("<think>") > 0,
     )
+
+
+def begins_within_thoughts(text: str) -> bool:
+    """Return whether a text closes thoughts that it has not begun, because the prompt begins them."""
+    closed, opened = CLOSES_THOUGHTS.search(text), OPENS_THOUGHTS.search(text)
+    return closed is not None and (opened is None or closed.start() < opened.start())
+
+
+def _thinks(message: Message) -> re.Match[str] | None:
+    """Match the thoughts at the beginning of a message's text, and the text behind them."""
+    content = message.get("content")
+    return re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL) if isinstance(content, str) else None
+
+
+def _tool_role(render: Callable[[str], str]) -> str:
+    """Return the role of a tool's reply that a template knows: one that it renders otherwise than any name.
+
+    Args:
+        render: function of a role that renders a conversation with the reply; an empty text if the template rejects it.
+    """
+    invented = render("zqrolezq")
+    for role in ("tool", "ipython", "observation", "function"):
+        rendered = render(role)
+        if "reply" in rendered and rendered != invented.replace("zqrolezq", role):
+            return role
+    return "tool"
 
 
 def _names(template: str, text: str) -> bool:

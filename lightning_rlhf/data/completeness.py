@@ -7,17 +7,14 @@ the template leaves out. Conversations of the same shape are rendered once.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from lightning_rlhf.data.chat import Chat
+from lightning_rlhf.data.chat import OPENS_THOUGHTS, Chat, begins_within_thoughts
 from lightning_rlhf.data.image_parts import is_image
 from lightning_rlhf.data.messages import THOUGHTS, Message
 from lightning_rlhf.data.row import BadRow
@@ -26,7 +23,13 @@ from lightning_rlhf.data.row import BadRow
 _TAGS = re.compile(
     r"(</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|[^<>|]{1,30}\|?>|<[^<>|]{1,30}\|>)"
 )
-_OPENS_THOUGHTS = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|<\|channel>")
+_MOST_SHAPES = 4096
+_LOST: dict[tuple[int, bytes], tuple[str, ...]] = {}  # lost words of each tokenizer's shapes of conversations
+_KINDS_LEFT_OUT = {
+    "thoughts": "thoughts of earlier messages",
+    "content": "texts beside tool calls of earlier messages",
+    "description": "descriptions of tools",
+}
 _PREVIEW = 40  # characters of a lost text in a message
 
 
@@ -35,11 +38,11 @@ class Part(NamedTuple):
 
     Args:
         kind: what it is.
-        message: index of its message; -1 for a tool.
+        message: index of its message; -1 for a part of a tool.
         name: name of the tool or of the called function.
     """
 
-    kind: Literal["content", "thoughts", "call", "tool"]
+    kind: Literal["content", "thoughts", "call", "tool", "parameter", "description"]
     message: int
     name: str = ""
 
@@ -50,7 +53,7 @@ class Marked:
 
     Args:
         messages: messages with these words in place of their texts.
-        tools: schemas with a word in place of each name; None without tools.
+        tools: schemas with words in place of names and descriptions; None without tools.
         words: the part of the conversation to which each word belongs.
     """
 
@@ -101,10 +104,10 @@ def _marked_content(message: Message, number: int, word: Callable[[Part], str]) 
         ]
     if message["role"] != "assistant":
         return word(Part("content", number)) if content.strip() else content
-    pieces, thinks = [], False
+    pieces, thinks = [], begins_within_thoughts(content)
     for piece in _TAGS.split(content):
         if _TAGS.fullmatch(piece):
-            thinks = _OPENS_THOUGHTS.fullmatch(piece) is not None
+            thinks = OPENS_THOUGHTS.fullmatch(piece) is not None
         elif piece.strip():
             piece = word(Part("thoughts" if thinks else "content", number))
         pieces.append(piece)
@@ -129,12 +132,44 @@ def _marked_call(call: dict[str, Any], number: int, word: Callable[[Part], str],
 
 
 def _marked_tool(tool: Any, word: Callable[[Part], str]) -> Any:
-    function = tool.get("function")
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        return {**tool, "function": {**function, "name": word(Part("tool", -1, function["name"]))}}
-    if isinstance(tool.get("name"), str):
-        return {**tool, "name": word(Part("tool", -1, tool["name"]))}
-    return tool
+    """Return a tool with words in place of its name and description, and of those of its parameters."""
+    nested = isinstance(tool.get("function"), dict)
+    function = tool["function"] if nested else tool
+    if not isinstance(function.get("name"), str):
+        return tool
+    name = function["name"]
+    marked = {**function, "name": word(Part("tool", -1, name))}
+    if _is_text(function.get("description")):
+        marked["description"] = word(Part("description", -1, name))
+    if isinstance(function.get("parameters"), dict):
+        marked["parameters"] = _marked_parameters(function["parameters"], name, word)
+    return {**tool, "function": marked} if nested else marked
+
+
+def _marked_parameters(schema: dict[str, Any], tool: str, word: Callable[[Part], str]) -> dict[str, Any]:
+    """Return the schema of a tool's parameters with words in place of their names and descriptions.
+
+    Data sets that write the parameters themselves in place of the schema have words at the same places.
+    """
+    inside = schema.get("properties") if isinstance(schema.get("properties"), dict) else None
+    properties = inside if inside is not None else {k: v for k, v in schema.items() if isinstance(v, dict)}
+    names = {name: word(Part("parameter", -1, tool)) for name in properties}
+    marked = {
+        names[name]: {**value, "description": word(Part("description", -1, tool))}
+        if isinstance(value, dict) and _is_text(value.get("description"))
+        else value
+        for name, value in properties.items()
+    }
+    if inside is None:
+        return {**{key: value for key, value in schema.items() if key not in names}, **marked}
+    required = schema.get("required")
+    if isinstance(required, list):
+        schema = {**schema, "required": [names.get(name, name) for name in required]}
+    return {**schema, "properties": marked}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def left_out(chat: Chat, messages: Sequence[Message], generation: bool = False) -> list[Part]:
@@ -149,21 +184,25 @@ def left_out(chat: Chat, messages: Sequence[Message], generation: bool = False) 
         Each part once; nothing where the template rejects the words in place of the texts.
     """
     marked = mark(messages, chat.tools)
-    key = json.dumps([marked.messages, marked.tools, dict(chat.options)], sort_keys=True, default=str)
-    rendered = _render(chat.tokenizer, chat.template, key, generation)
-    lost = [part for word, part in marked.words.items() if rendered is not None and word not in rendered]
-    return list(dict.fromkeys(part for part in lost if part.kind != "tool" or chat.of_row))
+    shape = json.dumps([marked.messages, marked.tools, dict(chat.options), chat.template, generation], default=str)
+    key = id(chat.tokenizer), hashlib.sha256(shape.encode(errors="replace")).digest()
+    lost = _LOST.get(key)
+    if lost is None:
+        if len(_LOST) >= _MOST_SHAPES:
+            _LOST.clear()
+        lost = _LOST[key] = _lost_words(replace(chat, tools=marked.tools, expand=None), marked, generation)
+    parts = [marked.words[word] for word in lost]
+    return list(dict.fromkeys(part for part in parts if part.message >= 0 or chat.of_row))
 
 
-@lru_cache(maxsize=4096)
-def _render(tokenizer: PreTrainedTokenizerBase, template: str, key: str, generation: bool) -> str | None:
-    """Render marked messages; None if the template rejects them. The template is part of the cache's key only."""
-    messages, tools, options = json.loads(key)
-    chat = Chat(tokenizer, tools, options)
+def _lost_words(chat: Chat, marked: Marked, generation: bool) -> tuple[str, ...]:
+    """Return the words that the template leaves out; none if it rejects the words in place of the texts."""
     try:
-        return chat.render_prompt(messages) if generation else chat.render(messages, "conversation")
+        messages = marked.messages
+        text = chat.render_prompt(messages) if generation else chat.render(messages, "conversation")
     except BadRow:
-        return None
+        return ()
+    return tuple(word for word in marked.words if word not in text)
 
 
 def check_complete(
@@ -189,13 +228,13 @@ def check_complete(
     for part in lost:
         if part.message in learned or not _is_left_out_on_purpose(chat, messages, part):
             raise _lost(part, messages, label)
-    kinds = {"thoughts" if part.kind == "thoughts" else "texts beside tool calls" for part in lost}
-    return [f"the chat template leaves out {kind} of earlier messages" for kind in sorted(kinds)]
+    kinds = {_KINDS_LEFT_OUT[part.kind] for part in lost}
+    return [f"the chat template leaves out {kind}" for kind in sorted(kinds)]
 
 
 def _is_left_out_on_purpose(chat: Chat, messages: Sequence[Message], part: Part) -> bool:
-    """Return whether a part is missing only because other messages follow: thoughts, and texts that were thoughts."""
-    if part.kind == "thoughts":
+    """Return whether a part may be missing: thoughts and texts before other messages, and descriptions of tools."""
+    if part.kind in ("thoughts", "description"):
         return True
     is_text = part.kind == "content" and messages[part.message]["role"] == "assistant"
     return is_text and part not in left_out(chat, messages[: part.message + 1])
@@ -208,6 +247,12 @@ def _lost(part: Part, messages: Sequence[Message], label: str) -> BadRow:
             f"the chat template leaves out the tool {part.name!r} of the column tools: use a tokenizer whose template "
             f"has tools, or describe them in the messages and set data.init_args.columns: {{tools: null}}",
             "the chat template leaves out the tools of the column tools",
+        )
+    if part.kind == "parameter":
+        return BadRow(
+            f"the chat template leaves out parameters of the tool {part.name!r} of the column tools: its parameters "
+            f"must be a JSON schema, such as {{type: object, properties: {{city: {{type: string}}}}}}",
+            "the chat template leaves out parameters of the tools of the column tools",
         )
     role = messages[part.message]["role"]
     if part.kind == "call":
@@ -222,24 +267,42 @@ def _lost(part: Part, messages: Sequence[Message], label: str) -> BadRow:
             f"are to be learned: remove them from the rows, or write them into the content as the model does",
             f"the chat template leaves out the thoughts ({THOUGHTS}) of an answer",
         )
+    advice = f"if another role is meant, map it by data.init_args.roles, such as roles: {{{role}: system}}"
+    if role == "assistant":
+        advice = "write it into a message that the template renders, or leave the row out"
+    elif role == "system":
+        advice = "use a template with system messages, or write the text into the message of the user"
     text = str(messages[part.message].get("content"))
     preview = text if len(text) <= _PREVIEW else text[:_PREVIEW] + "..."
     return BadRow(
-        f"the chat template leaves out message {part.message} of the {label}, of the role {role!r}: {preview!r}; if "
-        f"another role is meant, map it by data.init_args.roles, such as roles: {{{role}: system}}",
+        f"the chat template leaves out message {part.message} of the {label}, of the role {role!r}: {preview!r}; "
+        f"{advice}",
         f"the chat template leaves out messages of the role {role!r}",
     )
 
 
-def answer_words(messages: Sequence[Message], turn: int) -> tuple[list[Message], list[str]]:
-    """Return messages up to a turn with words in place of the turn's texts only, and those words."""
+class Header(NamedTuple):
+    """What a template renders around the texts of a turn.
+
+    Args:
+        before: text before the first of them, from the beginning of the conversation.
+        after: text behind the last of them.
+        thinks: whether the first of them is thoughts.
+    """
+
+    before: str
+    after: str
+    thinks: bool
+
+
+def header_of(chat: Chat, messages: Sequence[Message], turn: int) -> Header | None:
+    """Return what the template renders around the texts of a turn; None if it renders none of them."""
     before = list(messages[:turn])
     marked = mark([*[{**message, "content": ""} for message in before], messages[turn]])
-    words = [word for word, part in marked.words.items() if part.message == turn]
-    return [*before, marked.messages[-1]], words
-
-
-def first_place(text: str, words: Sequence[str]) -> int | None:
-    """Return the position of the first of some words in a text; None if it has none of them."""
-    places = [text.find(word) for word in words]
-    return min(itertools.filterfalse(lambda place: place < 0, places), default=None)
+    text = chat.render([*before, marked.messages[-1]], "conversation")
+    words = {word: part for word, part in marked.words.items() if part.message == turn and word in text}
+    if not words:
+        return None
+    first = min(words, key=text.find)
+    end = max(text.rfind(word) + len(word) for word in words)
+    return Header(text[: text.find(first)], text[end:], words[first].kind == "thoughts")

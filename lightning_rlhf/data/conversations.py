@@ -34,6 +34,7 @@ class ConversationDataModule(AnswersDataModule):
         if self.text_messages is not None and holds_messages(fields["text"]):
             return self.mask_messages(fields, self.messages(fields, "text", "text"), "conversation")
         text = fields.text("text")
+        self.check_plain_text(fields)
         if self.split_after is not None:
             prompt, answer = self.split(text)
         else:

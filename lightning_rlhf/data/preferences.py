@@ -51,19 +51,19 @@ class PreferenceDataModule(AnswersDataModule):
         chosen, rejected = fields.text("chosen"), fields.text("rejected")
         if chosen == rejected:
             raise BadRow("chosen and rejected are the same text")
-        prompt, images = "", tuple[int, ...]()
+        prompt = ""
         if "prompt" in fields:
             rendered = self.prompt_of(fields)
-            prompt, images = rendered.text, self.number_images(rendered.images)
-        elif self.split_after is not None:
+            return self.mask_answer(fields, rendered, chosen), self.mask_answer(fields, rendered, rejected)
+        self.check_plain_text(fields)
+        if self.split_after is not None:
             (prompt, chosen), (other, rejected) = self.split(chosen), self.split(rejected)
             if prompt != other:
                 raise BadRow("chosen and rejected answer different prompts")
         else:
             check_no_other_prompt(fields, [chosen, rejected])
         prompt_ids = self.tokenize(prompt)
-        masked = (self.mask_text(prompt_ids, answer)._replace(images=images) for answer in (chosen, rejected))
-        return next(masked), next(masked)
+        return self.mask_text(prompt_ids, chosen), self.mask_text(prompt_ids, rejected)
 
     def _pair_from_messages(self, fields: Fields) -> tuple[MaskedText, MaskedText]:
         has_prompt = "prompt" in fields and holds_messages(fields["prompt"])

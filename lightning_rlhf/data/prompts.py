@@ -94,6 +94,7 @@ class PromptDataModule(RowsDataModule):
                 rejected = self.messages(fields, "rejected", "rejected answer")
                 messages = messages[: common_prefix(messages, rejected)]
         elif "prompt" not in fields and self.split_after is not None:
+            self.check_plain_text(fields)
             text = self.split(fields.text("chosen"))[0]
             return PromptText(text, text, [], [])
         else:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_rlhf.data.chat import Chat
-from lightning_rlhf.data.completeness import answer_words, check_complete, first_place, left_out
+from lightning_rlhf.data.chat import OPENS_THOUGHTS, Chat, begins_within_thoughts
+from lightning_rlhf.data.completeness import Header, check_complete, header_of, left_out
 from lightning_rlhf.data.image_parts import images_of
 from lightning_rlhf.data.messages import THOUGHTS, Message, common_prefix, is_learned, without_flags
 from lightning_rlhf.data.row import BadRow
@@ -55,6 +55,12 @@ def tokenize_turns(
             raise BadRow(
                 f"message {turn} of the {label}, an answer to learn, is empty", "an answer of the assistant is empty"
             )
+        if THOUGHTS in messages[turn] and OPENS_THOUGHTS.match(str(messages[turn]["content"]).lstrip()):
+            raise BadRow(
+                f"message {turn} of the {label} has thoughts twice, in {THOUGHTS} and at the beginning of its content: "
+                f"remove one of them",
+                "an answer has thoughts twice",
+            )
     messages = without_flags(messages)
     rows = _Conversation(chat, messages, label)
     forgets = any(part.kind == "thoughts" and part.message in turns for part in left_out(chat, messages))
@@ -66,6 +72,10 @@ def tokenize_turns(
         text, found = rows.text_of_turn(turn)
         texts.append(text)
         notes.update(dict.fromkeys(found))
+    if len(texts) > 1:
+        notes["the chat template writes earlier answers otherwise, so each answer is a text behind its own prompt"] = (
+            None
+        )
     return texts, list(notes)
 
 
@@ -100,6 +110,10 @@ class _Conversation:
         # The marks are positions in the text before images are expanded.
         if not self.chat.has_generation_marks or images_of(self.messages) or list(turns) != answers:
             return self._by_prefixes(turns)
+        for turn in filter(None, turns):
+            header = header_of(self.chat, self.messages, turn)
+            if header is not None and header.thinks:
+                self._check_open(self._prompt(turn), header, turn)
         arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoding = self.chat.apply(self.messages, self.label, **arguments)
         ids, mask = list(encoding["input_ids"]), [bool(value) for value in encoding["assistant_masks"]]
@@ -162,25 +176,17 @@ class _Conversation:
         text = self._tokenize(prompt + answer, [(len(prompt), len(prompt + answer))])
         return text, notes
 
-    def _header(self, turn: int) -> tuple[str, str] | None:
-        """Return what the template renders before the first and after the last text of a turn; None without a text."""
-        messages, words = answer_words(self.messages, turn)
-        marked = self.chat.render(messages, self.label)
-        start = first_place(marked, words)
-        if start is None:
-            return None
-        return marked[:start], marked[max(marked.rfind(word) + len(word) for word in words if word in marked) :]
-
     def _start_of_answer(self, prompt: str, rendered: str, turn: int) -> int:
         """Return the position in a rendered conversation of what the model is to generate behind the prompt."""
         same = common_prefix(prompt, rendered)
         if not prompt[same:].strip():  # nothing, or a line break less than behind <think> of the prompt
             return same
-        header = self._header(turn) if turn else None
-        if header is None or not rendered.startswith(header[0]):
+        header = header_of(self.chat, self.messages, turn) if turn else None
+        if header is None or not rendered.startswith(header.before):
             raise self._not_located(turn)
-        if prompt.startswith(header[0]):  # the prompt has more, such as empty thoughts
-            opened = prompt[len(header[0]) :]
+        if prompt.startswith(header.before):  # the prompt has more, such as empty thoughts
+            self._check_open(prompt, header, turn)
+            opened = prompt[len(header.before) :]
             if _OPEN_THOUGHTS.search(opened):
                 raise BadRow(
                     f"the chat template begins the thoughts of an answer ({opened.strip()!r}) in the prompt, and "
@@ -189,12 +195,27 @@ class _Conversation:
                     f"data.init_args.chat_template_kwargs, such as enable_thinking: false",
                     "the chat template begins the thoughts of an answer, and the answer has none",
                 )
-            return len(header[0])
+            return len(header.before)
         added = prompt.removeprefix(self.chat.render(self.messages[:turn], self.label)) if turn else ""
-        place = header[0].rfind(added) if added.strip() and added != prompt else -1
+        place = header.before.rfind(added) if added.strip() and added != prompt else -1
         if place < 0:
             raise self._not_located(turn)
         return place + len(added)
+
+    def _check_open(self, prompt: str, header: Header, turn: int) -> None:
+        """Check that a prompt does not close the thoughts with which its answer begins.
+
+        Raises:
+            BadRow: it does.
+        """
+        closed = prompt.removeprefix(header.before) if prompt.startswith(header.before) else ""
+        if header.thinks and closed.strip():
+            raise BadRow(
+                f"message {turn} of the {self.label} has thoughts, and the chat template closes the thoughts in the "
+                f"prompt ({closed.strip()!r}): remove them from the row, or set the template's option under "
+                f"data.init_args.chat_template_kwargs, such as enable_thinking: true",
+                "an answer has thoughts, which the chat template closes in the prompt",
+            )
 
     def _answer_with_thoughts(self, prompt: str, turn: int) -> str | None:
         """Return an answer as it is written, whose thoughts the template would leave out; None for other answers.
@@ -207,13 +228,16 @@ class _Conversation:
             return None
         lost = [part for part in left_out(self.chat, self.messages[: turn + 1]) if part.message == turn]
         begins = opening is not None and content.lstrip().startswith(opening[1])
-        header = self._header(turn) if lost or begins else None
+        continues = opening is not None and not begins and begins_within_thoughts(content)
+        header = header_of(self.chat, self.messages, turn) if lost or begins or continues else None
         if header is None or THOUGHTS in self.messages[turn] or any(part.kind != "thoughts" for part in lost):
             return None
-        if begins and opening is not None and not header[0].endswith(opening[0]):
+        if begins and opening is not None and not header.before.endswith(opening[0]):
             content = content.lstrip().removeprefix(opening[1])
-            return (content.lstrip("\n") if opening[0].endswith("\n") else content).rstrip() + header[1]
-        return content.strip() + header[1] if lost and header[0] == prompt else None
+            return (content.lstrip("\n") if opening[0].endswith("\n") else content).rstrip() + header.after
+        if continues and lost:
+            return content.strip() + header.after
+        return content.strip() + header.after if lost and header.before == prompt else None
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedText:
         """Tokenize a text; the mask covers the tokens within some spans of it, up to the last end token of each."""

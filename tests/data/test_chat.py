@@ -136,7 +136,9 @@ def test_turns_that_render_differently_later_are_texts_of_their_own():
         ("<s>user\nwho?</s>\n<s>assistant\nhm:me</s>", "hm:me</s>"),
         ("<s>user\nwho?</s>\n<s>assistant\nme</s>\n<s>user\nand?</s>\n<s>assistant\noh:you</s>", "oh:you</s>"),
     ]
-    assert notes == []
+    assert notes == [
+        "the chat template writes earlier answers otherwise, so each answer is a text behind its own prompt"
+    ]
     assert marked_parts(characters(FORGETFUL), output("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
 
 

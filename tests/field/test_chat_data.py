@@ -37,6 +37,17 @@ THINKING = (
     "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content.split('</think>')[-1] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# The prompt has empty thoughts if enable_thinking is false.
+WITH_OPTION = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or "
+    "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '') }}</think>"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+MARKED_WITH_OPTION = WITH_OPTION.replace("<think>{{ m.r", "{% generation %}<think>{{ m.r").replace(
+    "{% else %}{{ m.content }}{% endif %}{{ '</s>\n' }}",
+    "{{ '</s>\n' }}{% endgeneration %}{% else %}{{ m.content + '</s>\n' }}{% endif %}",
+)
 # All thoughts are removed, and the prompt begins them.
 OPENED = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] + '</s>\n' }}{% endfor %}"
@@ -208,6 +219,60 @@ def test_tools_that_a_template_leaves_out_are_named_in_all_data(kind):
     assert read(kind, row, template=WITHOUT_TOOLS, columns={"tools": None})
 
 
+@pytest.mark.parametrize(
+    ("kind", "row", "options"),
+    [
+        (ConversationDataModule, {"text": "a"}, {}),
+        (ConversationDataModule, {"completion": "a: b"}, {"split_after": ":"}),
+        (ConversationDataModule, {"prompt": "a", "completion": "b"}, {}),
+        (UnpairedDataModule, {"completion": "a: b", "label": True}, {"split_after": ":"}),
+        (PreferenceDataModule, {"chosen": "a: b", "rejected": "a: c"}, {"split_after": ":"}),
+        (PreferenceDataModule, {"chosen": "a: b", "rejected": "a: c"}, {}),
+        (PreferenceDataModule, {"prompt": "a", "chosen": "b", "rejected": "c"}, {}),
+        (PromptDataModule, {"prompt": "a"}, {}),
+        (PromptDataModule, {"chosen": "a: b"}, {"split_after": ":"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "column", [{"system": "Be brief."}, {"history": [["hi", "hello"]]}, {"tools": json.dumps([TOOL])}]
+)
+def test_columns_of_a_template_have_no_place_in_plain_text(kind, row, options, column):
+    (name,) = column
+    message = reason(kind, {**row, **column}, **options)
+    assert f"would write the column {name!r} before the prompt, which is plain text" in message
+    read(kind, {**row, **column}, columns={name: None}, **options)
+
+
+def test_parameters_that_a_template_leaves_out_are_named():
+    template = CHAT.replace(
+        "'<tools>' + tools | tojson + '\n'",
+        "'<tools>' + tools[0].function.name + (tools[0].function.parameters.properties or {}) | tojson",
+    )
+    wrong = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+    row = {"messages": [user("sky?"), assistant("blue")]}
+    read(ConversationDataModule, {**row, "tools": [TOOL]}, template=template)
+    message = reason(ConversationDataModule, {**row, "tools": [wrong]}, template=template)
+    assert "leaves out parameters of the tool 'weather' of the column tools: its parameters must be a JSON" in message
+    described = {**TOOL["function"], "description": "Sky."}
+    module, _ = read(ConversationDataModule, {**row, "tools": [{**TOOL, "function": described}]}, template=template)
+    assert module.reports["train"].describe_notes() == [
+        "the chat template leaves out descriptions of tools (1 of 1 rows)"
+    ]
+
+
+def test_the_role_of_a_reply_is_that_which_a_template_treats_as_one():
+    generic = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c['function']['name'] }}{% endfor %}</s>{% endfor %}"
+    )
+    special = generic.replace(
+        "{{ '<' + m.role", "{% if m.role == 'observation' %}{{ 'seen: ' }}{% endif %}{{ '<' + m.role"
+    )
+    messages = [user("sky?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "blue"}]
+    assert Chat(tokenizer_with(generic)).render(messages, "x").endswith("<tool>blue</s>")
+    assert Chat(tokenizer_with(special)).render(messages, "x").endswith("seen: <observation>blue</s>")
+
+
 def test_calls_that_a_template_leaves_out_are_named():
     row = {
         "messages": [user("sky?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, assistant("3")]
@@ -239,7 +304,9 @@ def test_each_turn_is_a_text_where_a_template_renders_the_last_one_differently()
     ]
     assert module.examples["train"][0].shared == len("<user>a") + 1 + len("\n<assistant>")
     assert module.reports["train"].describe_notes() == [
-        "the chat template leaves out thoughts of earlier messages (1 of 1 rows)"
+        "the chat template writes earlier answers otherwise, so each answer is a text behind its own prompt (1 of 1 "
+        "rows)",
+        "the chat template leaves out thoughts of earlier messages (1 of 1 rows)",
     ]
 
 
@@ -251,6 +318,55 @@ def test_answers_are_learned_with_the_thoughts_that_the_prompt_begins():
     ]
     message = reason(ConversationDataModule, {"messages": [user("a"), assistant("b")]}, template=OPENED)
     assert "begins the thoughts of an answer ('<think>') in the prompt, and message 1" in message
+
+
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [("<think>\nhm</think>yes", "[hm</think>yes</s>]"), ("hm</think>yes", "[hm</think>yes</s>]")],
+    ids=["with the tag", "without it"],
+)
+@pytest.mark.parametrize("as_text", [True, False])
+def test_an_answer_does_not_begin_the_thoughts_of_the_prompt_again(answer, learned, as_text):
+    row = {"prompt": [user("a")], "completion": answer if as_text else [assistant(answer)]}
+    assert read(ConversationDataModule, row, template=OPENED)[1] == [f"<user>a</s>\n<assistant><think>\n{learned}"]
+
+
+def test_pairs_of_texts_do_not_begin_the_thoughts_of_the_prompt_again():
+    row = {"prompt": [user("a")], "chosen": "<think>\nhm</think>yes", "rejected": "<think>\noh</think>no"}
+    assert read(PreferenceDataModule, row, template=OPENED)[1] == [
+        "<user>a</s>\n<assistant><think>\n[hm</think>yes</s>]",
+        "<user>a</s>\n<assistant><think>\n[oh</think>no</s>]",
+    ]
+
+
+def test_texts_get_what_the_template_writes_before_an_answer():
+    row = {"prompt": [user("a")], "completion": "yes</s>"}
+    assert read(ConversationDataModule, row, template=THINKING)[1] == [
+        "<user>a</s>\n<assistant>[<think></think>yes</s>]"
+    ]
+
+
+@pytest.mark.parametrize("template", [WITH_OPTION, MARKED_WITH_OPTION], ids=["prefixes", "marks"])
+@pytest.mark.parametrize(
+    "answer", [assistant("b", reasoning_content="hm"), assistant("<think>hm</think>b")], ids=["key", "tags"]
+)
+def test_thoughts_behind_a_prompt_that_closes_them_are_rejected(template, answer):
+    row = {"messages": [user("a"), answer]}
+    thinking = read(ConversationDataModule, row, template=template)[1]
+    assert thinking == ["<user>a</s>\n<assistant>[<think>hm</think>b</s>]"]
+    message = reason(ConversationDataModule, row, template=template, chat_template_kwargs={"enable_thinking": False})
+    assert "message 1 of the conversation has thoughts, and the chat template closes the thoughts" in message
+    assert "enable_thinking: true" in message
+
+
+def test_thoughts_in_a_content_are_not_written_behind_empty_ones():
+    template = THINKING.replace("m.content.split('</think>')[-1]", "m.content")
+    row = {"messages": [user("a"), assistant("<think>hm</think>\n\nb")]}
+    assert read(ConversationDataModule, row, template=template)[1] == [
+        "<user>a</s>\n<assistant>[<think>hm</think>b</s>]"
+    ]
+    both = {"messages": [user("a"), assistant("<think>hm</think>b", reasoning_content="hm")]}
+    assert "message 1 of the conversation has thoughts twice" in reason(ConversationDataModule, both)
 
 
 def test_answers_follow_the_prompt_of_a_generation_where_it_has_more_than_their_rendering():
@@ -290,6 +406,12 @@ def test_messages_as_json_text_are_read(kind):
     assert any("(messages in JSON text)" in columns for columns in module.reports["train"].column_mappings)
 
 
+@pytest.mark.parametrize("words", ["<think>", "Let me see.\n<think>"])
+def test_words_that_begin_thoughts_do_not_follow_empty_ones(words):
+    row = {"prompt": [user("a"), assistant(words)]}
+    assert read(PromptDataModule, row, template=THINKING)[1] == [f"<user>a</s>\n<assistant>{words}"]
+
+
 def test_json_that_is_no_conversation_stays_a_text():
     assert read(PromptDataModule, {"prompt": '[{"role": "x"}, 3]'})[1] == ['[{"role": "x"}, 3]']
 
@@ -307,7 +429,7 @@ def test_columns_of_the_alpaca_format_are_read():
         "[rain snow</s>]"
     )
     message = reason(ConversationDataModule, row, columns=columns)
-    assert "the column 'system' is a message before the prompt, which is plain text: set as_messages: true" in message
+    assert "would write the column 'system' before the prompt, which is plain text: set as_messages: true" in message
     left_out = columns | {"system": None, "history": None}
     assert read(ConversationDataModule, row, columns=left_out)[1] == ["Reverse.\nsnow rain[rain snow</s>]"]
 

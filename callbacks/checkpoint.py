@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
-from lightning_rlhf.directions import direction_of
+from lightning_rlhf.directions import direction_of, is_own
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.report.run_directory import read_metrics
 from lightning_rlhf.strategies import ranks
@@ -287,7 +287,7 @@ def _mode_of(best: str | None, mode: Literal["min", "max"] | None) -> Literal["m
     known = direction_of(best)
     if mode is None and known is None:
         raise UsageError(f"best: {best} needs a mode, because its direction is not known: set mode to min or max")
-    if mode is not None and known not in (None, mode):
+    if mode is not None and known not in (None, mode) and is_own(best):
         raise UsageError(f"best: {best} with mode: {mode} would keep the worst checkpoint: remove mode")
     return mode or known or "max"
 

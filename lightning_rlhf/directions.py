@@ -21,6 +21,18 @@ _RULES: tuple[tuple[Direction, str], ...] = (
 _WITHOUT = r"((_|/)std|_low|_high|coef|equal_reward_fraction|reward_std_mean|reward_rejected|not_applicable)$"
 
 
+# Metrics of this package alone: users and environments name no metric so.
+_OWN = (
+    r"^(train|val)/(loss|log_ppl|ppl|pair_accuracy|score_margin|fraction_correct\w*|score_(greedy|sampled))$"
+    r"|^kl/|^reward/(mean|generated_mean|max|min)$"
+)
+
+
+def is_own(metric: str) -> bool:
+    """Return whether a metric is one of this package, whose direction no other meaning of its name can change."""
+    return re.search(_OWN, metric) is not None
+
+
 def direction_of(metric: str) -> Direction | None:
     """Return whether a smaller or a larger value of a metric is better; None if that is not known.
 

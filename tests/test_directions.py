@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rlhf.directions import direction_of
+from lightning_rlhf.directions import direction_of, is_own
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,9 @@ from lightning_rlhf.directions import direction_of
 )
 def test_metrics_have_the_direction_in_which_they_improve(direction, metrics):
     assert {metric: direction_of(metric) for metric in metrics} == dict.fromkeys(metrics, direction)
+
+
+def test_only_metrics_of_this_package_have_a_direction_that_nobody_else_chooses():
+    own = ["train/loss", "val/loss", "kl/ref", "reward/mean", "val/fraction_correct_greedy", "val/pair_accuracy"]
+    others = ["reward/length", "val/toxicity_greedy", "env/win_loss_ratio", "env/errors_fixed", "val/own_loss"]
+    assert [name for name in [*own, *others] if is_own(name)] == own

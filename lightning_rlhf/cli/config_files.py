@@ -118,6 +118,11 @@ def read_yaml(file: Path) -> Any:
     return content
 
 
+def read_text(text: str) -> Any:
+    """Return the value of a text in YAML, whose numbers are those of :func:`read_yaml`."""
+    return _Loader(text).get_single_data()
+
+
 def _check_unique(root: yaml.Node, file: Path) -> None:
     """Raise for a key that a mapping has twice: YAML would silently take the last one."""
     remaining: list[yaml.Node] = [root]

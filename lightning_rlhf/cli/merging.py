@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lightning_rlhf.cli.config_files import read_yaml
+from lightning_rlhf.cli.config_files import read_text, read_yaml
 from lightning_rlhf.cli.source_classes import Parameter, SourceClass, class_named
 from lightning_rlhf.cli.used_classes import (
     CLASS_KEYS,
@@ -30,6 +30,8 @@ from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
 _NAMED = (dict, Mapping)
+_FILES = (".yaml", ".yml")
+_TEXTS = (str, str | None)
 SECTIONS = (*REQUIRED, "trainer")
 _FURTHER = ("seed_everything", "ckpt_path")  # options that are one value
 _MODEL = "lightning_rlhf.models.loading.Pretrained"
@@ -37,6 +39,12 @@ _MODEL = "lightning_rlhf.models.loading.Pretrained"
 
 class Dotted(dict[str, Any]):
     """Names of an option of the command line, such as those of ``--data.init_args.columns.prompt``."""
+
+
+class FromText(list[Any]):
+    """The list that an option's text is in YAML, which may also be meant as the text, such as ``[/INST]``."""
+
+    text = ""
 
 
 class Appended(list[Any]):
@@ -135,9 +143,20 @@ def _content(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = read_yaml(file)
     for name in SECTIONS:
         part = content.get(name)
-        if isinstance(part, str) and part.endswith((".yaml", ".yml")):
+        if isinstance(part, str) and part.endswith(_FILES):
             content[name] = read_yaml(file.parent / part)
-    return content
+    return {name: _beside(file.parent, value) for name, value in content.items()}
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """Return a value of a file whose texts that name a file beside it are full paths."""
+    if isinstance(value, dict):
+        return {name: _beside(folder, part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_beside(folder, part) for part in value]
+    if isinstance(value, str) and value.endswith(_FILES) and not Path(value).exists() and (folder / value).is_file():
+        return str((folder / value).resolve())
+    return value
 
 
 def as_yaml(config: dict[str, Any]) -> str:
@@ -155,21 +174,29 @@ class _QuotingDumper(yaml.SafeDumper):
 
 for kind in (dict, Dotted):
     _QuotingDumper.add_representer(kind, lambda dumper, value: dumper.represent_dict(value.items()))
-_QuotingDumper.add_representer(Appended, lambda dumper, value: dumper.represent_list(value))
+for entries in (Appended, FromText):
+    _QuotingDumper.add_representer(entries, lambda dumper, value: dumper.represent_list(value))
 _QuotingDumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"'))
 
 
 def _collection(text: str) -> Any:
-    """Return the list or the names with values that a text is in YAML; other texts stay as they are."""
+    """Return the list or the names with values that a text in brackets is in YAML; other texts stay as they are."""
+    if not text.lstrip().startswith(("[", "{")):
+        return text
     try:
-        value = yaml.safe_load(text)
+        value = read_text(text)
     except yaml.YAMLError:
         return text
-    return value if isinstance(value, list | dict) else text
+    if isinstance(value, list):
+        value = FromText(value)
+        value.text = text
+    return value
 
 
 def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[str]) -> Any:
     """Return the value of an option that an earlier value had set to ``first``, and a later one to ``second``."""
+    if isinstance(second, FromText) and annotation in _TEXTS:
+        return second.text
     if isinstance(second, Appended):
         return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
     if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
@@ -182,13 +209,22 @@ def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[st
         return _class(specs[0], specs[1], key, annotation, dropped)
     if isinstance(first, dict) and isinstance(second, Dotted):
         return _options(first, second, None, key, dropped)
+    if isinstance(first, str) and isinstance(second, Dotted) and specs[1] is not None:
+        raise UsageError(
+            f"{key} is {first!r}, whose options cannot be set one by one ({', '.join(map(str, second))}): give "
+            f"class_path with init_args"
+        )
     if lost := [name for name in _names(first) if name not in _names(second)]:
         dropped.append(f"{key}: the later value replaces the earlier one, without its {', '.join(lost)}")
     return second
 
 
 def _options(
-    first: dict[str, Any], second: dict[str, Any], kind: SourceClass | None, key: str, dropped: list[str]
+    first: dict[str, Any],
+    second: dict[str, Any],
+    kind: SourceClass | None,
+    key: str,
+    dropped: list[str],
 ) -> dict[str, Any]:
     """Return options merged by name."""
     known = {} if kind is None else kind.parameters
@@ -248,12 +284,14 @@ def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
     names_class = any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
     is_class = bool(sources) or names_class or _is_factory(annotation)
     if isinstance(value, str) and is_class:
-        if value.rpartition(".")[2].isidentifier() and "/" not in value:
-            kind = named_class(value)
-            if isinstance(kind, SourceClass) and (not sources or any(kind.is_subclass(each.path) for each in sources)):
-                return {"class_path": value}
+        is_name = all(part.isidentifier() for part in value.split("."))
+        kind = named_class(value) if is_name else None
+        if isinstance(kind, SourceClass) and (not sources or any(kind.is_subclass(each.path) for each in sources)):
+            return {"class_path": value}
         if _is_model(annotation):
             return {"class_path": _MODEL, "init_args": {"path": value}}
+        if is_name and isinstance(other, dict) and "class_path" not in other:
+            return {"class_path": value}  # a class that only the parser finds, or a wrong name, which it rejects
     if not isinstance(value, dict) or not is_class:
         return None
     spec: dict[str, Any] = {name: part for name, part in value.items() if name in CLASS_KEYS}
@@ -269,8 +307,11 @@ def _is_factory(annotation: Any) -> bool:
 
 def _sources(annotation: Any) -> list[SourceClass]:
     """Return the classes of this or another package in an annotation, such as those of ``str | Pretrained``."""
+    if typing.get_origin(annotation) in _NAMED:
+        return []
     options = [annotation, *typing.get_args(annotation)]
-    return [source for part in options if (source := getattr(part, "source", None)) is not None]
+    sources = [source for part in options if (source := getattr(part, "source", None)) is not None]
+    return [source for source in sources if source.path != "typing.Any"]
 
 
 def _is_model(annotation: Any) -> bool:

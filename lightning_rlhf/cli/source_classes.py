@@ -229,7 +229,8 @@ class SourceClass:
                 return result
             calls = _super_calls(constructor)
             passed |= {word.arg for call in calls for word in call.keywords if word.arg}
-            count = max((len(call.args) for call in calls), default=0)
+            by_position = [[part for part in call.args if not isinstance(part, ast.Starred)] for call in calls]
+            count = max(map(len, by_position), default=0)
         return {}
 
     @functools.cached_property

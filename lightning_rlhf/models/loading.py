@@ -99,7 +99,7 @@ class Pretrained:
         if self.adapter is not None:
             stored = read_lora(adapter_directory(self.adapter))
             dropout = 0.0 if self.lora is None else self.lora.dropout  # the only setting that is not of the weights
-            if self.lora not in (None, replace(stored, dropout=dropout)):
+            if self.lora is not None and _in_order(self.lora) != _in_order(replace(stored, dropout=dropout)):
                 raise UsageError(
                     f"the adapter {self.adapter!r} has its own settings, {stored}: remove lora beside adapter, or set "
                     f"the same with another dropout"
@@ -355,6 +355,12 @@ class FromConfig:
 
 
 ModelSource = Pretrained | FromConfig
+
+
+def _in_order(lora: LoRA) -> LoRA:
+    """Return adapters whose modules are in alphabetical order, to compare settings."""
+    targets, excluded = (names and sorted(names) for names in (lora.target_modules, lora.exclude_modules))
+    return replace(lora, target_modules=targets, exclude_modules=excluded)
 
 
 def torch_dtype(source: ModelSource) -> torch.dtype:

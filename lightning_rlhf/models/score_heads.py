@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,26 @@ def _check_output(head: ScoreHead, path: str) -> None:
         )
 
 
+def scale_of(config: Mapping[str, Any], path: str) -> tuple[float, float]:
+    """Return the mean and the deviation of a reward model's scores: ours, or those of OpenRLHF; else 0 and 1.
+
+    Args:
+        config: content of its ``config.json``.
+        path: path of the model, for messages.
+
+    Raises:
+        ValueError: the deviation is not positive.
+    """
+    if "score_std" in config or not config.get("normalize_reward"):
+        mean, std = config.get("score_mean"), config.get("score_std")
+    else:
+        mean, std = config.get("mean"), config.get("std")
+    mean, std = float(mean or 0.0), 1.0 if std is None else float(std)
+    if not std > 0:
+        raise UsageError(f"the config.json of {path!r} has std {std}, expected a positive number")
+    return mean, std
+
+
 def set_scale(config: PretrainedConfig, head: ScoreHead, path: str) -> None:
     """Write the mean and deviation with which a model's authors normalise its scores as ``score_mean``, ``score_std``.
 
@@ -163,13 +184,11 @@ def set_scale(config: PretrainedConfig, head: ScoreHead, path: str) -> None:
     """
     bias = head.read()[-1][1] if len(head.layers) == 1 and not head.is_plain else None
     if "score_std" not in vars(config) and getattr(config, "mean", None) is not None:
-        mean, std = float(config.mean), float(getattr(config, "std", 1.0))
-        if not getattr(config, "normalize_reward", False):
-            log.info("%s: mean %g and std %g are not used, because normalize_reward is false", path, mean, std)
-        elif not std > 0:
-            raise UsageError(f"the config.json of {path!r} has std {std}, expected a positive number")
+        if getattr(config, "normalize_reward", False):
+            config.score_mean, config.score_std = scale_of(vars(config), path)
         else:
-            config.score_mean, config.score_std = mean, std
+            given = config.mean, getattr(config, "std", 1.0)
+            log.info("%s: mean %g and std %g are not used, because normalize_reward is false", path, *given)
         for name in ("mean", "std", "normalize_reward"):  # an export has one pair of numbers
             vars(config).pop(name, None)
     if bias is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from lightning_rlhf.expected_errors import UsageError
 
@@ -102,7 +102,10 @@ def make_schedule(make: Any, optimizer: Optimizer, count_steps: Callable[[], flo
             raise UsageError(f"the {role}'s schedule needs the length of the run: set its total_steps, or max_steps")
         schedule = make(optimizer, total_steps=int(steps) + 1)  # the last step sets a rate, too, which is not used
     else:
-        schedule = make(optimizer)
+        try:
+            schedule = make(optimizer)
+        except ValueError as error:
+            raise UsageError(f"the {role}'s schedule cannot be made: {error}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise UsageError(
             f"the {role}'s schedule is ReduceLROnPlateau, which waits for a metric, but schedules advance at every "
@@ -112,14 +115,28 @@ def make_schedule(make: Any, optimizer: Optimizer, count_steps: Callable[[], flo
         raise UsageError(f"the {role}'s schedule must be an LRScheduler of torch, got {schedule!r}")
     if isinstance(schedule, RunSchedule):
         schedule.stretch(count_steps())
-    total = getattr(schedule, "total_steps", None)
-    if total is not None and total < (steps := count_steps()) < math.inf:
-        raise UsageError(
-            f"the {role}'s {type(schedule).__name__} ends after its total_steps of {total}, but the run has "
-            f"{int(steps)} steps: remove total_steps, epochs and steps_per_epoch to take them from the run, or set "
-            f"total_steps to {int(steps) + 1}"
-        )
+    for part, before in _one_cycles(schedule):
+        if part.total_steps < (steps := count_steps() - before) < math.inf:
+            raise UsageError(
+                f"the {role}'s {type(part).__name__} ends after its total_steps of {part.total_steps}, but the run has "
+                f"{int(steps)} steps: remove total_steps, epochs and steps_per_epoch to take them from the run, or set "
+                f"total_steps to {int(steps) + 1}"
+            )
     return schedule
+
+
+def _one_cycles(schedule: Any, before: int = 0) -> Iterator[tuple[OneCycleLR, int]]:
+    """Yield the schedules that raise after their last step, with the number of the run's steps before they begin."""
+    if isinstance(schedule, OneCycleLR):
+        yield schedule, before
+    milestones = getattr(schedule, "_milestones", [])
+    parts = getattr(schedule, "_schedulers", [])
+    if isinstance(schedule, SequentialLR):
+        if isinstance(parts[-1], OneCycleLR):  # only the last part lasts until the end
+            yield parts[-1], milestones[-1]
+    else:
+        for part in parts:
+            yield from _one_cycles(part, before)
 
 
 def without_lengths(state: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from lightning_rlhf.directions import direction_of
+from lightning_rlhf.directions import direction_of, is_own
 from lightning_rlhf.expected_errors import UsageError
 
+log = logging.getLogger(__name__)
 _SETTINGS = {
     "gradient_clip_val": "gradients are clipped for each model: set model.init_args.max_grad_norm",
     "gradient_clip_algorithm": "gradients are clipped by their norm: set model.init_args.max_grad_norm",
@@ -66,8 +68,9 @@ def _check_direction(callback: Any) -> None:
     if not isinstance(callback, EarlyStopping | ModelCheckpoint) or callback.monitor is None:
         return
     known = direction_of(callback.monitor)
-    if known not in (None, callback.mode):
-        raise UsageError(
-            f"{type(callback).__name__} monitors {callback.monitor} with mode: {callback.mode}, but the best value of "
-            f"this metric is its {known}imum: set mode: {known}"
-        )
+    if known in (None, callback.mode):
+        return
+    monitors = f"{type(callback).__name__} monitors {callback.monitor} with mode: {callback.mode}"
+    if is_own(callback.monitor):
+        raise UsageError(f"{monitors}, but the best value of this metric is its {known}imum: set mode: {known}")
+    log.warning("%s; if its best value is its %simum, set mode: %s", monitors, known, known)

@@ -29,6 +29,8 @@ _START_S = 300.0
 _POLL_S = 1.0
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[-+]?\.[0-9]+")
+# A sign before a number that nothing precedes, which math-verify would read as a sum.
+_PLUS = re.compile(r"(?:(?:^|(?<=[=:,(\[{$]))\s*|(?<=\bis)\s+)\+(?=\.?[0-9])")
 # Text after a number that is the whole answer. Anything else continues a formula: 1/2, 3x + 1, 1, 2, 3 or 4, 2 pi.
 _AFTER_NUMBER = re.compile(
     r"""
@@ -164,7 +166,7 @@ class MathReward:
         answer = boxed(text)
         if answer is not None:
             return rf"\boxed{{{answer[: self.max_chars]}}}"
-        text = text[-self.max_chars :]
+        text = _PLUS.sub(" ", text[-self.max_chars :])
         return _boxed_after_hashes(text) or text
 
 

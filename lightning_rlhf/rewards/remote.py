@@ -19,6 +19,7 @@ from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingFileError, RunError, UsageError
 from lightning_rlhf.models.checks import stored_file
+from lightning_rlhf.models.score_heads import scale_of
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, estimated_tokens
 from lightning_rlhf.rewards.judge import as_text, images_in
 from lightning_rlhf.rewards.scored_text import scored_ids
@@ -189,10 +190,10 @@ class VLLMReward(_ServedReward):
 
     @cached_property
     def _scale(self) -> tuple[float, float]:
-        """Mean and deviation of the scores in ``config.json``, 0 and 1 without them."""
+        """Mean and deviation of the scores in ``config.json``; 0 and 1 without them."""
         file = None if self.activation else stored_file(self.tokenizer, "config.json")
         config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        return config.get("score_mean", 0.0), config.get("score_std", 1.0)
+        return scale_of(config, self.tokenizer)
 
     def body(self, row: Scored) -> dict[str, Any]:
         """Build a request with token ids, or with messages that have images.

@@ -212,6 +212,8 @@ def test_expired_grace_period_without_a_checkpoint_promises_none(tmp_path, monke
         ("kl/ref", "min", "min"),
         ("val/own", "min", "min"),
         ("val/own", "max", "max"),
+        ("val/toxicity_greedy", "min", "min"),
+        ("env/errors_fixed", "max", "max"),
     ],
 )
 def test_best_follows_the_direction_of_its_metric(best, mode, wanted):

@@ -141,6 +141,8 @@ def test_unknown_policy_losses_are_reported(tmp_path, monkeypatch, kind, loss, m
         ("from lightning_rlhf import PPOModule\nclass Mine(PPOModule):\n    pass\n", ["actor", "critic", "vf_coef"]),
         ("import lightning_rlhf as l\nclass Mine(l.GRPOModule):\n    def __init__(self, *, more=1, **k):\n        "
          "super().__init__(**k)\n", ["more", "actor"]),
+        ("import lightning_rlhf as l\nclass Mine(l.GRPOModule):\n    def __init__(self, *a, more=1, **k):\n        "
+         "super().__init__(*a, **k)\n", ["more", "actor"]),
         ("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mine:\n    a: int\n    b: str = ''\n",
          ["a", "b"]),
         ("def make():\n    class A: pass\n    return A\nclass Mine(make()):\n    pass\n", []),

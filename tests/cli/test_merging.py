@@ -169,3 +169,51 @@ def test_options_of_an_optimizer_without_a_class_are_merged_by_name(settings):
     result = settings("model: {init_args: {optimizer: {weight_decay: 0.5}}}", "--model.init_args.optimizer.eps=1e-9")
     assert model(result)["optimizer"]["init_args"] == {"lr": 1e-3, "weight_decay": 0.5, "eps": "1e-9"}
     assert result.dropped == []
+
+
+@pytest.mark.parametrize("name", ["GRPOO", "torch.optim.Lion", "my_stuff.made_dynamically", "lightning_rlhf.GSPOLoss"])
+@pytest.mark.parametrize("option", ["loss", "optimizer"])
+def test_a_class_that_only_the_parser_finds_is_not_replaced_by_the_default(settings, option, name):
+    key = f"--model.init_args.{option}"
+    result = settings("", f"{key}={name}", f"{key}.lr=0.1")
+    assert model(result)[option] == {"class_path": name, "init_args": {"lr": "0.1"}}
+
+
+def test_options_of_a_reference_are_an_error(settings):
+    with pytest.raises(UsageError, match=r"model.loss is 'a.py:f', whose options .* \(beta\): give class_path"):
+        settings("", "--model.init_args.loss=a.py:f", "--model.init_args.loss.beta=0.1")
+
+
+def test_names_with_values_are_merged_by_name_from_the_command_line(settings):
+    result = settings(
+        "model: {class_path: lightning_rlhf.MixtureModule, init_args: {mixture: {math: {weight: 0.5}}}}",
+        *("--model.init_args.mixture.math.weight=0.25", "--trainer.callbacks.rewards.arguments.limit=6"),
+    )
+    assert model(result)["mixture"] == {"math": {"weight": "0.25"}}
+    assert loop(result)["rewards"][0]["init_args"]["arguments"] == {"limit": "6"}
+    architecture = "{class_path: lightning_rlhf.FromConfig, init_args: {architecture: {model_type: llama}}}"
+    result = settings(
+        f"model: {{init_args: {{actor: {architecture}}}}}", "--model.init_args.actor.architecture.hidden_size=64"
+    )
+    assert model(result)["actor"]["init_args"]["architecture"] == {"model_type": "llama", "hidden_size": "64"}
+
+
+def test_values_of_the_command_line_are_those_of_a_file(settings):
+    rewards = "[{function: f, arguments: {scale: {tolerance: 1e-3, day: 2026-11-28}}}]"
+    result = settings("", f"--trainer.callbacks.rewards={rewards}")
+    assert loop(result)["rewards"] == [
+        {"function": "f", "arguments": {"scale": {"tolerance": 1e-3, "day": "2026-11-28"}}}
+    ]
+
+
+@pytest.mark.parametrize("text", ["Assistant:", "a: b", "[/INST]"])
+def test_a_text_stays_a_text(settings, text):
+    assert settings("", f"--data.init_args.split_after={text}").values["data"]["init_args"]["split_after"] == text
+
+
+def test_a_file_beside_the_file_that_names_it_is_found(settings, tmp_path, monkeypatch):
+    (tmp_path / "loss.yaml").write_text("class_path: SimPOLoss\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = settings("model: {init_args: {loss: loss.yaml, own: none.yaml}}")
+    assert (model(result)["loss"], model(result)["own"]) == (str(tmp_path / "loss.yaml"), "none.yaml")

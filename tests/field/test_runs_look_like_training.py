@@ -72,6 +72,31 @@ def test_schedule_shorter_than_the_run_is_an_error_before_the_first_step(tmp_pat
         run(tmp_path, schedule=partial(OneCycleLR, max_lr=1e-2, epochs=1, steps_per_epoch=2), max_epochs=2)
 
 
+class WarmUpAndHold(torch.optim.lr_scheduler.LambdaLR):
+    """Has the name of OneCycleLR's length, and lasts."""
+
+    def __init__(self, optimizer, total_steps):
+        self.total_steps = total_steps
+        super().__init__(optimizer, lambda step: min(step / total_steps, 1.0))
+
+
+def chained(optimizer, steps):
+    warm, cycle = LinearLR(optimizer, total_iters=2), OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cycle], milestones=[2])
+
+
+def test_schedules_within_schedules_are_checked(tmp_path):
+    run(tmp_path, schedule=partial(chained, steps=3), max_epochs=1)
+    with pytest.raises(UsageError, match="OneCycleLR ends after its total_steps of 2, but the run has"):
+        run(tmp_path, schedule=partial(chained, steps=2), max_epochs=2)
+    run(tmp_path, schedule=partial(WarmUpAndHold, total_steps=2), max_epochs=2)
+
+
+def test_schedule_that_cannot_be_made_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="schedule cannot be made: You must define either total_steps"):
+        run(tmp_path, schedule=partial(OneCycleLR, max_lr=1e-2, epochs=2), max_steps=2)
+
+
 def test_schedule_without_a_length_has_that_of_the_run(tmp_path):
     for settings, steps in (({"max_epochs": 2}, 8), ({"max_steps": 3}, 3)):
         module, _, _ = run(tmp_path / str(steps), schedule=partial(OneCycleLR, max_lr=1e-2), **settings)

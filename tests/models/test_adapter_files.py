@@ -234,6 +234,13 @@ def test_missing_and_damaged_files_are_named(base, tmp_path):
     rejected("adapter_model.bin is a pickled file, which can run code and is not read", base, tmp_path / "adapter")
 
 
+def test_the_same_settings_beside_an_adapter_may_have_another_order(base, tmp_path):
+    foreign(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    for targets in (["q_proj", "v_proj"], ["v_proj", "q_proj"]):
+        lora = LoRA(3, 12, target_modules=targets)
+        assert Pretrained(base, adapter=str(tmp_path / "adapter"), lora=lora).lora.rank == 3
+
+
 def test_own_settings_beside_an_adapter_are_rejected(base, tmp_path):
     foreign(base, tmp_path / "adapter")
     rejected(

@@ -715,10 +715,18 @@ def test_vllm_s_replies_are_read(stub, tmp_path, answer, score):
     reward.client.close()
 
 
-def test_vllm_s_score_is_normalised_as_the_model_s(stub, tmp_path):
+@pytest.mark.parametrize(
+    "scale",
+    [
+        '"score_mean": 0.5, "score_std": 4.0',
+        '"normalize_reward": true, "mean": 0.5, "std": 4.0',
+        '"normalize_reward": false, "mean": 7.0, "std": 2.0, "score_mean": 0.5, "score_std": 4.0',
+    ],
+)
+def test_vllm_s_score_is_normalised_as_the_model_s(stub, tmp_path, scale):
     stub.script = [ok({"data": [{"probs": [2.5]}]})]
     CharacterTokenizer("ab").load().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "score_mean": 0.5, "score_std": 4.0}')
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", {scale}}}')
     reward = VLLMReward(Endpoint(stub.url), "rm", str(tmp_path))
     assert scored(reward, ["a"], ["b"]) == [0.5]
     reward.client.close()

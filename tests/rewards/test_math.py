@@ -54,6 +54,9 @@ RIGHT = [
     ("A", r"\boxed{A}"),
     (r"\sqrt{2}", r"first \boxed{3}, no: \boxed{\sqrt 2}"),
     ("5", r"\boxed{x=5}"),
+    ("5", "The answer is +5."),
+    ("5", "so x = +5"),
+    ("8", "3 +5"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
 ]
 WRONG = [
@@ -79,6 +82,7 @@ WRONG = [
     ("2", "#### 2 sqrt(3)"),
     ("3", "#### 3 plus 4"),
     ("2", "#### 2 million"),
+    ("5", "3 +5"),
     ("5", "5 or 6"),
 ]
 PAYLOAD = "open({marker!r}, 'w').write('x')"

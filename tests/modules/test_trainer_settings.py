@@ -1,9 +1,10 @@
 """Settings of automatic optimization are rejected in Python with the setting to use instead."""
 
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 
 from lightning_rlhf import PPOModule, SFTModule
+from lightning_rlhf.modules.trainer_settings import check_trainer
 from tests.stand_ins import TinyModel, quiet_trainer
 
 
@@ -25,3 +26,13 @@ def test_settings_of_automatic_optimization_raise_before_a_model_is_built(kind, 
     with pytest.raises(ValueError, match=message):
         quiet_trainer(**settings).fit(module, [])
     assert not module.built
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_direction_of_the_library_s_metrics_is_checked_and_that_of_others_is_a_line(kind, caplog):
+    with pytest.raises(ValueError, match=r"monitors reward/mean with mode: min, but .* its maximum: set mode: max"):
+        check_trainer({"callbacks": [kind(monitor="reward/mean", mode="min")]})
+    check_trainer({"callbacks": [kind(monitor="reward/mean", mode="max")]})
+    assert caplog.text == ""
+    check_trainer({"callbacks": [kind(monitor="reward/length", mode="min")]})
+    assert "monitors reward/length with mode: min; if its best value is its maximum, set mode: max" in caplog.text

@@ -297,7 +297,7 @@ class RowsDataModule(LightningDataModule):
 
     def _convert_row(self, report: RowReport, row: Row) -> Any:
         """Tokenize a row, and count its columns, its cut and its unknown parts in the report."""
-        fields = replace(self.columns.find(row), transform=self.text_messages)
+        fields = replace(self.columns.find(row), transform=self.text_messages, roles=self.roles)
         self._image_folder = folder_of(report.location)
         self._notes = _RowNotes()
         example = self.convert(fields)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlhf.data.row import BadRow, Row, TextRow, parse_messages
+from lightning_rlhf.data.json_messages import check_not_python, parse_messages
+from lightning_rlhf.data.row import BadRow, Row, TextRow
 from lightning_rlhf.expected_errors import UsageError
 
 # Alternative columns of one piece of information, as pairs (our field, the data's column).
@@ -68,12 +69,14 @@ class Fields:
         transform: function of field and value that returns the value to use, such as messages made from text; None
             uses the row's value.
         mapping: configured column of each field, for messages.
+        roles: further names of roles in messages that are JSON text, each with its role here.
     """
 
     row: Row
     names: Mapping[str, str]
     transform: Callable[[str, Any], Any] | None = None
     mapping: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __contains__(self, field: str) -> bool:
         return field in self.names
@@ -86,9 +89,11 @@ class Fields:
 
     def _value(self, field: str) -> Any:
         """Return the value of a field: messages of JSON text, and Alpaca's instruction with its input."""
-        value = lookup(self.row, self.names.get(field, field), self.mapping)
+        column = self.names.get(field, field)
+        value = lookup(self.row, column, self.mapping)
         if field in _MESSAGE_FIELDS:
-            value = parse_messages(value)
+            check_not_python(value, column, self.roles)
+            value = parse_messages(value, self.roles)
         if field == "prompt" and "input" in self.names and isinstance(value, str):
             return f"{value}\n{self.row[self.names['input']]}"
         return value
@@ -149,7 +154,7 @@ class Fields:
     def _kind(self, field: str) -> str:
         """Return the kind of a field's value in a few words."""
         written = lookup(self.row, self.names[field])
-        value = parse_messages(written) if field in _MESSAGE_FIELDS else written
+        value = parse_messages(written, self.roles) if field in _MESSAGE_FIELDS else written
         if isinstance(value, dict) and field in _MESSAGE_FIELDS:
             return "messages"
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -11,29 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rlhf.data.image_parts import content_of
-from lightning_rlhf.data.row import BadRow, parse_messages
+from lightning_rlhf.data.json_messages import parse_messages
+from lightning_rlhf.data.roles import CALL_ROLES, OTHER_ROLES, ROLES, is_known, role_of
+from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 
 Message = dict[str, Any]
 THOUGHTS = "reasoning_content"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names of roles in other formats, in small letters: ShareGPT, Gemma, GLM, Llama 3, OpenAI's first API.
-_OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-}
 _PAIR_OF_TURNS = {"human", "assistant"}  # keys of a question with its answer in ms-swift's ShareGPT
-_CALL_ROLES = ("function_call", "tool_call")  # their content is a call, or a list of calls, as JSON
 _THOUGHTS = (THOUGHTS, "reasoning", "thinking")
 # Names under which data sets say whether to learn a turn: OpenAI and axolotl, LLaMA-Factory, ms-swift.
 _LEARN = ("weight", "train", "training", "loss_weight", "loss")
@@ -63,7 +48,7 @@ def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) 
     Raises:
         BadRow: the value is not a list of messages, a speaker is not known, or a tool call is malformed.
     """
-    value = parse_messages(value)
+    value = parse_messages(value, roles)
     messages = [value] if isinstance(value, Mapping) else value
     malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
@@ -145,10 +130,10 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
     # Formats with fixed keys, such as parquet, store missing keys of a message as null.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
-        speaker, content = message.pop("from"), message.pop("value", None)
-        message = {"role": speaker, "content": content, **message}
-        if not isinstance(speaker, str) or _role(speaker, roles) not in ROLES:
-            known = sorted({*ROLES, *_OTHER_ROLES, *roles})
+        speaker = message.pop("from")
+        message = {"role": speaker, **({"content": message.pop("value")} if "value" in message else {}), **message}
+        if not is_known(speaker, roles):
+            known = sorted({*ROLES, *OTHER_ROLES, *roles})
             raise BadRow(
                 f"a message is from {speaker!r}, expected one of {known}; data.init_args.roles adds others, such as "
                 f"roles: {{{speaker}: user}}",
@@ -156,8 +141,8 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
             )
     if not isinstance(message.get("role"), str):
         raise BadRow(malformed)
-    name, message["role"] = message["role"], _role(message["role"], roles)
-    if name.lower() in _CALL_ROLES and name not in roles:
+    name, message["role"] = message["role"], role_of(message["role"], roles)
+    if name.lower() in CALL_ROLES and name not in roles:
         message = {**message, "content": "", "tool_calls": _calls_of_text(message.get("content"))}
     _move_parts(message)
     _move_calls(message)
@@ -168,12 +153,6 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
     if content is None:
         raise BadRow(malformed)
     return {**message, "content": content}
-
-
-def _role(name: str, roles: Mapping[str, str]) -> str:
-    """Return the canonical name of a role; a name that is not known is unchanged."""
-    small = name.lower()
-    return roles.get(name) or (small if small in ROLES else _OTHER_ROLES.get(small, name))
 
 
 def _move_parts(message: Message) -> None:

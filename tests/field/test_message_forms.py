@@ -1,0 +1,73 @@
+"""Messages in the forms of other libraries are read whole, or an error says what cannot be read."""
+
+import json
+
+import pytest
+
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.preferences import PreferenceDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
+from tests.field.test_chat_data import CALL, TOOL, read, reason, user
+
+# -- messages as text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{'role': 'user', 'content': 'q'}]",
+        "{'from': 'human', 'value': 'q'}",
+        "[{'content': 'q', 'role': 'user'} {'content': 'b',\n 'role': 'assistant'}\n {'content': 'c', 'role': 'user'}]",
+    ],
+    ids=["list", "message", "NumPy"],
+)
+def test_pythons_form_of_messages_is_an_error(text):
+    message = reason(PromptDataModule, {"prompt": text})
+    assert "column 'prompt' has Python's form of a list of messages" in message
+    assert "instead of JSON: convert the column by json.dumps" in message
+    assert "column 'chosen'" in reason(PreferenceDataModule, {"chosen": text, "rejected": "x", "prompt": "why?"})
+
+
+@pytest.mark.parametrize("text", ["[{'a': 1}]", r"{'\d'}", "{'role': 'user'}", "[{'role': f(x), 'content': 'q'}]"])
+def test_other_python_is_a_text(text):
+    assert read(ConversationDataModule, {"prompt": "?", "completion": text})[1] == [f"?[{text}</s>]"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "function_call": CALL["function"]},
+        {"from": "gpt", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ],
+)
+def test_json_messages_need_calls_or_a_content(answer):
+    row = {"prompt": json.dumps([user("sky?")]), "completion": json.dumps(answer), "tools": [TOOL]}
+    assert read(ConversationDataModule, row)[1][0].endswith('[<call>weather {"city": "Oslo"}</s>]')
+    row["completion"] = json.dumps([answer])
+    assert read(ConversationDataModule, row)[1][0].endswith('[<call>weather {"city": "Oslo"}</s>]')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"from": "EUR", "to": "USD", "value": 3}',
+        '{"from": "EUR", "to": "USD", "value": "3"}',
+        '[{"from": "EUR", "to": "USD", "value": 3}]',
+        '{"role": "admin", "content": "x"}',
+        '{"role": "user", "content": {"a": 1}}',
+    ],
+)
+def test_json_that_is_an_answer_is_a_text(text):
+    assert read(ConversationDataModule, {"prompt": "make", "completion": text})[1] == [f"make[{text}</s>]"]
+
+
+def test_json_messages_of_configured_and_unknown_roles_are_messages():
+    row = {"prompt": json.dumps([user("a")]), "completion": json.dumps({"role": "bob", "content": "b"})}
+    texts = read(ConversationDataModule, row, roles={"bob": "assistant"})[1]
+    assert texts == ["<user>a</s>\n<assistant>[b</s>]"]
+    unknown = {"messages": json.dumps([{"from": "bob", "value": "a"}])}
+    assert "a message is from 'bob'" in reason(ConversationDataModule, unknown)
+    empty = {"messages": json.dumps([{"role": "user", "content": None}])}
+    assert "needs 'role' and text" in reason(ConversationDataModule, empty)

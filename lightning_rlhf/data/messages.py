@@ -38,7 +38,8 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) -> list[Message]:
     """Return messages in the canonical form.
 
-    Content is text, or a list of parts if one of them is an image; parts that are all text become one text.
+    Content is text, or a list of parts if one of them is an image; parts that are all text become one text. Calls that
+    are messages of their own become part of the assistant's message before them.
 
     Args:
         value: a list of messages, a single message, or the JSON text of either.
@@ -55,7 +56,13 @@ def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) 
         raise BadRow(malformed)
     if all(message.keys() == _PAIR_OF_TURNS for message in messages):
         messages = [{"role": role, "content": message[role]} for message in messages for role in ("human", "assistant")]
-    return [_canonical(message, malformed, roles or {}) for message in messages]
+    canonical: list[Message] = []
+    for written in messages:
+        message = _canonical(written, malformed, roles or {})
+        if canonical and canonical[-1]["role"] == "assistant" and _is_call(written, roles or {}):
+            message = _joined(canonical.pop(), message)
+        canonical.append(message)
+    return canonical
 
 
 def check_roles(roles: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -127,6 +134,7 @@ def _parsed_list(value: Any) -> list[Any]:
 
 def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, str]) -> Message:
     """Return one message in the canonical form."""
+    is_call = _is_call(message, roles)
     # Formats with fixed keys, such as parquet, store missing keys of a message as null.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -141,8 +149,8 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
             )
     if not isinstance(message.get("role"), str):
         raise BadRow(malformed)
-    name, message["role"] = message["role"], role_of(message["role"], roles)
-    if name.lower() in CALL_ROLES and name not in roles:
+    message["role"] = role_of(message["role"], roles)
+    if is_call:
         message = {**message, "content": "", "tool_calls": _calls_of_text(message.get("content"))}
     _move_parts(message)
     _move_calls(message)
@@ -153,6 +161,31 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
     if content is None:
         raise BadRow(malformed)
     return {**message, "content": content}
+
+
+def _is_call(message: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
+    """Return whether the content of a message is tool calls, according to its role."""
+    name = message.get("role") or message.get("from")
+    return isinstance(name, str) and name.lower() in CALL_ROLES and name not in roles
+
+
+def _joined(message: Message, call: Message) -> Message:
+    """Return a message of the assistant with the calls of the next message, which ms-swift's format stores apart.
+
+    As two turns, the model would learn to end its turn after the text or the first call.
+
+    Raises:
+        BadRow: only one of the two is to be learned, or both have thoughts.
+    """
+    if is_learned(message) != is_learned(call):
+        raise BadRow(
+            "a tool call has another flag for learning (weight, train, loss) than the message of the assistant that it "
+            "continues; set the same flag in both",
+            "a tool call has another flag for learning than its message",
+        )
+    if THOUGHTS in message and THOUGHTS in call:
+        raise BadRow("a tool call has thoughts, and the message of the assistant that it continues has others")
+    return {**call, **message, "tool_calls": [*message.get("tool_calls", []), *call["tool_calls"]]}
 
 
 def _move_parts(message: Message) -> None:

@@ -5,9 +5,16 @@ import json
 import pytest
 
 from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
-from tests.field.test_chat_data import CALL, TOOL, read, reason, user
+from lightning_rlhf.data.row import BadRow
+from tests.field.test_chat_data import CALL, TOOL, assistant, read, reason, user
+
+
+def call_of(name, **more):
+    return {"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}}), **more}
+
 
 # -- messages as text ------------------------------------------------------------------------------------------
 
@@ -71,3 +78,34 @@ def test_json_messages_of_configured_and_unknown_roles_are_messages():
     assert "a message is from 'bob'" in reason(ConversationDataModule, unknown)
     empty = {"messages": json.dumps([{"role": "user", "content": None}])}
     assert "needs 'role' and text" in reason(ConversationDataModule, empty)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "text"), [([], ""), ([assistant("look")], "look")], ids=["calls alone", "after a text"]
+)
+def test_calls_that_are_messages_are_one_turn(before, text):
+    messages = [user("sky?"), *before, call_of("f"), call_of("g"), {"role": "tool_response", "content": "3"}]
+    texts = read(ConversationDataModule, {"messages": [*messages, assistant("so")]})[1]
+    expected = f"<user>sky?</s>\n<assistant>[{text}<call>f {{}}<call>g {{}}</s>]\n<tool>3</s>\n<assistant>[so</s>]"
+    assert texts == [expected]
+
+
+def test_a_role_that_is_configured_has_no_calls():
+    messages = [user("a"), assistant("b"), {"role": "tool_call", "content": "c"}]
+    assert [message["role"] for message in messages_of(messages, "x", {"tool_call": "user"})] == [
+        "user", "assistant", "user",
+    ]  # fmt: skip
+
+
+def test_flags_and_thoughts_of_a_turn_must_agree():
+    differ = [user("a"), assistant("b", loss=False), call_of("f")]
+    assert "another flag for learning" in reason(ConversationDataModule, {"messages": differ})
+    agree = [user("a"), assistant("b", loss=False), call_of("f", weight=0), user("c"), assistant("d")]
+    assert read(ConversationDataModule, {"messages": agree})[1] == [
+        "<user>a</s>\n<assistant>b<call>f {}</s>\n<user>c</s>\n<assistant>[d</s>]"
+    ]
+    with pytest.raises(BadRow, match="a tool call has thoughts, and the message"):
+        messages_of([assistant("b", reasoning="hm"), call_of("f", reasoning="oh")], "x")

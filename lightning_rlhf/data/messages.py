@@ -19,7 +19,10 @@ from lightning_rlhf.expected_errors import UsageError
 Message = dict[str, Any]
 THOUGHTS = "reasoning_content"
 _PAIR_OF_TURNS = {"human", "assistant"}  # keys of a question with its answer in ms-swift's ShareGPT
-_THOUGHTS = (THOUGHTS, "reasoning", "thinking")
+# Keys of a message's thoughts: vLLM, OpenRouter, Anthropic, data of agents.
+_THOUGHTS = (THOUGHTS, "reasoning", "reasoning_details", "thinking", "thought", "thoughts")
+_THOUGHT_PARTS = ("reasoning", "thinking")  # types of parts of the content that are thoughts
+_THOUGHT_TEXTS = ("text", "thinking", "reasoning", "content", "value", "summary")  # keys of a part's thoughts
 # Names under which data sets say whether to learn a turn: OpenAI and axolotl, LLaMA-Factory, ms-swift.
 _LEARN = ("weight", "train", "training", "loss_weight", "loss")
 
@@ -152,9 +155,9 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
     message["role"] = role_of(message["role"], roles)
     if is_call:
         message = {**message, "content": "", "tool_calls": _calls_of_text(message.get("content"))}
-    _move_parts(message)
+    thoughts = _move_parts(message)
     _move_calls(message)
-    _move_thoughts(message)
+    _move_thoughts(message, thoughts)
     if "content" not in message and (message.get("tool_calls") or THOUGHTS in message):
         message["content"] = ""
     content = content_of(message.get("content"))
@@ -188,34 +191,38 @@ def _joined(message: Message, call: Message) -> Message:
     return {**call, **message, "tool_calls": [*message.get("tool_calls", []), *call["tool_calls"]]}
 
 
-def _move_parts(message: Message) -> None:
-    """Move thoughts and calls that are parts of the content, as in LLaMA-Factory's second format, to their keys."""
+def _move_parts(message: Message) -> list[Any]:
+    """Move calls that are parts of the content, as in LLaMA-Factory's second format, to their key.
+
+    Returns:
+        The parts that are thoughts, which are removed from the content.
+    """
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        return
-    parts = [
-        {**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part for part in parts
+        return []
+    thoughts = [part for part in parts if part.get("type") in _THOUGHT_PARTS]
+    calls = [part.get("value", part.get("text")) for part in parts if part.get("type") == "tool_call"]
+    message["content"] = [
+        {**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part
+        for part in parts
+        if part.get("type") not in (*_THOUGHT_PARTS, "tool_call")
     ]
-    values = {
-        kind: [part.get("value", part.get("text", part.get("thinking"))) for part in parts if part.get("type") in kinds]
-        for kind, kinds in (("thoughts", ("reasoning", "thinking")), ("calls", ("tool_call",)))
-    }
-    message["content"] = [part for part in parts if part.get("type") not in ("reasoning", "thinking", "tool_call")]
-    if values["thoughts"]:
-        message[THOUGHTS] = "".join(map(str, values["thoughts"]))
-    if values["calls"]:
-        message["tool_calls"] = [call for value in values["calls"] for call in _calls_of_text(value)]
-    if not message["content"] and any(values.values()):
+    if calls and message.get("tool_calls"):
+        raise BadRow("a message has tool calls in its content and in tool_calls")
+    if calls:
+        message["tool_calls"] = [call for value in calls for call in _calls_of_text(value)]
+    if not message["content"] and (thoughts or calls):
         message["content"] = ""
+    return thoughts
 
 
 def _move_calls(message: Message) -> None:
     """Bring the calls of a message into the form of ``tool_calls``, each with an object as its arguments."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = _calls_of_text(calls) if calls.strip() else []
-    if isinstance(message.get("function_call"), Mapping):  # of OpenAI's first API
-        calls = [*(calls or []), {"type": "function", "function": message.pop("function_call")}]
+        calls = [] if _is_blank(calls) else _calls_of_text(calls)
+    if not _is_blank(function_call := message.pop("function_call", None)):  # of OpenAI's first API
+        calls = [*(calls or []), *_calls_of_text(function_call)]
     if not calls:
         message.pop("tool_calls", None)
         return
@@ -269,11 +276,44 @@ def _calls_of_text(text: Any) -> list[dict[str, Any]]:
     return [_call(dict(call)) for call in calls]
 
 
-def _move_thoughts(message: Message) -> None:
-    """Put the thoughts of a message under one name."""
-    given = {name: message.pop(name) for name in _THOUGHTS if isinstance(message.get(name), str)}
-    texts = {text for text in given.values() if text.strip()}
+def _move_thoughts(message: Message, parts: Sequence[Any]) -> None:
+    """Put the thoughts of a message, and those among the parts of its content, under one name."""
+    given = {name: _thoughts_text(value, name) for name in _THOUGHTS if (value := message.pop(name, None))}
+    if parts:
+        given["content"] = _thoughts_text(parts, "content")
+    texts = {text.strip(): text for text in given.values() if text.strip()}
     if len(texts) > 1:
         raise BadRow(f"a message has different thoughts in {' and '.join(given)}", "a message has different thoughts")
     if texts:
-        message[THOUGHTS] = texts.pop()
+        message[THOUGHTS] = next(iter(texts.values()))
+
+
+def _thoughts_text(value: Any, name: str) -> str:
+    """Return thoughts that are a text, a part with a text, or a list of these.
+
+    Args:
+        value: thoughts of a message.
+        name: key of the message under which they are.
+
+    Raises:
+        BadRow: there are thoughts that are not text, such as encrypted ones.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(_thoughts_text(item, name) for item in value)
+    if isinstance(value, Mapping):
+        texts = [value[key] for key in _THOUGHT_TEXTS if value.get(key)]
+        if len(texts) == 1 or (not texts and value.keys() & set(_THOUGHT_TEXTS)):
+            return _thoughts_text(texts, name)
+    what = f"a part with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else repr(value)
+    raise BadRow(
+        f"the thoughts of a message in {name!r} are {what}, expected text, or parts that have it in one of the keys "
+        f"{', '.join(_THOUGHT_TEXTS)}",
+        f"the thoughts of a message in {name!r} are not text",
+    )
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether a value is null, or a text without words, as a table stores a missing value."""
+    return value is None or (isinstance(value, str) and not value.strip())

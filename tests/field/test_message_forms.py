@@ -109,3 +109,64 @@ def test_flags_and_thoughts_of_a_turn_must_agree():
     ]
     with pytest.raises(BadRow, match="a tool call has thoughts, and the message"):
         messages_of([assistant("b", reasoning="hm"), call_of("f", reasoning="oh")], "x")
+    with pytest.raises(BadRow, match="tool calls in its content and in tool_calls"):
+        messages_of([assistant([{"type": "tool_call", "value": '{"name": "f"}'}], tool_calls=[CALL])], "x")
+
+
+@pytest.mark.parametrize("call", [CALL["function"], json.dumps(CALL["function"])], ids=["object", "text"])
+def test_a_function_call_beside_a_text_is_a_tool_call(call):
+    assert messages_of([assistant("b", function_call=call)], "x") == [assistant("b", tool_calls=[CALL])]
+    assert messages_of([assistant("b", function_call=" ")], "x") == [assistant("b")]
+    with pytest.raises(BadRow, match=r"a tool call is 'f\(\)', expected a JSON object"):
+        messages_of([assistant("b", function_call="f()")], "x")
+
+
+# -- thoughts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "thoughts",
+    [
+        {"reasoning": {"content": "hm"}},
+        {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm", "format": None}]},
+        {"reasoning_details": [{"type": "reasoning.summary", "summary": "h"}, {"type": "reasoning.text", "text": "m"}]},
+        {"thought": "hm"},
+        {"thoughts": ["h", "m"], "thinking": []},
+    ],
+)
+def test_thoughts_under_all_their_keys_are_read(thoughts):
+    assert messages_of([assistant("b", **thoughts)], "x") == [assistant("b", reasoning_content="hm")]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "reasoning", "content": "hm"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "content": []},
+    ],
+    ids=["Mistral", "Anthropic", "content", "OpenAI"],
+)
+def test_thoughts_that_are_parts_are_read(part):
+    content = [part, {"type": "text", "text": "b"}]
+    assert messages_of([assistant(content)], "x") == [assistant("b", reasoning_content="hm")]
+    with pytest.raises(BadRow, match="a message has different thoughts in reasoning and content"):
+        messages_of([assistant(content, reasoning="oh")], "x")
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        (assistant("b", reasoning_details=[{"type": "reasoning.encrypted", "data": "x"}]), "keys ['data', 'type']"),
+        (assistant("b", reasoning={"text": "x", "summary": "y"}), "keys ['summary', 'text']"),
+        (assistant([{"type": "thinking", "thinking": [3]}]), "in 'content' are 3"),
+        (assistant([{"type": "thinking", "data": "x"}]), "keys ['data', 'type']"),
+        (assistant("b", thinking=True), "in 'thinking' are True"),
+    ],
+)
+def test_thoughts_that_are_not_text_are_named(message, what):
+    with pytest.raises(BadRow) as caught:
+        messages_of([message], "x")
+    assert what in str(caught.value)
+    assert "expected text, or parts that have it in one of the keys text, thinking" in str(caught.value)

@@ -89,8 +89,15 @@ def is_learned(message: Message) -> bool:
     """Return whether the assistant's message is to be learned; without a flag, it is.
 
     Raises:
-        BadRow: a flag is neither true nor false, 1 nor 0, flags differ, or a message of another role asks for it.
+        BadRow: a flag is neither true nor false, 1 nor 0, flags differ, or a message of another role asks for it; or
+            the message has axolotl's spans of text to learn, which are not supported.
     """
+    if message.get("train_detail"):
+        raise BadRow(
+            "a message has train_detail, spans of its text to learn, but messages are learned as a whole: remove "
+            "train_detail, and set train: true or false for the whole message",
+            "a message has train_detail, which is not supported",
+        )
     flags = {name: message[name] for name in _LEARN if name in message}
     for name, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):

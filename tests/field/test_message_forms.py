@@ -170,3 +170,13 @@ def test_thoughts_that_are_not_text_are_named(message, what):
         messages_of([message], "x")
     assert what in str(caught.value)
     assert "expected text, or parts that have it in one of the keys text, thinking" in str(caught.value)
+
+
+# -- what is not supported -------------------------------------------------------------------------------------
+
+
+def test_spans_of_a_message_to_learn_are_an_error():
+    spans = [{"begin_offset": 0, "end_offset": 0, "train": False}]
+    message = reason(ConversationDataModule, {"messages": [user("a"), assistant("bc", train_detail=spans)]})
+    assert "a message has train_detail, spans of its text to learn" in message
+    assert read(ConversationDataModule, {"messages": [user("a"), assistant("bc", train_detail=[])]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,12 @@ class Fields:
             return _type_name(value)
         return "text" if self.transform is None or self.transform(field, value) is value else _TEXT_AS_MESSAGES
 
+    def leave_out(self, field: str) -> str:
+        """Return the remedy of an error about a field whose column is not meant for it."""
+        column = self.names[field]
+        name = field if column == self.mapping.get(field) else column
+        return f"to leave it out, set data.init_args.columns: {{{name}: null}}"
+
     @property
     def unread(self) -> list[str]:
         """Names of the columns with a value that no field reads."""
@@ -230,7 +237,7 @@ class Columns:
                     value = _MISSING
                 else:
                     value = _find_value(row, pair[1])
-                if value is not _MISSING:
+                if value is not _MISSING and not _has_no_tools(pair, value):
                     # Formats with fixed columns, such as parquet, store missing values of a row as null.
                     (empty if value is None else filled).append(pair)
             if len(filled) > 1:
@@ -371,6 +378,23 @@ def _find_value(row: Row, column: str) -> Any:
             return _MISSING
         value = value[part]
     return value
+
+
+def _has_no_tools(pair: tuple[str, str], value: Any) -> bool:
+    """Return whether a column that can have tools under another name than ``tools`` has other values, such as code."""
+    if pair[0] != "tools" or pair[1] == "tools" or value is None:
+        return False
+    tools = _parsed(value)
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else []
+    return not tools or not all(isinstance(tool, Mapping) and tool.keys() & {"name", "function"} for tool in tools)
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a JSON text; of other texts and values None or the value."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
 
 
 def _type_name(value: Any) -> str:

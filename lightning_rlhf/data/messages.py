@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.image_parts import content_of
 from lightning_rlhf.data.json_messages import parse_messages
 from lightning_rlhf.data.roles import CALL_ROLES, OTHER_ROLES, ROLES, is_known, role_of
@@ -114,17 +115,23 @@ def is_learned(message: Message) -> bool:
     return wanted and message["role"] == "assistant"
 
 
-def history_messages(value: Any) -> list[Message]:
+def history_messages(fields: Fields) -> list[Message]:
     """Return the messages of earlier turns that are pairs of a question and an answer, as in Alpaca's format.
 
     Raises:
-        BadRow: the value is not a list of pairs of texts.
+        BadRow: the row's ``history`` is not a list of pairs of texts.
     """
-    pairs = _parsed_list(value)
+    history = fields.get("history")
+    pairs = [] if _is_blank(history) else _parsed_list(history)
     if not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs
     ):
-        raise BadRow('history must be a list of pairs of a question and an answer, such as [["hi", "hello"]]')
+        column = fields.names["history"]
+        raise BadRow(
+            f'column {column!r} must be a list of pairs of a question and an answer, such as [["hi", "hello"]]; '
+            f"{fields.leave_out('history')}",
+            f"column {column!r} is not a list of pairs of a question and an answer",
+        )
     return [
         {"role": role, "content": text}
         for pair in pairs

@@ -172,9 +172,25 @@ class Fields:
 
     @property
     def unread(self) -> list[str]:
-        """Names of the columns with a value that no field reads."""
-        read = {column.partition(".")[0] if column not in self.row else column for column in self.names.values()}
-        return [name for name, value in self.row.items() if name not in read and not _is_empty(value)]
+        """Names of the columns with a value that no field reads; also beside values that ``columns`` names by a path.
+
+        Other paths, such as ``reward_model.ground_truth``, are of known formats.
+        """
+        read = set(self.names.values())
+        opened = {column.partition(".")[0] for column in read if column not in self.row}
+        values = [(name, value) for name, value in self.row.items() if name not in read | opened]
+        for parent in self._parents():
+            nested = _find_value(self.row, parent)
+            values += [(f"{parent}.{key}", nested[key]) for key in nested] if isinstance(nested, Mapping) else []
+        hidden = {*read, *self._parents()}
+        return [name for name, value in values if name not in hidden and not _is_empty(value)]
+
+    def _parents(self) -> list[str]:
+        """Return the columns, and the paths in them, that contain a configured value and are not read themselves."""
+        read = set(self.names.values())
+        paths = [column.split(".") for column in self.mapping.values() if column in read and column not in self.row]
+        parents = dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))
+        return [parent for parent in parents if not any(f"{parent}.".startswith(f"{column}.") for column in read)]
 
     @property
     def lost(self) -> list[str]:
@@ -204,13 +220,21 @@ class Columns:
         self.mapping = {field: column for field, column in mapping.items() if column is not None}
         self.left_out = mapping.keys() - self.mapping.keys()
         self._field_candidates = [
-            tuple(pair for pair in candidates if not self.left_out.intersection(pair))
+            tuple(pair for pair in self._with_nested_tools(candidates) if not self.left_out.intersection(pair))
             for candidates in field_candidates
         ]
         for candidates in field_candidates:
             both = sorted({field for field, _ in candidates} & self.mapping.keys())
             if len(both) > 1:
                 raise UsageError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
+
+    def _with_nested_tools(self, candidates: FieldCandidates) -> FieldCandidates:
+        """Return candidates with tools beside messages that the mapping names by a path: OpenAI's ``input.tools``."""
+        if ("tools", "tools") not in candidates:
+            return candidates
+        paths = [column for field, column in self.mapping.items() if field in _MESSAGE_FIELDS and "." in column]
+        parents = sorted({path.rpartition(".")[0] for path in paths})
+        return (*candidates, *(("tools", f"{parent}.tools") for parent in parents))
 
     def find(self, row: Row) -> Fields:
         """Find the column of each field in a row.

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from tests.field.test_chat_data import TOOL, assistant, read, reason, user
 
@@ -69,3 +70,37 @@ def test_a_system_message_that_is_not_text_is_an_error(kind, system):
     assert leave_out("system") in message
     assert read(kind, {**TALK, "system": system}, columns={"system": None})
     assert read(kind, {**TALK, "system": []})[1][0].startswith("<user>a")
+
+
+# -- nested columns --------------------------------------------------------------------------------------------
+
+NESTED = {"input": {"messages": [user("a")], "tools": [TOOL], "parallel_tool_calls": True}, "source": "x"}
+NESTED |= {"preferred_output": [assistant("b")], "non_preferred_output": [assistant("c")]}
+OF_OPENAI = {"prompt": "input.messages", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+
+
+def test_tools_beside_nested_messages_are_read_and_their_siblings_are_named():
+    module, texts = read(PreferenceDataModule, NESTED, columns=OF_OPENAI)
+    assert texts[0].startswith(f"<tools>{json.dumps([TOOL])}\n<user>a</s>")
+    assert "tools <- input.tools" in next(iter(module.reports["train"].column_mappings))
+    assert list(module.reports["train"].unread) == ["source", "input.parallel_tool_calls"]
+
+
+def test_nested_tools_that_are_left_out_or_no_schemas_are_named():
+    for tools, columns in (([TOOL], {"input.tools": None}), (["hammer"], {})):
+        row = {**NESTED, "input": {**NESTED["input"], "tools": tools}}
+        module, texts = read(PreferenceDataModule, row, columns=OF_OPENAI | columns)
+        assert texts[0].startswith("<user>a</s>")
+        assert "input.tools" in module.reports["train"].unread
+
+
+def test_siblings_of_deeper_columns_are_named_once():
+    row = {"a": {"b": {"question": "q", "c": 1}, "d": 2, "e": None}, "completion": "x", "extra_info": {"f": 1, "g": 2}}
+    columns = {"prompt": "a.b.question", "ground_truth": "extra_info.f"}
+    assert list(read(ConversationDataModule, row, columns=columns)[0].reports["train"].unread) == [
+        "extra_info", "a.d", "a.b.c",
+    ]  # fmt: skip
+    module, _ = read(PromptDataModule, row, columns=columns)
+    assert list(module.reports["train"].unread) == ["completion", "a.d", "a.b.c"]
+    verl = {**PROMPT, "reward_model": {"style": "rule", "ground_truth": "3"}}
+    assert list(read(PromptDataModule, verl)[0].reports["train"].unread) == []

@@ -72,6 +72,16 @@ def test_a_system_message_that_is_not_text_is_an_error(kind, system):
     assert read(kind, {**TALK, "system": []})[1][0].startswith("<user>a")
 
 
+@pytest.mark.parametrize("options", [{}, {"as_messages": True}], ids=["text", "as message"])
+@pytest.mark.parametrize("prompt", ["a ", "\na", "a"])
+def test_white_space_around_a_prompt_does_not_make_another_question(prompt, options):
+    pair = {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
+    texts = read(PreferenceDataModule, {"prompt": prompt, **pair}, **options)[1]
+    assert texts == ["<user>a</s>\n<assistant>[b</s>]", "<user>a</s>\n<assistant>[c</s>]"]
+    assert read(ConversationDataModule, {"prompt": prompt, "messages": pair["chosen"]}, **options)
+    assert "do not begin with it" in reason(PreferenceDataModule, {"prompt": "x", **pair})
+
+
 # -- nested columns --------------------------------------------------------------------------------------------
 
 NESTED = {"input": {"messages": [user("a")], "tools": [TOOL], "parallel_tool_calls": True}, "source": "x"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import decimal
+from types import MappingProxyType
 from typing import Any
 
 _IMMUTABLE = (str, bytes, int, float, complex, type(None), datetime.date, datetime.timedelta, decimal.Decimal, range)
@@ -13,8 +14,8 @@ _IMMUTABLE = (str, bytes, int, float, complex, type(None), datetime.date, dateti
 def private(value: Any, objects: bool = True) -> Any:
     """Return a copy of a value that shares no mutable part with it.
 
-    Each entry of a list is copied on its own: two entries that are one object become two. Frozen dataclasses, functions
-    and classes stay as they are.
+    Each entry of a list is copied on its own: two entries that are one object become two. A read-only view of a
+    mapping becomes a dictionary. Frozen dataclasses, functions and classes stay as they are.
 
     Args:
         value: value of a row: text, numbers, lists, mappings, images, arrays.
@@ -25,7 +26,7 @@ def private(value: Any, objects: bool = True) -> Any:
     kind = type(value)
     if kind is list:
         return [item if type(item) in (str, int, float) else private(item, objects) for item in value]
-    if kind is dict:
+    if kind in (dict, MappingProxyType):
         return {key: private(item, objects) for key, item in value.items()}
     if kind is tuple:
         return tuple(private(item, objects) for item in value)

@@ -297,7 +297,7 @@ class RowsDataModule(LightningDataModule):
 
     def _convert_row(self, report: RowReport, row: Row) -> Any:
         """Tokenize a row, and count its columns, its cut and its unknown parts in the report."""
-        fields = replace(self.columns.find(row), transform=self.text_messages)
+        fields = replace(self.columns.find(row), transform=self.text_messages, roles=self.roles)
         self._image_folder = folder_of(report.location)
         self._notes = _RowNotes()
         example = self.convert(fields)
@@ -359,18 +359,26 @@ class RowsDataModule(LightningDataModule):
         """Return the messages that the columns ``system`` and ``history`` put before those of the prompt.
 
         Raises:
-            BadRow: the messages have another system message already.
+            BadRow: a column is not what it should be, or the messages have another system message already.
         """
-        system, history = fields.get("system"), history_messages(fields.get("history") or [])
-        if not (isinstance(system, str) and system.strip()):
+        system, history = fields.get("system"), history_messages(fields)
+        if system in (None, [], {}):
+            return history
+        column = fields.names["system"]
+        if not isinstance(system, str):
+            raise BadRow(
+                f"column {column!r} holds {type(system).__name__}, expected the text of the system message; "
+                f"{fields.leave_out('system')}",
+                f"column {column!r} is not text",
+            )
+        if not system.strip():
             return history
         if messages[0]["role"] in ("system", "developer"):
             if messages[0]["content"] == system:
                 return history
-            column = fields.names["system"]
             raise BadRow(
-                f"the messages begin with a system message, and the column {column!r} has another one; to leave it "
-                f"out, set data.init_args.columns: {{{column}: null}}",
+                f"the messages begin with a system message, and the column {column!r} has another one; "
+                f"{fields.leave_out('system')}",
                 f"two system messages, one in the column {column!r}",
             )
         return [{"role": "system", "content": system}, *history]

@@ -337,25 +337,31 @@ def _tools_of(fields: Fields) -> list[Any] | None:
     Raises:
         BadRow: they are not a list of schemas.
     """
-    tools = _parsed(fields.get("tools"))
+    tools = _parsed(fields.get("tools"), fields)
     if isinstance(tools, list):
-        tools = [_parsed(tool) for tool in tools]
+        tools = [_parsed(tool, fields) for tool in tools]
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow("tools must be a list of JSON schemas")
+        column = fields.names["tools"]
+        raise BadRow(
+            f"{column} must be a list of JSON schemas of tools; {fields.leave_out('tools')}",
+            f"{column} is not a list of JSON schemas",
+        )
     if tools and fields.names.get("tools") == "functions":
         return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     return tools
 
 
-def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text; other values unchanged."""
+def _parsed(value: Any, fields: Fields) -> Any:
+    """Return the value of a JSON text, None of a blank text, as in an empty cell; other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise BadRow(f"tools is not valid JSON: {reason}", "tools is not valid JSON") from error
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        column, reason = fields.names["tools"], error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise BadRow(
+            f"{column} is not valid JSON: {reason}; {fields.leave_out('tools')}", f"{column} is not valid JSON"
+        ) from error
 
 
 def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str, Any]]:

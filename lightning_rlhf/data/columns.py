@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlhf.data.row import BadRow, Row, TextRow, parse_messages
+from lightning_rlhf.data.json_messages import check_not_python, parse_messages
+from lightning_rlhf.data.row import BadRow, Row, TextRow
 from lightning_rlhf.expected_errors import UsageError
 
 # Alternative columns of one piece of information, as pairs (our field, the data's column).
@@ -68,12 +70,14 @@ class Fields:
         transform: function of field and value that returns the value to use, such as messages made from text; None
             uses the row's value.
         mapping: configured column of each field, for messages.
+        roles: further names of roles in messages that are JSON text, each with its role here.
     """
 
     row: Row
     names: Mapping[str, str]
     transform: Callable[[str, Any], Any] | None = None
     mapping: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __contains__(self, field: str) -> bool:
         return field in self.names
@@ -86,9 +90,11 @@ class Fields:
 
     def _value(self, field: str) -> Any:
         """Return the value of a field: messages of JSON text, and Alpaca's instruction with its input."""
-        value = lookup(self.row, self.names.get(field, field), self.mapping)
+        column = self.names.get(field, field)
+        value = lookup(self.row, column, self.mapping)
         if field in _MESSAGE_FIELDS:
-            value = parse_messages(value)
+            check_not_python(value, column, self.roles)
+            value = parse_messages(value, self.roles)
         if field == "prompt" and "input" in self.names and isinstance(value, str):
             return f"{value}\n{self.row[self.names['input']]}"
         return value
@@ -149,7 +155,7 @@ class Fields:
     def _kind(self, field: str) -> str:
         """Return the kind of a field's value in a few words."""
         written = lookup(self.row, self.names[field])
-        value = parse_messages(written) if field in _MESSAGE_FIELDS else written
+        value = parse_messages(written, self.roles) if field in _MESSAGE_FIELDS else written
         if isinstance(value, dict) and field in _MESSAGE_FIELDS:
             return "messages"
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -158,11 +164,33 @@ class Fields:
             return _type_name(value)
         return "text" if self.transform is None or self.transform(field, value) is value else _TEXT_AS_MESSAGES
 
+    def leave_out(self, field: str) -> str:
+        """Return the remedy of an error about a field whose column is not meant for it."""
+        column = self.names[field]
+        name = field if column == self.mapping.get(field) else column
+        return f"to leave it out, set data.init_args.columns: {{{name}: null}}"
+
     @property
     def unread(self) -> list[str]:
-        """Names of the columns with a value that no field reads."""
-        read = {column.partition(".")[0] if column not in self.row else column for column in self.names.values()}
-        return [name for name, value in self.row.items() if name not in read and not _is_empty(value)]
+        """Names of the columns with a value that no field reads; also beside values that ``columns`` names by a path.
+
+        Other paths, such as ``reward_model.ground_truth``, are of known formats.
+        """
+        read = set(self.names.values())
+        opened = {column.partition(".")[0] for column in read if column not in self.row}
+        values = [(name, value) for name, value in self.row.items() if name not in read | opened]
+        for parent in self._parents():
+            nested = _find_value(self.row, parent)
+            values += [(f"{parent}.{key}", nested[key]) for key in nested] if isinstance(nested, Mapping) else []
+        hidden = {*read, *self._parents()}
+        return [name for name, value in values if name not in hidden and not _is_empty(value)]
+
+    def _parents(self) -> list[str]:
+        """Return the columns, and the paths in them, that contain a configured value and are not read themselves."""
+        read = set(self.names.values())
+        paths = [column.split(".") for column in self.mapping.values() if column in read and column not in self.row]
+        parents = dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))
+        return [parent for parent in parents if not any(f"{parent}.".startswith(f"{column}.") for column in read)]
 
     @property
     def lost(self) -> list[str]:
@@ -192,13 +220,21 @@ class Columns:
         self.mapping = {field: column for field, column in mapping.items() if column is not None}
         self.left_out = mapping.keys() - self.mapping.keys()
         self._field_candidates = [
-            tuple(pair for pair in candidates if not self.left_out.intersection(pair))
+            tuple(pair for pair in self._with_nested_tools(candidates) if not self.left_out.intersection(pair))
             for candidates in field_candidates
         ]
         for candidates in field_candidates:
             both = sorted({field for field, _ in candidates} & self.mapping.keys())
             if len(both) > 1:
                 raise UsageError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
+
+    def _with_nested_tools(self, candidates: FieldCandidates) -> FieldCandidates:
+        """Return candidates with tools beside messages that the mapping names by a path: OpenAI's ``input.tools``."""
+        if ("tools", "tools") not in candidates:
+            return candidates
+        paths = [column for field, column in self.mapping.items() if field in _MESSAGE_FIELDS and "." in column]
+        parents = sorted({path.rpartition(".")[0] for path in paths})
+        return (*candidates, *(("tools", f"{parent}.tools") for parent in parents))
 
     def find(self, row: Row) -> Fields:
         """Find the column of each field in a row.
@@ -225,7 +261,7 @@ class Columns:
                     value = _MISSING
                 else:
                     value = _find_value(row, pair[1])
-                if value is not _MISSING:
+                if value is not _MISSING and not _has_no_tools(pair, value):
                     # Formats with fixed columns, such as parquet, store missing values of a row as null.
                     (empty if value is None else filled).append(pair)
             if len(filled) > 1:
@@ -366,6 +402,23 @@ def _find_value(row: Row, column: str) -> Any:
             return _MISSING
         value = value[part]
     return value
+
+
+def _has_no_tools(pair: tuple[str, str], value: Any) -> bool:
+    """Return whether a column that can have tools under another name than ``tools`` has other values, such as code."""
+    if pair[0] != "tools" or pair[1] == "tools" or value is None:
+        return False
+    tools = _parsed(value)
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else []
+    return not tools or not all(isinstance(tool, Mapping) and tool.keys() & {"name", "function"} for tool in tools)
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a JSON text; of other texts and values None or the value."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
 
 
 def _type_name(value: Any) -> str:

@@ -81,6 +81,7 @@ def expand(source: str) -> list[str]:
             files = _files_of_directory(Path(local))
         files = [path for path in files if Path(path).is_file()]
     files = sorted(path for path in files if _extension(path) in FILE_KINDS)
+    files = [path for path in files if PurePosixPath(path).name not in _DESCRIPTIONS] or files
     _check_single_split(source, [PurePosixPath(path).name for path in files])
     return files
 

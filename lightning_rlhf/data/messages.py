@@ -10,31 +10,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.image_parts import content_of
-from lightning_rlhf.data.row import BadRow, parse_messages
+from lightning_rlhf.data.json_messages import parse_messages
+from lightning_rlhf.data.roles import CALL_ROLES, OTHER_ROLES, ROLES, is_known, role_of
+from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 
 Message = dict[str, Any]
 THOUGHTS = "reasoning_content"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names of roles in other formats, in small letters: ShareGPT, Gemma, GLM, Llama 3, OpenAI's first API.
-_OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-}
 _PAIR_OF_TURNS = {"human", "assistant"}  # keys of a question with its answer in ms-swift's ShareGPT
-_CALL_ROLES = ("function_call", "tool_call")  # their content is a call, or a list of calls, as JSON
-_THOUGHTS = (THOUGHTS, "reasoning", "thinking")
+# Keys of a message's thoughts: vLLM, OpenRouter, Anthropic, data of agents.
+_THOUGHTS = (THOUGHTS, "reasoning", "reasoning_details", "thinking", "thought", "thoughts")
+_THOUGHT_PARTS = ("reasoning", "thinking")  # types of parts of the content that are thoughts
+_THOUGHT_TEXTS = ("text", "thinking", "reasoning", "content", "value", "summary")  # keys of a part's thoughts
 # Names under which data sets say whether to learn a turn: OpenAI and axolotl, LLaMA-Factory, ms-swift.
 _LEARN = ("weight", "train", "training", "loss_weight", "loss")
 
@@ -53,7 +42,8 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) -> list[Message]:
     """Return messages in the canonical form.
 
-    Content is text, or a list of parts if one of them is an image; parts that are all text become one text.
+    Content is text, or a list of parts if one of them is an image; parts that are all text become one text. Calls that
+    are messages of their own become part of the assistant's message before them.
 
     Args:
         value: a list of messages, a single message, or the JSON text of either.
@@ -63,14 +53,20 @@ def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) 
     Raises:
         BadRow: the value is not a list of messages, a speaker is not known, or a tool call is malformed.
     """
-    value = parse_messages(value)
+    value = parse_messages(value, roles)
     messages = [value] if isinstance(value, Mapping) else value
     malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(malformed)
     if all(message.keys() == _PAIR_OF_TURNS for message in messages):
         messages = [{"role": role, "content": message[role]} for message in messages for role in ("human", "assistant")]
-    return [_canonical(message, malformed, roles or {}) for message in messages]
+    canonical: list[Message] = []
+    for written in messages:
+        message = _canonical(written, malformed, roles or {})
+        if canonical and canonical[-1]["role"] == "assistant" and _is_call(written, roles or {}):
+            message = _joined(canonical.pop(), message)
+        canonical.append(message)
+    return canonical
 
 
 def check_roles(roles: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -94,8 +90,15 @@ def is_learned(message: Message) -> bool:
     """Return whether the assistant's message is to be learned; without a flag, it is.
 
     Raises:
-        BadRow: a flag is neither true nor false, 1 nor 0, flags differ, or a message of another role asks for it.
+        BadRow: a flag is neither true nor false, 1 nor 0, flags differ, or a message of another role asks for it; or
+            the message has axolotl's spans of text to learn, which are not supported.
     """
+    if message.get("train_detail"):
+        raise BadRow(
+            "a message has train_detail, spans of its text to learn, but messages are learned as a whole: remove "
+            "train_detail, and set train: true or false for the whole message",
+            "a message has train_detail, which is not supported",
+        )
     flags = {name: message[name] for name in _LEARN if name in message}
     for name, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
@@ -112,17 +115,23 @@ def is_learned(message: Message) -> bool:
     return wanted and message["role"] == "assistant"
 
 
-def history_messages(value: Any) -> list[Message]:
+def history_messages(fields: Fields) -> list[Message]:
     """Return the messages of earlier turns that are pairs of a question and an answer, as in Alpaca's format.
 
     Raises:
-        BadRow: the value is not a list of pairs of texts.
+        BadRow: the row's ``history`` is not a list of pairs of texts.
     """
-    pairs = _parsed_list(value)
+    history = fields.get("history")
+    pairs = [] if _is_blank(history) else _parsed_list(history)
     if not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs
     ):
-        raise BadRow('history must be a list of pairs of a question and an answer, such as [["hi", "hello"]]')
+        column = fields.names["history"]
+        raise BadRow(
+            f'column {column!r} must be a list of pairs of a question and an answer, such as [["hi", "hello"]]; '
+            f"{fields.leave_out('history')}",
+            f"column {column!r} is not a list of pairs of a question and an answer",
+        )
     return [
         {"role": role, "content": text}
         for pair in pairs
@@ -142,13 +151,14 @@ def _parsed_list(value: Any) -> list[Any]:
 
 def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, str]) -> Message:
     """Return one message in the canonical form."""
+    is_call = _is_call(message, roles)
     # Formats with fixed keys, such as parquet, store missing keys of a message as null.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
-        speaker, content = message.pop("from"), message.pop("value", None)
-        message = {"role": speaker, "content": content, **message}
-        if not isinstance(speaker, str) or _role(speaker, roles) not in ROLES:
-            known = sorted({*ROLES, *_OTHER_ROLES, *roles})
+        speaker = message.pop("from")
+        message = {"role": speaker, **({"content": message.pop("value")} if "value" in message else {}), **message}
+        if not is_known(speaker, roles):
+            known = sorted({*ROLES, *OTHER_ROLES, *roles})
             raise BadRow(
                 f"a message is from {speaker!r}, expected one of {known}; data.init_args.roles adds others, such as "
                 f"roles: {{{speaker}: user}}",
@@ -156,12 +166,12 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
             )
     if not isinstance(message.get("role"), str):
         raise BadRow(malformed)
-    name, message["role"] = message["role"], _role(message["role"], roles)
-    if name.lower() in _CALL_ROLES and name not in roles:
+    message["role"] = role_of(message["role"], roles)
+    if is_call:
         message = {**message, "content": "", "tool_calls": _calls_of_text(message.get("content"))}
-    _move_parts(message)
+    thoughts = _move_parts(message)
     _move_calls(message)
-    _move_thoughts(message)
+    _move_thoughts(message, thoughts)
     if "content" not in message and (message.get("tool_calls") or THOUGHTS in message):
         message["content"] = ""
     content = content_of(message.get("content"))
@@ -170,40 +180,63 @@ def _canonical(message: Mapping[str, Any], malformed: str, roles: Mapping[str, s
     return {**message, "content": content}
 
 
-def _role(name: str, roles: Mapping[str, str]) -> str:
-    """Return the canonical name of a role; a name that is not known is unchanged."""
-    small = name.lower()
-    return roles.get(name) or (small if small in ROLES else _OTHER_ROLES.get(small, name))
+def _is_call(message: Mapping[str, Any], roles: Mapping[str, str]) -> bool:
+    """Return whether the content of a message is tool calls, according to its role."""
+    name = message.get("role") or message.get("from")
+    return isinstance(name, str) and name.lower() in CALL_ROLES and name not in roles
 
 
-def _move_parts(message: Message) -> None:
-    """Move thoughts and calls that are parts of the content, as in LLaMA-Factory's second format, to their keys."""
+def _joined(message: Message, call: Message) -> Message:
+    """Return a message of the assistant with the calls of the next message, which ms-swift's format stores apart.
+
+    As two turns, the model would learn to end its turn after the text or the first call.
+
+    Raises:
+        BadRow: only one of the two is to be learned, or both have thoughts.
+    """
+    if is_learned(message) != is_learned(call):
+        raise BadRow(
+            "a tool call has another flag for learning (weight, train, loss) than the message of the assistant that it "
+            "continues; set the same flag in both",
+            "a tool call has another flag for learning than its message",
+        )
+    if THOUGHTS in message and THOUGHTS in call:
+        raise BadRow("a tool call has thoughts, and the message of the assistant that it continues has others")
+    return {**call, **message, "tool_calls": [*message.get("tool_calls", []), *call["tool_calls"]]}
+
+
+def _move_parts(message: Message) -> list[Any]:
+    """Move calls that are parts of the content, as in LLaMA-Factory's second format, to their key.
+
+    Returns:
+        The parts that are thoughts, which are removed from the content.
+    """
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        return
-    parts = [
-        {**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part for part in parts
+        return []
+    thoughts = [part for part in parts if part.get("type") in _THOUGHT_PARTS]
+    calls = [part.get("value", part.get("text")) for part in parts if part.get("type") == "tool_call"]
+    message["content"] = [
+        {**part, "text": part["value"]} if part.get("type") == "text" and "value" in part else part
+        for part in parts
+        if part.get("type") not in (*_THOUGHT_PARTS, "tool_call")
     ]
-    values = {
-        kind: [part.get("value", part.get("text", part.get("thinking"))) for part in parts if part.get("type") in kinds]
-        for kind, kinds in (("thoughts", ("reasoning", "thinking")), ("calls", ("tool_call",)))
-    }
-    message["content"] = [part for part in parts if part.get("type") not in ("reasoning", "thinking", "tool_call")]
-    if values["thoughts"]:
-        message[THOUGHTS] = "".join(map(str, values["thoughts"]))
-    if values["calls"]:
-        message["tool_calls"] = [call for value in values["calls"] for call in _calls_of_text(value)]
-    if not message["content"] and any(values.values()):
+    if calls and message.get("tool_calls"):
+        raise BadRow("a message has tool calls in its content and in tool_calls")
+    if calls:
+        message["tool_calls"] = [call for value in calls for call in _calls_of_text(value)]
+    if not message["content"] and (thoughts or calls):
         message["content"] = ""
+    return thoughts
 
 
 def _move_calls(message: Message) -> None:
     """Bring the calls of a message into the form of ``tool_calls``, each with an object as its arguments."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = _calls_of_text(calls) if calls.strip() else []
-    if isinstance(message.get("function_call"), Mapping):  # of OpenAI's first API
-        calls = [*(calls or []), {"type": "function", "function": message.pop("function_call")}]
+        calls = [] if _is_blank(calls) else _calls_of_text(calls)
+    if not _is_blank(function_call := message.pop("function_call", None)):  # of OpenAI's first API
+        calls = [*(calls or []), *_calls_of_text(function_call)]
     if not calls:
         message.pop("tool_calls", None)
         return
@@ -257,11 +290,44 @@ def _calls_of_text(text: Any) -> list[dict[str, Any]]:
     return [_call(dict(call)) for call in calls]
 
 
-def _move_thoughts(message: Message) -> None:
-    """Put the thoughts of a message under one name."""
-    given = {name: message.pop(name) for name in _THOUGHTS if isinstance(message.get(name), str)}
-    texts = {text for text in given.values() if text.strip()}
+def _move_thoughts(message: Message, parts: Sequence[Any]) -> None:
+    """Put the thoughts of a message, and those among the parts of its content, under one name."""
+    given = {name: _thoughts_text(value, name) for name in _THOUGHTS if (value := message.pop(name, None))}
+    if parts:
+        given["content"] = _thoughts_text(parts, "content")
+    texts = {text.strip(): text for text in given.values() if text.strip()}
     if len(texts) > 1:
         raise BadRow(f"a message has different thoughts in {' and '.join(given)}", "a message has different thoughts")
     if texts:
-        message[THOUGHTS] = texts.pop()
+        message[THOUGHTS] = next(iter(texts.values()))
+
+
+def _thoughts_text(value: Any, name: str) -> str:
+    """Return thoughts that are a text, a part with a text, or a list of these.
+
+    Args:
+        value: thoughts of a message.
+        name: key of the message under which they are.
+
+    Raises:
+        BadRow: there are thoughts that are not text, such as encrypted ones.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(_thoughts_text(item, name) for item in value)
+    if isinstance(value, Mapping):
+        texts = [value[key] for key in _THOUGHT_TEXTS if value.get(key)]
+        if len(texts) == 1 or (not texts and value.keys() & set(_THOUGHT_TEXTS)):
+            return _thoughts_text(texts, name)
+    what = f"a part with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else repr(value)
+    raise BadRow(
+        f"the thoughts of a message in {name!r} are {what}, expected text, or parts that have it in one of the keys "
+        f"{', '.join(_THOUGHT_TEXTS)}",
+        f"the thoughts of a message in {name!r} are not text",
+    )
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether a value is null, or a text without words, as a table stores a missing value."""
+    return value is None or (isinstance(value, str) and not value.strip())

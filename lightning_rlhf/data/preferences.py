@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
 from lightning_rlhf.data.columns import Fields, check_no_other_prompt
 from lightning_rlhf.data.image_parts import MARKER, text_of_content
 from lightning_rlhf.data.lengths import cut
-from lightning_rlhf.data.messages import common_prefix, holds_messages, messages_of
+from lightning_rlhf.data.messages import Message, common_prefix, holds_messages, messages_of
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PreferenceBatch
 
@@ -75,15 +77,17 @@ class PreferenceDataModule(AnswersDataModule):
         shared = common_prefix(chosen, rejected)
         if has_prompt:
             prompt = self.messages(fields, "prompt", "prompt")
+            answers = [_stripped(messages) for messages in (chosen, rejected)]
             for start in (prompt, messages_of(fields["prompt"], "prompt", self.roles)):  # the latter as it is written
-                if common_prefix(start, chosen) == common_prefix(start, rejected) == len(start):
+                if all(common_prefix(_stripped(start), answer) == len(start) for answer in answers):
                     chosen, rejected = chosen[len(start) :], rejected[len(start) :]
                     break
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
             shared = len(prompt)
         elif "prompt" in fields:
-            text, texts = fields.text("prompt"), [text_of_content(message["content"]) for message in chosen[:shared]]
-            if not any(text in (content, content.replace(MARKER, "")) for content in texts):
+            text = fields.text("prompt").strip()
+            texts = [text_of_content(message["content"]) for message in chosen[:shared]]
+            if not any(text in (content.strip(), content.replace(MARKER, "").strip()) for content in texts):
                 raise BadRow("the prompt is text, but the messages of chosen and rejected do not begin with it")
         elif not any(message["role"] == "user" for message in chosen[:shared]):
             check_no_other_prompt(fields, [])
@@ -127,3 +131,11 @@ class PreferenceDataModule(AnswersDataModule):
         return PreferenceBatch(
             sequences(chosen, self.image_store), sequences(rejected, self.image_store), torch.tensor(margins)
         )
+
+
+def _stripped(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without white space around their texts."""
+    return [
+        {**message, "content": message["content"].strip()} if isinstance(message["content"], str) else message
+        for message in messages
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,19 +63,3 @@ def has_nulls(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(item is None or has_nulls(item) for item in value.values())
     return isinstance(value, list) and any(map(has_nulls, value))
-
-
-def parse_messages(value: Any) -> Any:
-    """Return the messages of a JSON text, as in CSV files and exports; any other value unchanged."""
-    if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    messages = [parsed] if isinstance(parsed, dict) else parsed
-    are_messages = isinstance(messages, list) and all(
-        isinstance(message, dict) and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys())
-        for message in messages
-    )
-    return messages if are_messages and messages else value

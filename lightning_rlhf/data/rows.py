@@ -205,8 +205,9 @@ class SavedDataset:
         directory = Path(self.path).expanduser()
         if (directory / "dataset_dict.json").is_file():
             splits = sorted(path.name for path in directory.iterdir() if is_saved_dataset(str(path)))
+            example = "train" if "train" in splits else splits[0]
             raise UsageError(
-                f"{self.path!r} has the splits {', '.join(splits)}: name one, such as {self.path}/{splits[0]}"
+                f"{self.path!r} has the splits {', '.join(splits)}: name one, such as {self.path}/{example}"
             )
         try:
             dataset = datasets.load_from_disk(str(directory))

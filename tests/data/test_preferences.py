@@ -115,7 +115,7 @@ def test_common_start_of_both_conversations_is_the_prompt_including_answers(row)
         ),
         ({"chosen": [USER, YES], "rejected": [USER]}, "the rejected conversation has no assistant message"),
         (
-            {"chosen": [USER, {**YES, "thought": "a"}], "rejected": [USER, {**YES, "thought": "b"}]},
+            {"chosen": [USER, {**YES, "mood": "a"}], "rejected": [USER, {**YES, "mood": "b"}]},
             "chosen and rejected have the same tokens",
         ),
         (

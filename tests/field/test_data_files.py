@@ -62,7 +62,7 @@ def test_saved_data_sets_are_read(tmp_path):
     saved.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
     assert rows_of(tmp_path / "one") == rows_of(tmp_path / "two/train") == ROWS
-    with pytest.raises(UsageError, match=r"has the splits test, train: name one, such as .*two/test"):
+    with pytest.raises(UsageError, match=r"has the splits test, train: name one, such as .*two/train$"):
         rows_of(tmp_path / "two")
 
 
@@ -80,7 +80,8 @@ def test_hidden_files_and_descriptions_of_data_sets_are_not_rows(tmp_path):
     (tmp_path / "x.jsonl").write_text(LINES)
     for name in ("._x.jsonl", "dataset_info.json", ".hidden.json"):
         (tmp_path / name).write_text('{"no": "row"}')
-    assert rows_of(tmp_path) == ROWS
+    assert rows_of(tmp_path) == rows_of(tmp_path / "*.json*") == ROWS
+    assert rows_of(tmp_path / "dataset_info.json") == rows_of(tmp_path / "*info.json") == [{"no": "row"}]
 
 
 def test_a_line_that_fills_the_memory_ends_with_a_sentence(tmp_path):

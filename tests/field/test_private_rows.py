@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import pytest
 
@@ -111,3 +112,12 @@ def test_entries_that_are_one_object_become_two():
     assert first == second == shared
     assert first is not second
     assert first["tests"] is not second["tests"]
+
+
+@pytest.mark.parametrize("objects", [True, False])
+def test_a_read_only_mapping_becomes_a_dictionary_of_its_own(objects):
+    tests = [1]
+    copied = private([MappingProxyType({"tests": tests})], objects)
+    assert copied == [{"tests": [1]}]
+    assert type(copied[0]) is dict
+    assert copied[0]["tests"] is not tests

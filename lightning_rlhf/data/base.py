@@ -309,7 +309,7 @@ class RowsDataModule(LightningDataModule):
         report.has_messages |= fields.has_messages()
         if self._notes.cut is not None:
             report.cut[self._notes.cut] += 1
-        report.notes.update(self._notes.others)
+        report.notes.update(sorted(self._notes.others))
         if self._notes.unknown:
             report.unknown.update(self._notes.unknown)
             report.unknown_rows += 1

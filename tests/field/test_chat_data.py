@@ -304,9 +304,9 @@ def test_each_turn_is_a_text_where_a_template_renders_the_last_one_differently()
     ]
     assert module.examples["train"][0].shared == len("<user>a") + 1 + len("\n<assistant>")
     assert module.reports["train"].describe_notes() == [
+        "the chat template leaves out thoughts of earlier messages (1 of 1 rows)",
         "the chat template writes earlier answers otherwise, so each answer is a text behind its own prompt (1 of 1 "
         "rows)",
-        "the chat template leaves out thoughts of earlier messages (1 of 1 rows)",
     ]
 
 

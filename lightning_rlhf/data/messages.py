@@ -292,6 +292,8 @@ def _calls_of_text(text: Any) -> list[dict[str, Any]]:
 
 def _move_thoughts(message: Message, parts: Sequence[Any]) -> None:
     """Put the thoughts of a message, and those among the parts of its content, under one name."""
+    if any(isinstance(message.get(name), str) and message[name].strip() for name in (THOUGHTS, "reasoning")):
+        message.pop("reasoning_details", None)  # OpenRouter's parts of the same thoughts, some of them encrypted
     given = {name: _thoughts_text(value, name) for name in _THOUGHTS if (value := message.pop(name, None))}
     if parts:
         given["content"] = _thoughts_text(parts, "content")

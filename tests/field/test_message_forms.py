@@ -155,6 +155,12 @@ def test_thoughts_that_are_parts_are_read(part):
         messages_of([assistant(content, reasoning="oh")], "x")
 
 
+def test_details_of_thoughts_that_are_readable_are_not_needed():
+    details = [{"type": "reasoning.summary", "summary": "h"}, {"type": "reasoning.encrypted", "data": "x"}]
+    message = messages_of([assistant("b", reasoning="hm", reasoning_details=details)], "x")[0]
+    assert message == assistant("b", reasoning_content="hm")
+
+
 @pytest.mark.parametrize(
     ("message", "what"),
     [

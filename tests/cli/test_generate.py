@@ -62,6 +62,15 @@ def test_each_row_keeps_its_columns_and_gets_its_responses(generate):
     assert len({text for row in rows for text in row["responses"]}) > 20
 
 
+def test_names_of_roles_are_configured(generate):
+    Path("roles.jsonl").write_text(json.dumps({"conversations": [{"from": "pupil", "value": "write a"}]}) + "\n")
+    code, _, err = generate(source="roles.jsonl")
+    assert (code, "a message is from 'pupil'" in err) == (2, True)
+    assert generate("--roles", "pupil=user", source="roles.jsonl")[0] == 0
+    assert "--roles needs name=role, for example teacher=assistant, got 'pupil'" in generate("--roles", "pupil")[2]
+    assert "roles maps 'pupil' to 'child', expected one of system" in generate("--roles", "pupil=child")[2]
+
+
 def test_responses_depend_on_the_seed_and_not_on_batches(generate):
     for name, arguments in (("a", ("--batch-size", "2")), ("b", ("--batch-size", "100")), ("c", ("--seed", "1"))):
         assert generate("-n", "2", *arguments, to=f"{name}.jsonl")[0] == 0

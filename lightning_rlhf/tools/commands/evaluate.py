@@ -20,7 +20,7 @@ from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
 from lightning_rlhf.tools.commands import row_images
 from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
-from lightning_rlhf.tools.commands.options import command_parser, parse_columns, table_width
+from lightning_rlhf.tools.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles, table_width
 from lightning_rlhf.tools.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
 from lightning_rlhf.tools.commands.responses_file import ENVIRONMENT_REWARDS, write_errors
 
@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--correct-at", type=float, metavar="REWARD", default=1.0, help="reward of a correct response (default: 1)"
     )
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
+    parser.add_argument("--roles", nargs="+", default=[], metavar="NAME=ROLE", help=ROLES_HELP)
     parser.add_argument("--images", metavar="DIR", help=row_images.HELP)
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
@@ -76,9 +77,9 @@ def run(arguments: list[str]) -> int:
     keep = check_target(options.to, options.keep, len(options.files))
     rewards = [RewardFunction(reference, messages=options.messages) for reference in options.reward]
     extract = load_function(options.answer) if options.answer else None
-    columns = parse_columns(options.columns)
+    columns, roles = parse_columns(options.columns), parse_roles(options.roles)
     images = ImageSettings(folder=options.images) if any(map(_reads_images, rewards)) else None
-    files = {name: read_rows(name, columns, options.on_bad_row, images) for name in options.files}
+    files = {name: read_rows(name, columns, options.on_bad_row, images, roles) for name in options.files}
     for rows in files.values():
         _check_rewards(rewards, rows)
     if options.json is not None:

@@ -24,7 +24,7 @@ from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.functional.seeding import derive_seed
 from lightning_rlhf.images.reading import ImageSettings
 from lightning_rlhf.tools.commands import row_images
-from lightning_rlhf.tools.commands.options import command_parser, parse_columns
+from lightning_rlhf.tools.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles
 from lightning_rlhf.tools.commands.response_backends import (
     Conversations,
     EngineBackend,
@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
     files.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="for example prompt=question")
+    files.add_argument("--roles", nargs="+", default=[], metavar="NAME=ROLE", help=ROLES_HELP)
     files.add_argument("--as-messages", action="store_true", help="convert texts to user messages")
     files.add_argument("--images", metavar="DIR", help=row_images.HELP)
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
@@ -201,7 +202,8 @@ def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int
     """Read the prompts, generate the missing responses, and return the number of rows."""
     columns = parse_columns(options.columns)
     images = ImageSettings(folder=options.images)
-    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages, images)
+    roles = parse_roles(options.roles)
+    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages, images, roles)
     _check_columns(prompts)
     settings = {**backend.identity(), "prompts": prompts_digest(prompts)}
     for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "seed"):

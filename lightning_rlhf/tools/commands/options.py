@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_rlhf.data.messages import check_roles
 from lightning_rlhf.expected_errors import UsageError
 
+ROLES_HELP = "roles of other formats, such as teacher=assistant"
 _HELP_COLUMN = 36  # options and their help in one line
 
 
@@ -48,11 +51,24 @@ def parse_columns(pairs: list[str]) -> dict[str, str | None]:
     Raises:
         UsageError: a value is not a pair.
     """
-    wrong = [pair for pair in pairs if "=" not in pair]
-    if wrong:
-        raise UsageError(f"--columns needs field=column, for example prompt=question, got {wrong[0]!r}")
-    columns = dict(pair.split("=", 1) for pair in pairs)
+    columns = _parse_pairs(pairs, "--columns needs field=column, for example prompt=question")
     return {field: None if column == "null" else column for field, column in columns.items()}
+
+
+def parse_roles(pairs: list[str]) -> Mapping[str, str]:
+    """Parse pairs of a role's name in the data and the role that it is.
+
+    Raises:
+        UsageError: a value is not a pair, or a role is not known.
+    """
+    return check_roles(_parse_pairs(pairs, "--roles needs name=role, for example teacher=assistant"))
+
+
+def _parse_pairs(pairs: list[str], needed: str) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"{needed}, got {pair!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def table_width() -> int | None:

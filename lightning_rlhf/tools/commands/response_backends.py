@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,7 @@ class EngineBackend:
         on_bad_row: OnBadRow,
         as_messages: bool = False,
         images: ImageSettings | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> list[Prompt]:
         """Read the prompts of a source; a prompt that leaves no tokens for a response is a bad row.
 
@@ -175,6 +176,7 @@ class EngineBackend:
             on_bad_row: whether bad rows are an error.
             as_messages: whether texts become user messages.
             images: directory and limits of the images of rows; None is the directory of the file.
+            roles: further names of roles, each with its role here.
         """
         positions = max_positions(self._config) or _UNLIMITED
         if positions <= self._sampling.max_tokens:
@@ -185,6 +187,8 @@ class EngineBackend:
         options = dict(sampler.data) if sampler else {}
         if as_messages:
             options["as_messages"] = True
+        if roles:
+            options["roles"] = {**(options.get("roles") or {}), **roles}
         data = _PromptRows(
             source,
             self._source.path,
@@ -398,6 +402,7 @@ class ServerBackend:
         on_bad_row: OnBadRow,
         as_messages: bool = False,
         images: ImageSettings | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> list[Prompt]:
         """See :meth:`EngineBackend.read_prompts`."""
         finder = Columns(columns, (*PromptDataModule.field_candidates, *TEMPLATE_FIELDS))
@@ -417,7 +422,7 @@ class ServerBackend:
                     raise BadRow("a text with images cannot be sent to a server: set --as-messages")
                 return Prompt(_as_json(row), fields.text(name), [], [], {})
             read = image_reader(settings, report.location)
-            messages = with_images(messages_of(value, "prompt"), column_images, read, is_answer=False)
+            messages = with_images(messages_of(value, "prompt", roles), column_images, read, is_answer=False)
             unsent = [name for name in ("tools", "chat_template_kwargs", "system", "history") if fields.get(name)]
             if unsent:
                 raise BadRow(f"{unsent[0]!r} of the chat template cannot be sent to a server: use --model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,11 @@ class ResponseRow:
 
 
 def read_rows(
-    path: str, configured: dict[str, str | None], on_bad_row: OnBadRow, images: ImageSettings | None = None
+    path: str,
+    configured: dict[str, str | None],
+    on_bad_row: OnBadRow,
+    images: ImageSettings | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> list[ResponseRow]:
     """Read rows with responses.
 
@@ -60,6 +64,7 @@ def read_rows(
         configured: configured column of each field.
         on_bad_row: whether bad rows are an error.
         images: directory and limits of the images of prompts, which are read; None reads none.
+        roles: further names of roles, each with its role here.
 
     Raises:
         ValueError: rows have no responses, or images that cannot be used, and ``on_bad_row`` is ``error``.
@@ -79,7 +84,7 @@ def read_rows(
         prompt = "" if name is None else fields[name] or ""
         messages = []
         if not isinstance(prompt, str):
-            messages = messages_of(prompt, "prompt")
+            messages = messages_of(prompt, "prompt", roles)
         filled, of_prompt = messages, list[EncodedImage]()
         if images is not None:
             read = image_reader(images, report.location)

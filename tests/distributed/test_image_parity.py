@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from lightning_rlhf.models.classes import text_model_of
@@ -13,6 +14,14 @@ from tests.vision_models import config, write_checkpoint
 
 KINDS = ("sft", "dpo", "kto", "rm", "grpo", "ppo")
 NAMES = ("rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_2", "rlhf_deepspeed_stage_3")
+
+
+def write_with_head(name, folder, **changes):
+    """Write the directory of a model for all roles: a language model that has a head for one number too."""
+    write_checkpoint(name, folder, **changes)
+    weights = load_file(folder / "model.safetensors")
+    head = torch.linspace(-0.3, 0.3, config(name, **changes).get_text_config().hidden_size)[None]
+    save_file(weights | {"score.weight": head}, folder / "model.safetensors", {"format": "pt"})
 
 
 def described(kind, name, folder, train_vision, **options):
@@ -33,7 +42,7 @@ def alone(request, tmp_path_factory):
     """Results of one process in plain Lightning, which those of all ranks must equal."""
     name, train_vision = request.param
     folder = tmp_path_factory.mktemp(name)
-    write_checkpoint(name, folder / "model")
+    write_with_head(name, folder / "model")
     (folder / "one").mkdir()
     (folder / "two").mkdir()
     runs = [described(kind, "auto", folder / "one", train_vision) for kind in KINDS]
@@ -74,7 +83,7 @@ def test_tensor_parallelism_splits_the_text_model_alone(name):
 
 @pytest.mark.slow
 def test_two_ranks_that_split_the_text_model_train_like_one_process(tmp_path):
-    write_checkpoint("idefics3", tmp_path / "model", **HEADS)
+    write_with_head("idefics3", tmp_path / "model", **HEADS)
     (tmp_path / "x").mkdir()
     both = {}
     for name, ranks in (("auto", 1), ("rlhf_fsdp, tensor parallel 2", 2)):
@@ -90,7 +99,7 @@ def test_two_ranks_that_split_the_text_model_train_like_one_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_images_of_an_environment_are_known_to_all_ranks(kind, tmp_path):
-    write_checkpoint("idefics3", tmp_path / "model")
+    write_with_head("idefics3", tmp_path / "model")
     (tmp_path / "x").mkdir()
     results, files = [], []
     for name, ranks in (("auto", 1), ("rlhf_ddp", 2), ("rlhf_fsdp", 2)):

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -158,7 +158,7 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
         if isinstance(path, str):
             copy_processor(path, directory)
     if (directory / "generation_config.json").is_file():
-        _add_end_token(directory, tokenizer)
+        _add_end_tokens(directory, origin.data.end_tokens)
     # JSON has no NaN, which a metric without values is; the step is not that of a user's metric with this name.
     finite = {name: value if math.isfinite(value) else None for name, value in origin.metrics.items()}
     metrics = {**finite, "step": origin.step}
@@ -189,14 +189,14 @@ def _with_padding_of_its_own(tokenizer: PreTrainedTokenizerBase, directory: Path
     return tokenizer
 
 
-def _add_end_token(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokenizer's end token, which ended responses in training, to the generation configuration."""
+def _add_end_tokens(directory: Path, trained: Sequence[int]) -> None:
+    """Add the tokens that ended responses in training to the generation configuration."""
     config = GenerationConfig.from_pretrained(directory)
     ends = config.eos_token_id
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
-    if tokenizer.eos_token_id not in ends:
-        config.eos_token_id = [tokenizer.eos_token_id, *ends]
+    if missing := [end for end in trained if end not in ends]:
+        config.eos_token_id = [*missing, *ends]
         config.save_pretrained(directory)
 
 

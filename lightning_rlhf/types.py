@@ -338,6 +338,8 @@ class Rollout(TensorBatch):
             the data has none.
         is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
+        skipped: (B,) bool, True where a reward failed and ``on_error`` is ``skip``: whatever learns from rewards leaves
+            the response out, also if a reward model scores it. None before the rewards are known.
         images: (B, K) int64, numbers of each row's images in their order, padded by -1; None without images.
         prompt_images: (B,) int64, number of the images in each row's prompt; the others are in the response. None
             without images.
@@ -364,6 +366,7 @@ class Rollout(TensorBatch):
     teacher_prompt_lengths: Tensor | None = None
     source: Tensor | None = None
     is_given: Tensor | None = None
+    skipped: Tensor | None = None
     images: Tensor | None = None
     prompt_images: Tensor | None = None
     written_images: Mapping[int, EncodedImage] = dataclasses.field(default_factory=dict)

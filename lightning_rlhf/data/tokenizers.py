@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from lightning_rlhf.data.columns import is_unicode
@@ -129,6 +130,12 @@ def unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     return [text[start:end] for token, (start, end) in tokens if token == unknown]
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that texts of responses leave out: named ones, and those that were added as special."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
+
+
 def generation_ends(model: str | None) -> list[int]:
     """Return the tokens at which a model's generation settings end responses; empty without settings.
 
@@ -138,12 +145,20 @@ def generation_ends(model: str | None) -> list[int]:
     if model is None:
         return []
     try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a model without generation settings
+        file = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no directory or hub id
         return []
-    if not isinstance(ends, list):
-        ends = [ends]
-    return [end for end in ends if isinstance(end, int)]
+    if file is None:  # a model without generation settings
+        return []
+    try:
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
+        ends = settings.get("eos_token_id")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{file} is not a JSON object: {error}") from error
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+        raise UsageError(f"{file} has eos_token_id {ends!r}, expected the id of a token, or a list of ids")
+    return ends
 
 
 def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -247,8 +248,10 @@ class RLHFModule(RoleModule):
         experience = evaluation.experience
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
         metrics = self.rollout_metrics(experience, roles)
-        if metrics.get("reward/missing_fraction") == 1 and self.trainer.is_global_zero:
+        learned = int(self.data_ranks.sum(experience.mask.any().sum()))
+        if not learned and metrics.get("reward/missing_fraction") == 1 and self.trainer.is_global_zero:
             log.warning("Step %d: no response has a reward, so none is learned from", self.trainer.global_step)
+            self._warn_of_early_stopping()
         metrics |= {**evaluation.metrics, **updates.means.means(self.data_ranks), "kl/coef": self.kl_coef}
         if self.correction.bypass:  # old and rollout log-probs are both the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
@@ -262,6 +265,13 @@ class RLHFModule(RoleModule):
             times=times,
         )
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
+
+    def _warn_of_early_stopping(self) -> None:
+        """Log that a callback of Lightning takes a missing mean of rewards for a reason to end the run."""
+        for callback in self.trainer.early_stopping_callbacks:
+            monitor = callback.monitor
+            if isinstance(callback, EarlyStopping) and callback.check_finite and monitor.startswith("reward/"):
+                log.warning("EarlyStopping ends the run because %s is NaN: set check_finite: false", monitor)
 
     def rollout_metrics(self, experience: Experience, roles: set[str]) -> dict[str, float]:
         """Return the metrics of a rollout over all ranks, without those of rewards if it has no rewards. All ranks.
@@ -580,14 +590,15 @@ class RLHFModule(RoleModule):
     def total_reward(self, rollout: Rollout) -> Tensor:
         """Return (B,) the reward of the reward functions plus the reward model's shaped score. All ranks.
 
-        It is NaN for a response without a reward; the reward model gives one to all.
+        It is NaN for a response without a reward. The reward model gives one to all but those whose reward failed.
         """
         if "reward_model" not in self.sources:
             return rollout.reward
         scores = self.score_shaping(self.scores(rollout), rollout.truncated)
         if not scores.isfinite().all():
             raise NonFiniteError("a score of the reward model is not finite; no weights were changed")
-        return _without_missing(rollout.reward) + scores
+        total = _without_missing(rollout.reward) + scores
+        return total if rollout.skipped is None else total.masked_fill(rollout.skipped, torch.nan)
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> Tensor:

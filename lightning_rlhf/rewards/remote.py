@@ -106,9 +106,13 @@ class _ServedReward(ABC):
             reward = None
         if not isinstance(reward, Real) or isinstance(reward, bool):
             raise RunError(f"no reward in the reply of {self.client.endpoint}: {self.client.shown(reply)!r}")
-        if not math.isfinite(reward):
-            raise RunError(f"{self.client.endpoint} answered a reward of {reward}, expected a finite number")
-        return float(reward)
+        try:
+            value = float(reward)
+        except OverflowError:  # an integer of hundreds of digits
+            value = math.inf
+        if not math.isfinite(value):
+            raise RunError(f"{self.client.endpoint} answered a reward of {value}, expected a finite number")
+        return value
 
 
 class RemoteReward(_ServedReward):

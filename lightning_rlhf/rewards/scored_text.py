@@ -11,6 +11,7 @@ from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.image_parts import text_messages
 from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.tokenizers import special_ids
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.expected_errors import UsageError
 
@@ -52,7 +53,7 @@ def end_tokens(
         responses: token ids of the responses.
         finished: whether each response ended, and was not cut.
     """
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     ends = [
         ids[-1:] if ended and ids and ids[-1] in special else [] for ids, ended in zip(responses, finished, strict=True)
     ]

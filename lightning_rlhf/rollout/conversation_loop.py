@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.image_parts import images_of
+from lightning_rlhf.data.tokenizers import special_ids
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
@@ -250,8 +251,8 @@ class ConversationLoop:
     def _turn_of(self, running: RunningConversation, completion: Completion) -> Turn:
         """Decode a turn and parse its tool calls."""
         ids = completion.token_ids
-        is_ended = ids[-1] in (self._tokenizer.eos_token_id, *running.request.sampling.stop_token_ids)
-        ids = ids[:-1] if is_ended else ids
+        ends = {self._tokenizer.eos_token_id, *running.request.sampling.stop_token_ids} & special_ids(self._tokenizer)
+        ids = ids[:-1] if ids[-1] in ends else ids  # an end that is text, such as </tool_call>, is a part of the turn
         raw, text = (
             str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
             for skip in (False, True)
@@ -338,10 +339,13 @@ class ConversationLoop:
         """Append the messages of ``reset`` to the prompt; arguments and errors are those of :meth:`_append`."""
         if reply.done:
             return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
-        written = _as_messages(reply.messages, "user")
+        request, written = running.request, _as_messages(reply.messages, "user")
         if not written:
+            last = request.messages[-1]["role"] if request.messages else "user"
+            if self._settings.bridge != "plain" and last == "assistant":
+                return Fault("invalid", "reset() wrote nothing after a prompt that ends with words of the assistant")
             return reply
-        request, shown = running.request, self._images_of(written)
+        shown = self._images_of(written)
         if len(shown) > self._settings.max_images:
             return Fault(
                 "invalid",

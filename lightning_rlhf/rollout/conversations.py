@@ -10,11 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.hosts import make_host
-from lightning_rlhf.environments.protocol import Message
+from lightning_rlhf.environments.protocol import Environment, Message
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
@@ -209,11 +210,18 @@ def _check_prompts_end(settings: EnvironmentSettings, data: PromptDataModule) ->
         UsageError: a prompt does.
     """
     prompts = [example.messages for examples in data.examples.values() for example in examples if example.messages]
-    if settings.bridge != "plain" and any(messages[-1]["role"] == "assistant" for messages in prompts):
+    is_continued = settings.bridge != "plain" and not settings.is_agent and not _has_reset(settings)
+    if is_continued and any(messages[-1]["role"] == "assistant" for messages in prompts):
         raise UsageError(
             f"a prompt ends with words of the assistant, which an environment cannot continue with bridge: "
             f"{settings.bridge}: remove them, or set bridge: plain"
         )
+
+
+def _has_reset(settings: EnvironmentSettings) -> bool:
+    """Return whether the environment has a reset of its own, which can write the messages after those of a prompt."""
+    reset = getattr(as_function(settings.factory), "reset", None)
+    return reset not in (None, Environment.reset)
 
 
 def row_of(prompts: PromptBatch, number: int) -> dict[str, Any]:

@@ -157,7 +157,9 @@ class WithGiven(Source):
         completions = []
         for position, text in enumerate(prompts.columns[self.settings.column]):
             has_messages = bool(prompts.messages and prompts.messages[position])
-            ids = [*self.data.tokenize(text), self._end_of_message if has_messages else self._end_of_text]
+            ids = self.data.tokenize(text)
+            if not ids or ids[-1] not in self.data.end_tokens:  # some data include the end token
+                ids = [*ids, self._end_of_message if has_messages else self._end_of_text]
             completions.append(Completion(ids, [0.0] * len(ids), "stop", step))
         rollout = assemble(prompts, completions, self.temperature)
         missing = torch.full((len(prompts),), math.nan)
@@ -167,6 +169,7 @@ class WithGiven(Source):
             reward=missing,
             position=rollout.position * self.samples,  # that of the first sampled response that it replaces
             is_given=torch.ones_like(rollout.truncated),
+            skipped=torch.zeros_like(rollout.truncated),
             step_rewards=torch.zeros(rollout.response_ids.shape) if self.has_environment else None,
             text_starts=torch.zeros_like(rollout.response_mask) if self.is_agent else None,
         )

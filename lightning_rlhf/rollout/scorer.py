@@ -107,11 +107,15 @@ class Scorer:
         if self._environment is not None:
             terms.append((self._environment.weight, scored.rewards[ENVIRONMENT]))
         device, total = rollout.reward.device, weighted_sum(terms, len(rollout))
+
+        def without_skipped(values: Tensor) -> Tensor:
+            return values.masked_fill(scored.unknown, math.nan).to(device)
+
         return replace(
             rollout,
-            rewards={name: values.to(device) for name, values in scored.rewards.items()},
-            reward=total.masked_fill(scored.unknown, math.nan).to(device),
-            included=rollout.included & ~scored.unknown.to(device),
+            rewards={name: without_skipped(values) for name, values in scored.rewards.items()},
+            reward=without_skipped(total),
+            skipped=scored.unknown.to(device),
         )
 
     def dry_run(self) -> None:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _COMPARED_TOKENS = 64  # tokens whose texts are compared with those of the run's tokenizer
 _TRIES_BEFORE_THE_RUN = 3
 _HEARTBEAT_SECONDS = 60
+_MOST_PADDING = 1024  # tokens of a vocabulary that no text has
 _ROUNDING = 1e-3  # nats, and relative probability
 _MODES = ("raw_logprobs", "processed_logprobs")  # of vLLM's option --logprobs-mode; others return logits
 
@@ -185,6 +186,7 @@ class TeacherServer:
             entries = [_pairs(entry) for entry in positions]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             raise RunError(f"{url} returned no log-probabilities of the prompt: is it a vLLM server?") from None
+        entries = [wanted.without_padding(entry) for entry in entries]
         if mistake := wanted.mistake(entries):
             raise RunError(f"{url} returned {mistake}")
         tokens = [sorted(entry, reverse=True)[:top_k] for entry in entries]
@@ -205,6 +207,11 @@ class Wanted:
     response: list[int]
     top_k: int
     vocabulary: int | None
+
+    def without_padding(self, entry: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+        """Return the pairs of a position without those of padding tokens, of which the teacher may have more."""
+        end = self.vocabulary
+        return [pair for pair in entry if end is None or not end <= pair[1] < end + _MOST_PADDING]
 
     def mistake(self, entries: Sequence[Sequence[tuple[float, int]]]) -> str | None:
         """Describe the first mistake in a reply, with its value; None for a valid one.

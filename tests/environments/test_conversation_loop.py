@@ -391,3 +391,19 @@ def test_conversation_gets_a_final_reward_after_its_process_was_lost(converse):
     )  # fmt: skip
     assert [row.conversation.fault for row in rows] == [None, "died", None, None]
     assert [sum(row.conversation.turn_rewards) for row in rows] == [4.0, 0.0, 4.0, 4.0]
+
+
+class EndsWithText(Spy):
+    """Its turns end with the last token of their text."""
+
+    def generate(self, prompts, sampling, seeds):
+        completions = super().generate(prompts, sampling, seeds)
+        return [replace(c, token_ids=c.token_ids[:-1], logprobs=c.logprobs[:-1]) for c in completions]
+
+
+def test_an_end_that_is_text_is_a_part_of_the_turn(converse):
+    """Such as ``</tool_call>``, at which generation stops and for which parsers look."""
+    letter = ids("c")[0]
+    requested = [replace(requests(1)[0], sampling=SamplingParams(24, 1.0, stop_token_ids=(END, letter)))]
+    (row,) = converse(EndsWithText(LETTERS, ["abc"]), requested, factory=worlds.Echo, max_turns=1)
+    assert row.conversation.messages[-1]["content"] == "abc"

@@ -500,9 +500,11 @@ def test_check_data_shows_each_text_of_a_row():
 
 def test_an_environment_continues_no_half_message():
     module, _ = read(PromptDataModule, {"prompt": [user("a"), assistant("Let me")]}, template=WITHOUT_TOOLS)
-    settings = EnvironmentSettings("tests.environments.worlds:Remembers")
+    settings = EnvironmentSettings("tests.environments.worlds:Echo")
     with pytest.raises(ValueError, match="a prompt ends with words of the assistant, which an environment cannot"):
         conversation_sampler(settings, module)
+    for with_reset in ("Greets", "Remembers"):
+        conversation_sampler(EnvironmentSettings(f"tests.environments.worlds:{with_reset}"), module)
 
 
 def test_nulls_that_json_lines_have_are_rendered_and_counted():

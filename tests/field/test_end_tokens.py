@@ -1,17 +1,23 @@
 """Responses end at all end tokens of tokenizer and model, wherever they are generated or learned."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers
+from tokenizers import AddedToken
+from transformers import GenerationConfig
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.hf_export import _add_end_tokens
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer, generation_ends
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer
 
@@ -82,3 +88,32 @@ def test_end_tokens_of_the_generation_settings(tmp_path, ends, expected):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     assert generation_ends(str(tmp_path)) == expected
     assert generation_ends(str(tmp_path / "nothing")) == generation_ends(None) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": [2,', "generation_config.json is not a JSON object"),
+        ("[]", "generation_config.json is not a JSON object"),
+        ('{"eos_token_id": "</s>"}', "has eos_token_id ['</s>'], expected the id of a token"),
+        ('{"eos_token_id": [[2, 9]]}', "has eos_token_id"),
+        ('{"eos_token_id": [2.0]}', "has eos_token_id"),
+    ],
+)
+def test_damaged_generation_settings_are_an_error(tmp_path, text, message):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        generation_ends(str(tmp_path))
+
+
+def test_the_text_of_an_end_is_that_of_any_special_token():
+    tokenizer = CharacterTokenizer("abcdef").load()
+    tokenizer.add_tokens([AddedToken("<e>", special=True), AddedToken("<t>", special=False)])
+    special, plain = tokenizer.convert_tokens_to_ids(["<e>", "<t>"])
+    assert end_tokens(tokenizer, [[4, special], [4, plain], [4, 2], [4]], [True] * 4) == ["<e>", "", "</s>", ""]
+
+
+def test_the_export_ends_where_training_did(tmp_path):
+    GenerationConfig(eos_token_id=2).save_pretrained(tmp_path)
+    _add_end_tokens(tmp_path, (2, FURTHER))
+    assert generation_ends(str(tmp_path)) == [FURTHER, 2]

@@ -13,7 +13,7 @@ from lightning_rlhf import FromConfig, GRPOModule, PPOModule, PromptDataModule, 
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.advantages import GAE, NoAdvantages
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.scorer import weighted_sum
@@ -123,6 +123,25 @@ def test_a_failed_judge_leaves_the_response_out(tmp_path, others):
     assert not experience.mask[left_out].any()
     assert metrics["reward/mean"] == pytest.approx(float(experience.reward[~left_out].mean()))
     assert metrics["reward/missing_fraction"] == 0.25
+
+
+def test_what_learns_from_no_reward_keeps_a_response_whose_judge_failed():
+    rollout, _ = rollouts()
+    skipped = replace(rollout, reward=rollout.reward.masked_fill(MISSING, math.nan), skipped=MISSING)
+    module = RLHFModule(TinyModel(), advantages=NoAdvantages())
+    assert module.learned_rows(skipped, skipped.reward).all()
+    module = GRPOModule(TinyModel())
+    assert torch.equal(module.learned_rows(skipped, skipped.reward), ~MISSING)
+
+
+def test_a_reward_model_gives_no_reward_to_a_response_whose_judge_failed():
+    rollout, _ = rollouts()
+    module = GRPOModule(TinyModel(), reward_model=TinyModel(seed=1))
+    module.score_shaping, module.scores = (lambda scores, truncated: scores), (lambda rows: torch.ones(len(rows)))
+    unjudged = replace(rollout, reward=rollout.reward.masked_fill(MISSING, math.nan))
+    assert module.total_reward(unjudged)[MISSING].tolist() == [1.0, 1.0]
+    skipped = replace(unjudged, skipped=MISSING)
+    assert module.total_reward(skipped).isnan().equal(MISSING)
 
 
 def nothing(completions):

@@ -1,6 +1,7 @@
 """Whatever code of users changes reaches no other response, no other reward and no later epoch."""
 
 import copy
+import threading
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -121,3 +122,8 @@ def test_a_read_only_mapping_becomes_a_dictionary_of_its_own(objects):
     assert copied == [{"tests": [1]}]
     assert type(copied[0]) is dict
     assert copied[0]["tests"] is not tests
+
+
+def test_an_object_that_cannot_be_copied_is_passed_on():
+    lock = threading.Lock()
+    assert private([{"lock": lock, "tests": [1]}]) == [{"lock": lock, "tests": [1]}]

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from http.client import HTTPConnection, IncompleteRead
 
 import pytest
 import torch
@@ -581,6 +582,26 @@ def test_answers_that_are_too_long_slow_or_nested_are_named(stubs, monkeypatch):
     monkeypatch.setattr(client, "_MAX_BYTES", 1 << 20)
     with drip() as url, pytest.raises(EngineDied, match=r"no response for 0\.5 s"):
         VLLMServer(url, None, 10).get("/server_info", seconds=0.5)
+
+
+@pytest.mark.parametrize("body", [b"", b'{"a": 1}'])
+def test_a_reply_that_is_cut_off_is_an_error(body):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + body)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        connection = HTTPConnection("127.0.0.1", listening.getsockname()[1], timeout=10)
+        connection.request("GET", "/")
+        with pytest.raises(IncompleteRead):
+            client._whole_body(connection.getresponse(), time.monotonic() + 10)
+        thread.join()
+        connection.close()
 
 
 @contextlib.contextmanager

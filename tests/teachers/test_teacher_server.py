@@ -186,6 +186,16 @@ def another_key(key_of):
     return lambda entries: [{**entry, key_of(next(iter(entry))): {"logprob": -9.0}} for entry in entries]
 
 
+def test_padding_tokens_of_the_teacher_are_left_out(stubs):
+    stubs[0].answers["/v1/completions"] = completion(TEACHER.causal().lm)
+    plain = distilled(TeacherServer([stubs[0].url], tries=1))
+    padded = changed(completion(TEACHER.causal().lm), lambda entries: [e | {"11": {"logprob": -9.0}} for e in entries])
+    stubs[0].answers["/v1/completions"] = padded
+    module = distilled(TeacherServer([stubs[0].url], tries=1))
+    for name, parameter in module.actor.named_parameters():
+        assert torch.equal(parameter, plain.actor.get_parameter(name))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -195,7 +205,7 @@ def another_key(key_of):
         (with_values(lambda value: -0.01), r"probabilities of \d tokens whose sum is [23]\.\d+, which log-prob"),
         (with_values(lambda value: value - 30), r"the \d most likely tokens with a probability of \d.*e-1\d, which"),
         (another_key(lambda token: f"0{token}"), r"token \d+ twice"),
-        (another_key(lambda token: "99"), r"token 99, which is not one of the 11 tokens"),
+        (another_key(lambda token: "99999"), r"token 99999, which is not one of the 11 tokens"),
         (another_key(lambda token: "-1"), r"token -1, which is not one of the 11 tokens"),
         (
             lambda entries: entries[1:] + entries[:1],

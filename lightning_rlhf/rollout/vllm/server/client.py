@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from threading import Lock
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -176,6 +176,8 @@ def _whole_body(response: HTTPResponse, deadline: float) -> bytes:
             raise OSError(f"a response of more than {_MAX_BYTES >> 20} MiB")
         if time.monotonic() > deadline:
             raise TimeoutError
+    if response.length:  # read1 does not tell the end of a response from a closed connection
+        raise IncompleteRead(bytes(body), response.length)
     return bytes(body)
 
 

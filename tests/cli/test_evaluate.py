@@ -66,6 +66,21 @@ ROWS = [
 ]
 
 
+OPENRLHF = """
+def ends(queries, prompts, labels):
+    return [float(query.endswith("</s>")) for query in queries]
+"""
+
+
+def test_queries_of_openrlhf_end_as_in_training(evaluate):
+    Path("openrlhf.py").write_text(OPENRLHF)
+    code, _, shown = evaluate("--reward", "openrlhf.py:ends")
+    assert (code, "needs 'end_tokens', which the file does not have: write it by" in shown) == (2, True)
+    rows = [{**row, "end_tokens": ["</s>", "", "", "</s>"]} for row in ROWS]
+    code, report, _ = evaluate("--reward", "openrlhf.py:ends", rows=rows)
+    assert (code, report["sources"]["all"]["rewards"]["ends"]["mean"]) == (0, 0.5)
+
+
 @pytest.fixture
 def evaluate(capsys):
     """Run the command on rows and return its exit code, its report, and its output."""

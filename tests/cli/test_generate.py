@@ -57,6 +57,7 @@ def test_each_row_keeps_its_columns_and_gets_its_responses(generate):
     for row in rows:
         assert len(row["responses"]) == len(row["response_tokens"]) == len(row["finish_reasons"]) == 3
         assert row["prompt_tokens"] == len(row["prompt"])
+        assert row["end_tokens"] == ["</s>" if reason == "stop" else "" for reason in row["finish_reasons"]]
         for text, tokens, reason in zip(row["responses"], row["response_tokens"], row["finish_reasons"], strict=True):
             assert (reason == "length" and tokens == 12) or (reason == "stop" and tokens == len(text) + 1)
     assert len({text for row in rows for text in row["responses"]}) > 20

@@ -17,7 +17,7 @@ from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images.reading import ImageSettings
-from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import ENVIRONMENT, OPENRLHF, RewardFunction, check_rewards
 from lightning_rlhf.tools.commands import row_images
 from lightning_rlhf.tools.commands.kept_responses import check_target, write_kept
 from lightning_rlhf.tools.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles, table_width
@@ -194,9 +194,13 @@ def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow
     )
     check_rewards(rewards, sorted(columns), of_conversations)
     for reward in rewards:
+        needed = [*reward.required, *(["end_tokens"] if reward.convention is OPENRLHF else [])]  # of its queries
         for name in ("completion_ids", "end_tokens"):
-            if name in reward.required:
-                raise UsageError(f"reward function {reward.label!r} needs {name!r}, which the file does not have")
+            if name in needed and name not in of_conversations:
+                raise UsageError(
+                    f"reward function {reward.label!r} needs {name!r}, which the file does not have: write it by "
+                    f"lightning-rlhf generate --model"
+                )
 
 
 def table(reports: Sequence[dict[str, Any]]) -> Table:

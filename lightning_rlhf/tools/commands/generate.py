@@ -36,6 +36,7 @@ from lightning_rlhf.tools.commands.response_backends import (
     prompts_digest,
 )
 from lightning_rlhf.tools.commands.responses_file import (
+    END_TOKENS,
     ENVIRONMENT_REWARDS,
     FINISH_REASONS,
     OUTPUT_COLUMNS,
@@ -267,6 +268,7 @@ def _row(prompt: Prompt, responses: list[Response]) -> dict[str, Any]:
         RESPONSES: [response.text for response in responses],
         TOKENS: [response.tokens for response in responses],
         FINISH_REASONS: [response.finish_reason for response in responses],
+        **({END_TOKENS: ends} if (ends := [r.end_token for r in responses]) and None not in ends else {}),
         **_conversation_columns([response.conversation for response in responses if response.conversation]),
     }
 

@@ -37,6 +37,7 @@ from lightning_rlhf.models.loading import Dtype, Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key, start_of_reply
+from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
@@ -78,13 +79,15 @@ class Prompt(NamedTuple):
 class Response(NamedTuple):
     """A response; ``tokens`` includes the stop token, and may be None for a server.
 
-    Of a conversation, ``text`` is the last turn, and ``tokens`` are those that the model sampled.
+    Of a conversation, ``text`` is the last turn, and ``tokens`` are those that the model sampled. ``end_token`` is the
+    text of the special token at its end, empty without one; None for a server.
     """
 
     text: str
     tokens: int | None
     finish_reason: str
     conversation: ConversationRecord | None = None
+    end_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -248,16 +251,18 @@ class EngineBackend:
     def generate(self, requests: Sequence[ResponseRequest]) -> list[Response]:
         """Generate one response for each request."""
         if self._sampler is None:
-            ids = [request.prompt.ids for request in requests]
+            prompts = [request.prompt.ids for request in requests]
             images = [] if self._images is None else [_images_of(request.prompt) for request in requests]
             seeds = [request.seed for request in requests]
-            completions = generate(self._engine, ids, self._sampling, seeds, images=images)
+            completions = generate(self._engine, prompts, self._sampling, seeds, images=images)
         else:
             completions = self._converse(self._sampler, requests)
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
+        ids = [sampled_tokens(completion) for completion in completions]
+        ends = end_tokens(self._tokenizer, ids, [completion.finish_reason == "stop" for completion in completions])
         return [
-            Response(text, len(sampled_tokens(completion)), completion.finish_reason, completion.conversation)
-            for text, completion in zip(texts, completions, strict=True)
+            Response(text, len(sampled), completion.finish_reason, completion.conversation, end)
+            for text, sampled, end, completion in zip(texts, ids, ends, completions, strict=True)
         ]
 
     def _converse(self, sampler: ConversationSampler, requests: Sequence[ResponseRequest]) -> list[Completion]:

@@ -20,11 +20,13 @@ RESPONSE_MESSAGES = "response_messages"
 TURNS = "turns"
 ENVIRONMENT_REWARDS = "environment_rewards"
 STOP_REASONS = "stop_reasons"
+END_TOKENS = "end_tokens"
 OF_CONVERSATIONS = {  # argument of reward functions: column
     "conversations": RESPONSE_MESSAGES,
     "turns": TURNS,
     "environment_rewards": ENVIRONMENT_REWARDS,
     "stop_reasons": STOP_REASONS,
+    "end_tokens": END_TOKENS,
 }
 OUTPUT_COLUMNS = (RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS, *OF_CONVERSATIONS.values())
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.tokenizers import end_tokens_of
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images.processor import copy_processor
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
@@ -158,7 +159,7 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
         if isinstance(path, str):
             copy_processor(path, directory)
     if (directory / "generation_config.json").is_file():
-        _add_end_tokens(directory, origin.data.end_tokens)
+        _add_end_tokens(directory, end_tokens_of(tokenizer, origin.data.tokenizer_source))
     # JSON has no NaN, which a metric without values is; the step is not that of a user's metric with this name.
     finite = {name: value if math.isfinite(value) else None for name, value in origin.metrics.items()}
     metrics = {**finite, "step": origin.step}

@@ -28,7 +28,7 @@ from lightning_rlhf.data.row import BadRow, Row, RowSource, has_nulls
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, folder_of, use_rows
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
-from lightning_rlhf.data.tokenizers import TokenizerSource, generation_ends, load_tokenizer, unknown_parts
+from lightning_rlhf.data.tokenizers import TokenizerSource, end_tokens_of, load_tokenizer, unknown_parts
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -469,8 +469,7 @@ class RowsDataModule(LightningDataModule):
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """The tokens at which answers end: the tokenizer's end token, then those of the model beside the tokenizer."""
-        model = self.tokenizer_source if isinstance(self.tokenizer_source, str) else None
-        return tuple(dict.fromkeys([self.tokenizer.eos_token_id, *generation_ends(model)]))
+        return end_tokens_of(self.tokenizer, self.tokenizer_source)
 
     def end_token_warning(self, further: Sequence[int] = ()) -> str:
         """Return a warning if the chat template ends messages with a token at which responses do not end.

@@ -136,6 +136,16 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
 
 
+def end_tokens_of(tokenizer: PreTrainedTokenizerBase, source: object) -> tuple[int, ...]:
+    """Return the tokens at which answers end: the tokenizer's end token, then those of the model beside it.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        source: its directory or hub id, or another source, which has no model.
+    """
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *generation_ends(source if isinstance(source, str) else None)]))
+
+
 def generation_ends(model: str | None) -> list[int]:
     """Return the tokens at which a model's generation settings end responses; empty without settings.
 

@@ -79,16 +79,14 @@ def make_parser() -> argparse.ArgumentParser:
     files.add_argument("--images", metavar="DIR", help=row_images.HELP)
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")
+    model.add_argument("--model", metavar="DIR", help="directory or hub id, or a server's name of it")
     model.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
     model.add_argument("--environment", metavar="CONFIG.yaml", help="run whose environment replies to the model")
     model.add_argument("--server", metavar="URL", help="server with OpenAI's API, used instead of an engine")
     model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    model.add_argument(
-        "--concurrency", type=int, metavar="N", default=50, help="requests to a server at a time (default: 50)"
-    )
+    model.add_argument("--concurrency", type=int, metavar="N", default=50, help="requests at a time (default: 50)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("-n", type=int, default=1, help="responses per prompt (default: 1)")
     sampling.add_argument("--temperature", type=float, metavar="T", default=1.0, help="0 is greedy (default: 1)")
@@ -106,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--batch-size",
         type=int,
         metavar="N",
-        help="prompts between two writes (default: of 64 responses, then of about 20 s)",
+        help="prompts between writes (default: of 20 s)",
     )
     return parser
 
@@ -204,7 +202,9 @@ def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int
     columns = parse_columns(options.columns)
     images = ImageSettings(folder=options.images)
     roles = parse_roles(options.roles)
-    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages, images, roles)
+    prompts = backend.read_prompts(
+        options.prompts, columns, options.on_bad_row, options.as_messages, images=images, roles=roles
+    )
     _check_columns(prompts)
     settings = {**backend.identity(), "prompts": prompts_digest(prompts)}
     for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "seed"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_rlhf.data.messages import check_roles
 from lightning_rlhf.expected_errors import UsageError
 
-ROLES_HELP = "roles of other formats, such as teacher=assistant"
+ROLES_HELP = "such as teacher=assistant"
 _HELP_COLUMN = 36  # options and their help in one line
 
 

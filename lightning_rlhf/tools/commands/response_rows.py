@@ -24,6 +24,7 @@ from lightning_rlhf.tools.commands.responses_file import (
 from lightning_rlhf.tools.commands.row_images import image_reader
 
 ALL = "all"  # name of the statistics over all sources
+Roles = Mapping[str, str]
 NO_SOURCE = "data"  # source of rows without a column source or data_source
 _NOT_FOR_REWARDS = ("prompt", "messages", "responses", "images", *OUTPUT_COLUMNS)
 
@@ -51,11 +52,7 @@ class ResponseRow:
 
 
 def read_rows(
-    path: str,
-    configured: dict[str, str | None],
-    on_bad_row: OnBadRow,
-    images: ImageSettings | None = None,
-    roles: Mapping[str, str] | None = None,
+    path: str, configured: dict[str, str | None], on_bad_row: OnBadRow, images: ImageSettings | None, roles: Roles
 ) -> list[ResponseRow]:
     """Read rows with responses.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,13 +26,13 @@ class MaskedText(NamedTuple):
 
     Args:
         ids: token ids; of several texts, one behind the other.
-        loss_mask: True for each token of an answer; always False for the first token of a text.
+        loss_mask: true for each token of an answer; always False for the first token of a text.
         images: numbers of the texts' images among those of the data.
         starts: indices at which further texts begin.
     """
 
-    ids: list[int]
-    loss_mask: list[bool]
+    ids: Sequence[int]
+    loss_mask: Sequence[int]
     images: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
 
@@ -44,7 +45,7 @@ class MaskedText(NamedTuple):
     def texts(self) -> list[TokenizedText]:
         """The tokens and the loss mask of each text."""
         bounds = itertools.pairwise([0, *self.starts, len(self.ids)])
-        return [(self.ids[first:last], self.loss_mask[first:last]) for first, last in bounds]
+        return [(list(self.ids[first:last]), list(map(bool, self.loss_mask[first:last]))) for first, last in bounds]
 
     @property
     def longest(self) -> int:
@@ -65,10 +66,13 @@ class MaskedText(NamedTuple):
 
     @classmethod
     def joined(cls, texts: Sequence[TokenizedText], images: tuple[int, ...] = ()) -> MaskedText:
-        """Return a row of texts."""
+        """Return a row of texts; several, each with its own prompt, are stored with 5 bytes per token."""
+        if len(texts) == 1:
+            return cls(*texts[0], images)
         starts = itertools.accumulate(len(ids) for ids, _ in texts[:-1])
         chain = itertools.chain.from_iterable
-        return cls(list(chain(ids for ids, _ in texts)), list(chain(mask for _, mask in texts)), images, tuple(starts))
+        ids, mask = array("i", chain(ids for ids, _ in texts)), bytearray(chain(mask for _, mask in texts))
+        return cls(ids, mask, images, tuple(starts))
 
 
 class AnswersDataModule(RowsDataModule):

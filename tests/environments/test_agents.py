@@ -215,7 +215,7 @@ def test_failing_agents_do_not_affect_others(converse, fault, kind):
     requested = [replace(request, row={"fault": fault if i else ""}) for i, request in enumerate(requests(2))]
     good, bad = converse(
         Spy(LETTERS, ["bc"]), requested, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
-        timeout_s=4.0, concurrency=2,
+        timeout_s=4.0 if fault == "hang" else 60.0, concurrency=2,
     )  # fmt: skip
     assert (good.conversation.fault, good.conversation.turn_rewards) == (None, [1.0])
     assert (bad.conversation.fault, bad.conversation.stop) == (kind, "fault")

@@ -409,7 +409,7 @@ class RowsDataModule(LightningDataModule):
         """
         for name in ("system", "history", "tools"):
             value = fields.get(name)
-            if value and not (isinstance(value, str) and not value.strip()):
+            if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
                 column = fields.names[name]
                 raise BadRow(
                     f"the chat template would write the column {column!r} before the prompt, which is plain text: set "

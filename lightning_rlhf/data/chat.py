@@ -102,8 +102,10 @@ class Chat:
         begun = messages[-1]["role"] == "assistant"
         text = self.render(messages, label, generation=not begun, expanded=expanded, continues=begun)
         words = messages[-1]["content"]
-        if begun and isinstance(words, str) and (start := text.rfind(words.strip())) and OPENS_THOUGHTS.search(words):
-            return _EMPTY_THOUGHTS.sub("", text[:start]) + text[start:]  # the template takes the words for an answer
+        if begun and isinstance(words, str) and OPENS_THOUGHTS.search(words):
+            before, found, _ = text.rpartition(words.strip())
+            if found:  # the template takes the words for an answer without thoughts
+                return _EMPTY_THOUGHTS.sub("", before) + text[len(before) :]
         return text
 
     def writes_before(self, messages: Sequence[Message], answer: str) -> bool:
@@ -119,7 +121,11 @@ class Chat:
         if messages[-1]["role"] == "assistant":  # the answer continues its words
             return False
         prompt = self.render_prompt(messages, expanded=False)
-        answered = self.render([*messages, {"role": "assistant", "content": "zqanswerzq"}], "prompt", expanded=False)
+        try:
+            whole = [*messages, {"role": "assistant", "content": "zqanswerzq"}]
+            answered = self.render(whole, "prompt", expanded=False)
+        except BadRow:  # the template rejects this answer
+            return False
         if OPENS_THOUGHTS.match(answer.lstrip()):
             return OPENS_THOUGHTS.search(prompt.rstrip()[-_LONGEST_TAG:]) is not None
         return not answered.startswith(f"{prompt}zqanswerzq")

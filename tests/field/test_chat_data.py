@@ -241,6 +241,7 @@ def test_columns_of_a_template_have_no_place_in_plain_text(kind, row, options, c
     message = reason(kind, {**row, **column}, **options)
     assert f"would write the column {name!r} before the prompt, which is plain text" in message
     read(kind, {**row, **column}, columns={name: None}, **options)
+    read(kind, {**row, name: "" if name == "system" else "[]"}, **options)
 
 
 def test_parameters_that_a_template_leaves_out_are_named():

@@ -7,6 +7,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lightning_rlhf.batching.packing import pack_texts
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import hidden_states
+from lightning_rlhf.models.master_weights import needs_master_weights, use_master_weights
 from lightning_rlhf.tools.planning.activations import Pass
 from lightning_rlhf.tools.planning.architecture import architecture
 from lightning_rlhf.tools.planning.memory import OPTIMIZER, RUNTIME, memory
@@ -72,6 +73,8 @@ def test_peak_of_two_micro_batches_agrees_with_the_plan(mode, checkpointing):
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 1000}
     made_of = source("qwen2", MODES[mode][0], **sizes)
     model = made_of.causal().train()
+    if needs_master_weights(made_of):
+        use_master_weights(model)  # as a trained role does
     if checkpointing:
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})
     tracker = MemTracker()

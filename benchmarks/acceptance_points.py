@@ -29,7 +29,10 @@ from benchmarks.acceptance_runs import (
 )
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import RunCheckpoint
-from lightning_rlhf.callbacks.engine_comparison import gap_statistics
+from lightning_rlhf.callbacks.loop.engine_comparison import gap_statistics
+from lightning_rlhf.extras.commands.separate_process import error_line
+from lightning_rlhf.extras.doctor.command import SMI_QUERY, compiler_findings
+from lightning_rlhf.extras.doctor.trial import digest
 from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
@@ -38,9 +41,6 @@ from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
-from lightning_rlhf.tools.commands.doctor import SMI_QUERY, compiler_findings
-from lightning_rlhf.tools.commands.doctor_try import digest
-from lightning_rlhf.tools.commands.separate_process import error_line
 from lightning_rlhf.types import SamplingParams
 from tests.stand_ins import Response, rollout_of
 

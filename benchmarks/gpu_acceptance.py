@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.tools.commands import separate_process
+from lightning_rlhf.extras.commands import separate_process
 
 ROOT = Path(__file__).resolve().parents[1]
 # Number of a point to its name and the most seconds that it may take, in the order of what each can find.

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from lightning_rlhf.tools.commands.doctor import requirements
+from lightning_rlhf.extras.doctor.command import requirements
 
 _TOO_LARGE = ("torch",)
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from lightning_rlhf.extras.plan import memory, one_gpu, traffic
+from lightning_rlhf.extras.plan.architecture import Architecture, architecture
+from lightning_rlhf.extras.plan.plan import GIB, Plan, plan
+from lightning_rlhf.extras.plan.setup import Engine, Role, Run, Strategy, Work, strategy
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.tools.planning import memory, one_gpu, traffic
-from lightning_rlhf.tools.planning.architecture import Architecture, architecture
-from lightning_rlhf.tools.planning.plan import GIB, Plan, plan
-from lightning_rlhf.tools.planning.setup import Engine, Role, Run, Strategy, Work, strategy
 
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 MODELS = {

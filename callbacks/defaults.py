@@ -9,20 +9,19 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
 
+from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
+from lightning_rlhf.callbacks.records.console import Console
+from lightning_rlhf.callbacks.records.health import HealthChecks
+from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV
+from lightning_rlhf.callbacks.records.rollout_log import RolloutLog
+from lightning_rlhf.callbacks.records.run_reader import RunReader
+from lightning_rlhf.callbacks.records.throughput import Throughput
+from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint
+from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown
+from lightning_rlhf.callbacks.survival.hf_export import HFExport
+from lightning_rlhf.callbacks.survival.run_state import RunState
 from lightning_rlhf.compat import follow_until_averaged
-
-from .checkpoint import RunCheckpoint
-from .console import Console
-from .graceful_shutdown import GracefulShutdown
-from .health import HealthChecks
-from .hf_export import HFExport
-from .metrics_csv import MetricsCSV
-from .report import Report
-from .report_page import ReportPage
-from .rollout_log import RolloutLog
-from .rollout_loop import RolloutLoop
-from .run_state import RunState
-from .throughput import Throughput
+from lightning_rlhf.entry_points import offered
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +67,15 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint()]
-    defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage]
+    defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport]
     if any(isinstance(callback, RolloutLoop) for callback in callbacks):
         defaults.append(RolloutLog)
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
+    defaults += offered("default_callback")
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     first = (AverageStart, GracefulShutdown, Throughput, Console, RolloutLoop)
-    order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, Report, ReportPage, Checkpoint)
+    order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:
         positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]

@@ -21,7 +21,7 @@ cd first
 "$python" -m lightning_rlhf fit --config sft.yaml --trainer.max_steps 20
 test -f runs/quickstart/sft/export/model.safetensors
 tar --list --file "$dist"/*.tar.gz > "$work/files"
-for name in setup.cfg README.md CHANGELOG.md callbacks/rollout_loop.py configs/quickstart/ppo.yaml tests/conftest.py; do
+for name in setup.cfg README.md CHANGELOG.md callbacks/loop/rollout_loop.py configs/quickstart/ppo.yaml tests/conftest.py; do
     grep --quiet "/$name\$" "$work/files" || { echo "the source distribution lacks $name"; exit 1; }
 done
 echo "the wheel and the source distribution in $dist work"

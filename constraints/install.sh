@@ -36,7 +36,7 @@ installed=$(cat "$stamp" 2> /dev/null || true)
 rm -f "$stamp"
 
 # The packages for GPUs are built for CUDA 13, and Triton compiles at run time. Without a GPU, as where an image is built,
-# neither is known. lightning_rlhf/tools/commands/doctor.py has the same requirements.
+# neither is known. lightning_rlhf/extras/doctor/command.py has the same requirements.
 gpus() {
     if command -v nvidia-smi > /dev/null; then
         nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader || true

@@ -113,7 +113,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium."""
-    from tests.report.browser import CHROMIUM, Browser
+    from tests.extras.report.browser import CHROMIUM, Browser
 
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")

@@ -1,6 +1,6 @@
 """Units and meanings of docs/metrics.md as the data that the report page shows.
 
-``python -m tests.metric_definitions`` writes lightning_rlhf/report/metrics.json.
+``python -m tests.metric_definitions`` writes lightning_rlhf/extras/report/metrics.json.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WRITTEN = ROOT / "lightning_rlhf/report/metrics.json"
+WRITTEN = ROOT / "lightning_rlhf/extras/report/metrics.json"
 
 
 def plain(text):

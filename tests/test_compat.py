@@ -71,7 +71,7 @@ def test_torch_still_sets_the_timeout_of_a_group(tmp_path):
 
 @pytest.mark.parametrize("name", _OF_CHECKPOINT)
 def test_model_checkpoint_still_has_the_attribute(name):
-    gone = f"lightning's ModelCheckpoint has no {name} any more: see compat.py and callbacks/checkpoint.py"
+    gone = f"lightning's ModelCheckpoint has no {name} any more: see compat.py and callbacks/survival/checkpoint.py"
     assert hasattr(ModelCheckpoint(), name), gone
 
 

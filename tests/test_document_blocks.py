@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
-from lightning_rlhf.tools.commands.check_data import CheckDataCLI
-from lightning_rlhf.tools.commands.plan import PlanCLI, _gib_of
-from lightning_rlhf.tools.commands.run_config import ConfigCLI, parse_run_config
+from lightning_rlhf.extras.commands.check_data import CheckDataCLI
+from lightning_rlhf.extras.commands.run_config import ConfigCLI, parse_run_config
+from lightning_rlhf.extras.plan.command import PlanCLI, _gib_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -66,7 +66,7 @@ def run_of(part):
         elif name in ("engine", "environment", "rewards"):
             config["trainer"]["callbacks"] = [{"class_path": LOOP, "init_args": {name: value}}]
         elif name == "sandbox":
-            code = {"class_path": "lightning_rlhf.rewards.code.CodeExecution", "init_args": {name: value}}
+            code = {"class_path": "lightning_rlhf.extras.sandbox.code.CodeExecution", "init_args": {name: value}}
             config["trainer"]["callbacks"] = [{"class_path": LOOP, "init_args": {"rewards": [{"function": code}]}}]
         elif name == "val":
             config["data"]["init_args"][name] = value

@@ -33,7 +33,7 @@ MODULES = {
         "tests/test_gpu_acceptance.py",
     ),
     "packages_to_carry": "tests/test_packages_to_carry.py",
-    "scaling_tables": "tests/tools/planning/test_scaling_tables.py",
+    "scaling_tables": "tests/extras/plan/test_scaling_tables.py",
 }
 
 

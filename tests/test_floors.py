@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ FLOORS = (
         "__about__",
         "compat",
         "directions",
+        "entry_points",
         "encoded_image",
         "expected_errors",
         "launch_environment",
         "loggers",
+        "moved",
         "paths",
         "run_checks",
         "types",
@@ -28,16 +31,17 @@ FLOORS = (
     {"images"},
     {"data", "models"},
     {"rewards"},
-    {"environments", "teachers"},
+    {"environments"},
     {"strategies"},
     {"rollout"},
-    {"modules", "report"},
+    {"modules"},
     {"callbacks"},
     {"cli"},
-    {"tools"},
+    {"extras"},
 )
 DOORS = {"__init__", "__main__"}  # of the package: they name what lies inside, and nothing inside imports them
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+PUBLIC_NAMES = ("lightning_rlhf.callbacks", "lightning_rlhf.environments")  # tables of names, which may name an extra
 FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 
 
@@ -66,17 +70,30 @@ def wrong_imports(path, source=None):
     """Return the imports of a file that its layer does not allow."""
     room = module_of(path)[1]
     if room in DOORS:
-        return [name for name in imported(path, source) if name.startswith("lightning_rlhf.tools")]
+        return [name for name in imported(path, source) if name.startswith("lightning_rlhf.extras")]
     wrong = []
     for name in imported(path, source):
         parts = name.split(".")
         other = parts[1] if len(parts) > 1 else ""
         beside = other != room and LEVEL.get(other, len(FLOORS)) >= LEVEL[room]
         lowest = LEVEL[room] == LEVEL.get(other) == 0  # single files that make up the ground floor together
+        if ".".join(module_of(path)).removesuffix(".__init__") in PUBLIC_NAMES and other == "extras":
+            continue
         forbidden = (room, other) == ("modules", "rollout")
         if (beside and not lowest) or forbidden or parts[0] == "callbacks":
             wrong.append(name)
     return wrong
+
+
+def test_core_imports_no_extra():
+    """Nor does a text name one, except in the tables of commands and of moved modules."""
+    core = {
+        ".".join(module_of(path)).removesuffix(".__init__"): path for path in FILES if module_of(path)[1] != "extras"
+    }
+    importing = {name for name, path in core.items() if any("lightning_rlhf.extras" in part for part in imported(path))}
+    assert importing == set(PUBLIC_NAMES)
+    naming = {name for name, path in core.items() if re.search(r"[\"']lightning_rlhf\.extras", path.read_text())}
+    assert naming == {*PUBLIC_NAMES, "lightning_rlhf.cli.commands", "lightning_rlhf.moved"}
 
 
 def test_every_file_belongs_to_a_known_subpackage():
@@ -144,7 +161,7 @@ def test_lowest_layer_imports_no_heavy_libraries():
     [
         ("lightning_rlhf/modules/x.py", "from lightning_rlhf.rollout.engine import RolloutEngine", 1),
         ("lightning_rlhf/modules/x.py", "from ..rollout import engine", 1),
-        ("lightning_rlhf/modules/x.py", "import lightning_rlhf.callbacks.console", 1),
+        ("lightning_rlhf/modules/x.py", "import lightning_rlhf.callbacks.records.console", 1),
         ("lightning_rlhf/modules/x.py", "def f():\n    from lightning_rlhf.cli import main", 1),
         ("lightning_rlhf/modules/x.py", "from .base import RLHFModule\nfrom ..types import Rollout", 0),
         ("lightning_rlhf/modules/x.py", "from lightning_rlhf import PPOModule", 1),
@@ -153,8 +170,8 @@ def test_lowest_layer_imports_no_heavy_libraries():
         ("lightning_rlhf/functional/x.py", "import torch", 0),
         ("callbacks/x.py", "from .console import Console\nfrom lightning_rlhf.rollout.engine import EngineDied", 0),
         ("callbacks/x.py", "from lightning_rlhf.cli.main import run", 1),
-        ("lightning_rlhf/cli/x.py", "from lightning_rlhf.tools.planning import plan", 1),
-        ("lightning_rlhf/__main__.py", "from lightning_rlhf.tools.planning import plan", 1),
+        ("lightning_rlhf/cli/x.py", "from lightning_rlhf.extras.plan import plan", 1),
+        ("lightning_rlhf/__main__.py", "from lightning_rlhf.extras.plan import plan", 1),
         ("callbacks/x.py", "from callbacks.console import Console", 1),
     ],
 )

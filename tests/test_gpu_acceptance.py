@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import acceptance_points, acceptance_trainer, gpu_acceptance
-from lightning_rlhf.tools.commands import separate_process
+from lightning_rlhf.extras.commands import separate_process
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -23,10 +23,12 @@ from lightning_rlhf import (
     SFTModule,
     UnpairedDataModule,
 )
-from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput, throughput
+from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput
+from lightning_rlhf.callbacks.records import throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.extras.report.definitions import definitions, expanded
 from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -35,7 +37,6 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import DROLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
-from lightning_rlhf.report.definitions import definitions, expanded
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
 from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.given_responses import GivenResponses

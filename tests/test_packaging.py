@@ -51,13 +51,13 @@ def test_wheel_holds_only_the_package(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
-    assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/report/assets/*")}
+    assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/extras/report/assets/*")}
     assert len(assets) == 13
     templates = {
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/tools/commands/templates/*/*.[yj]*")
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/extras/commands/templates/*/*.[yj]*")
     }
     assert len(templates) == 19
-    assets |= {*templates, "lightning_rlhf/report/metrics.json"}
+    assets |= {*templates, "lightning_rlhf/extras/report/metrics.json"}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 
@@ -69,7 +69,7 @@ def test_wheel_replaces_the_callbacks_module_by_the_callbacks_folder(wheel):
 def test_wheel_has_the_configurations_of_the_quickstart(wheel):
     archive = zipfile.ZipFile(wheel)
     for name in ("sft.yaml", "reward.yaml", "ppo.yaml"):
-        packed = archive.read(f"lightning_rlhf/tools/commands/templates/quickstart/{name}").decode()
+        packed = archive.read(f"lightning_rlhf/extras/commands/templates/quickstart/{name}").decode()
         assert packed == (ROOT / "configs/quickstart" / name).read_text()
 
 
@@ -231,13 +231,13 @@ def test_callbacks_module_and_folder_export_the_same_callbacks():
         imports = {
             (node.module, alias.name)
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.level == 1
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_rlhf")
             for alias in node.names
         }
         names = [
             ast.literal_eval(node.value)
             for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
         ]
         return imports, names
 

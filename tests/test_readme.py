@@ -17,13 +17,13 @@ def own_task():
 # command: where it is run
 RUN_BY = {
     "pip install 'lightning-rlhf[vllm]'": "not run: it needs a GPU; tests/test_packaging.py runs those for a CPU",
-    "lightning-rlhf new my_task": "tests/cli/test_new.py",
+    "lightning-rlhf new my_task": "tests/extras/commands/test_new.py",
     "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
     ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": (
         "tests/learning/test_quickstart.py"
     ),
-    ".venv/bin/lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8": "tests/cli/test_plan.py",
-    ".venv/bin/lightning-rlhf inspect runs/quickstart/ppo": "tests/report/test_inspector.py, with other runs",
+    ".venv/bin/lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8": "tests/extras/plan/test_plan.py",
+    ".venv/bin/lightning-rlhf inspect runs/quickstart/ppo": "tests/extras/report/test_inspector.py, with other runs",
     **dict.fromkeys(own_task(), "tests/learning/test_own_task.py"),
 }
 

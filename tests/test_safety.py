@@ -11,13 +11,13 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 # errors of a reward function or an environment are counted or end the run, depending on the configuration; threads
 # pass errors to the thread that waits.
 PASSED_ON = {
-    "lightning_rlhf/tools/commands/doctor.py": 1,
-    "lightning_rlhf/tools/commands/doctor_try.py": 1,
+    "lightning_rlhf/extras/doctor/command.py": 1,
+    "lightning_rlhf/extras/doctor/trial.py": 1,
     "lightning_rlhf/calls/threads.py": 1,
     "lightning_rlhf/environments/hosts.py": 1,
     "lightning_rlhf/environments/live.py": 2,
     "lightning_rlhf/environments/loop_host.py": 1,
-    "lightning_rlhf/rollout/endpoint.py": 1,
+    "lightning_rlhf/extras/agents/endpoint.py": 1,
     "lightning_rlhf/rollout/generation.py": 3,
     "lightning_rlhf/rollout/vllm/engine.py": 1,
     "lightning_rlhf/rollout/vllm/worker.py": 1,

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.rollout.generation import generate
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import SamplingParams
+from tests.extras.servers.stub_server import valid_server
 from tests.rollout.engines import setup_of, source_of
-from tests.rollout.stub_server import valid_server
 
 _ROUTE = "/inference/v1/generate"
 _SLOTS, _SECONDS, _REQUESTS, _ROUNDS = 16, 0.2, 240, 5

@@ -46,7 +46,7 @@ set -m # the server's processes are a group
 while true; do
   "${PYTHON:-python}" -m vllm.entrypoints.openai.api_server --host "$HOST" --port "$PORT" --tokens-only \
     --load-format dummy --logprobs-mode processed_logprobs --weight-transfer-config "$TRANSFER" \
-    --middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes "$@" &
+    --middleware lightning_rlhf.extras.servers.plugin.GuardedRoutes "$@" &
   SERVER=$!
   wait "$SERVER" || true
   kill -KILL -- "-$SERVER" 2> /dev/null || true

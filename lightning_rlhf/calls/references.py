@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.moved import new_name
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -68,6 +69,8 @@ def _load_module(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
+        if (now := new_name(name)) is not None:
+            raise UsageError(f"{name} is now {now}") from error
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"{name} cannot be imported: {error}") from error  # a module that it imports is missing
         raise UsageError(

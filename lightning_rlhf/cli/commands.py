@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LIGHTNING = "lightning_rlhf.cli.main"
-_TOOLS = "lightning_rlhf.tools.commands"
+_EXTRAS = "lightning_rlhf.extras"
 
 
 class Command(NamedTuple):
@@ -23,19 +23,25 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "new": Command(f"{_TOOLS}.new", "write a small project to begin with"),
-    "doctor": Command(f"{_TOOLS}.doctor", "check this machine and its installation"),
-    "check-data": Command(f"{_TOOLS}.check_data", "check and describe the data of a run", reads_run=True),
-    "plan": Command(f"{_TOOLS}.plan", "estimate the memory of a run on GPUs, without a GPU", reads_run=True),
+    "new": Command(f"{_EXTRAS}.commands.new", "write a small project to begin with"),
+    "doctor": Command(f"{_EXTRAS}.doctor.command", "check this machine and its installation"),
+    "check-data": Command(f"{_EXTRAS}.commands.check_data", "check and describe the data of a run", reads_run=True),
+    "plan": Command(f"{_EXTRAS}.plan.command", "estimate the memory of a run on GPUs, without a GPU", reads_run=True),
     "fit": Command(LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml", reads_run=True),
     "validate": Command(LIGHTNING, "evaluate a checkpoint on the validation data", reads_run=True),
     "test": Command(LIGHTNING, "run a module's own test loop", reads_run=True),
     "predict": Command(LIGHTNING, "run a module's own predict loop", reads_run=True),
-    "export": Command(f"{_TOOLS}.export", "write a checkpoint as a directory that transformers and vLLM load"),
-    "generate": Command(f"{_TOOLS}.generate", "generate responses of a model or a server to a file of prompts"),
-    "evaluate": Command(f"{_TOOLS}.evaluate", "score a file of responses, with confidence intervals"),
-    "inspect": Command(f"{_TOOLS}.inspect", "serve a page about runs, with a viewer of their responses"),
-    "report": Command(f"{_TOOLS}.report", "write a page with curves, health checks and responses of runs"),
-    "serve": Command(f"{_TOOLS}.serve", "start vLLM's OpenAI server with an API key and limits"),
-    "completion": Command(f"{_TOOLS}.completion", "print a script that completes commands and options in a shell"),
+    "export": Command(
+        f"{_EXTRAS}.commands.export", "write a checkpoint as a directory that transformers and vLLM load"
+    ),
+    "generate": Command(
+        f"{_EXTRAS}.commands.generate", "generate responses of a model or a server to a file of prompts"
+    ),
+    "evaluate": Command(f"{_EXTRAS}.commands.evaluate", "score a file of responses, with confidence intervals"),
+    "inspect": Command(f"{_EXTRAS}.report.inspect", "serve a page about runs, with a viewer of their responses"),
+    "report": Command(f"{_EXTRAS}.report.command", "write a page with curves, health checks and responses of runs"),
+    "serve": Command(f"{_EXTRAS}.serve.command", "start vLLM's OpenAI server with an API key and limits"),
+    "completion": Command(
+        f"{_EXTRAS}.commands.completion", "print a script that completes commands and options in a shell"
+    ),
 }

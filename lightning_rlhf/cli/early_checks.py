@@ -40,7 +40,7 @@ from lightning_rlhf.run_checks import (
 )
 from lightning_rlhf.strategies.names import REGISTERED, unknown_strategy
 
-_LOOP = "lightning_rlhf.callbacks.rollout_loop.RolloutLoop"
+_LOOP = "lightning_rlhf.callbacks.loop.rollout_loop.RolloutLoop"
 _MODULE = "lightning_rlhf.modules.rlhf.RLHFModule"
 _PROMPTS = "lightning_rlhf.data.prompts.PromptDataModule"
 _SOURCES = "lightning_rlhf.models.loading"

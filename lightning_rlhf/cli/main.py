@@ -16,8 +16,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_rlhf.callbacks as callbacks
-from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
-from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
+from lightning_rlhf.callbacks.survival.checkpoint import check_copies, checkpoint_to_resume
+from lightning_rlhf.callbacks.survival.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_files import add_import_folders, check_classes, wants_help
 from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.constructors import constructor_errors, failures

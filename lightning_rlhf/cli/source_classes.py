@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_rlhf.moved import new_name
+
 _BUILT_IN = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 _COLLECTIONS = {"Iterable": Iterable, "Mapping": Mapping, "Sequence": Sequence, "Callable": Callable}
 # Code with which a module gets names that are not in its statements.
@@ -292,6 +294,8 @@ class Parameter:
 
 def find_class(path: str) -> Any:
     """Return the class with a full name; None if it is unknown, :class:`Absent` if it does not exist."""
+    if (now := new_name(path)) is not None:
+        return Absent(f"{path} is now {now}")
     first, *others = path.split(".")
     member: Any = find_module(first)
     if member is None and _spec(first) is None:
@@ -328,7 +332,7 @@ def find_module(name: str) -> SourceModule | None:
     if package is None or not package.is_package:
         return None
     folder = package.file.parent
-    if name == f"{_PACKAGE}.callbacks" and not (folder / last / "console.py").is_file():
+    if name == f"{_PACKAGE}.callbacks" and not (folder / last / "defaults.py").is_file():
         folder = folder.parent  # the top-level folder of a clone
     for file in (folder / last / "__init__.py", folder / f"{last}.py"):
         if file.is_file():
@@ -342,7 +346,7 @@ def class_named(name: str) -> SourceClass | None:
     root = find_module(_PACKAGE)
     assert root is not None
     clone = root.file.parents[1] / "callbacks"
-    files = [*root.file.parent.rglob("*.py"), *(clone.glob("*.py") if (clone / "console.py").is_file() else [])]
+    files = [*root.file.parent.rglob("*.py"), *(clone.rglob("*.py") if (clone / "defaults.py").is_file() else [])]
     for file in files:
         if f"class {name}" in file.read_text(encoding="utf-8"):
             inner = file.relative_to(root.file.parents[1]).with_suffix("").parts

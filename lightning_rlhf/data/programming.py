@@ -64,7 +64,7 @@ class Task:
         return f"f=lambda n:{self.fold}({term} for i in range({self.start},{end}))"
 
     def tests(self) -> list[dict[str, Any]]:
-        """Return tests of ``f`` in the format of :class:`~lightning_rlhf.rewards.code.CodeExecution`."""
+        """Return tests of ``f`` in the format of :class:`~lightning_rlhf.extras.sandbox.code.CodeExecution`."""
         return [
             {"name": "f", "args": [self.start + offset], "expected": self._result(self.start + offset)}
             for offset in _TEST_OFFSETS

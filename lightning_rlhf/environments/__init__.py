@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
     from lightning_rlhf.environments.tools import StatefulTools as StatefulTools
     from lightning_rlhf.environments.tools import Tools as Tools
-    from lightning_rlhf.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
+    from lightning_rlhf.extras.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
 _MODULES = {
-    "Agent": "protocol",
-    "Environment": "protocol",
-    "EnvironmentSettings": "settings",
-    "FunctionToolCalls": "parsers",
-    "JSONToolCalls": "parsers",
-    "MarkedToolCalls": "parsers",
-    "Reply": "protocol",
-    "StatefulTools": "tools",
-    "TokenizerToolCalls": "parsers",
-    "ToolCall": "protocol",
-    "ToolCallParser": "parsers",
-    "ToolError": "protocol",
-    "Tools": "tools",
-    "Turn": "protocol",
-    "VLLMToolCalls": "vllm_parser",
+    "Agent": "lightning_rlhf.environments.protocol",
+    "Environment": "lightning_rlhf.environments.protocol",
+    "EnvironmentSettings": "lightning_rlhf.environments.settings",
+    "FunctionToolCalls": "lightning_rlhf.environments.parsers",
+    "JSONToolCalls": "lightning_rlhf.environments.parsers",
+    "MarkedToolCalls": "lightning_rlhf.environments.parsers",
+    "Reply": "lightning_rlhf.environments.protocol",
+    "StatefulTools": "lightning_rlhf.environments.tools",
+    "TokenizerToolCalls": "lightning_rlhf.environments.parsers",
+    "ToolCall": "lightning_rlhf.environments.protocol",
+    "ToolCallParser": "lightning_rlhf.environments.parsers",
+    "ToolError": "lightning_rlhf.environments.protocol",
+    "Tools": "lightning_rlhf.environments.tools",
+    "Turn": "lightning_rlhf.environments.protocol",
+    "VLLMToolCalls": "lightning_rlhf.extras.environments.vllm_parser",
 }
 __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

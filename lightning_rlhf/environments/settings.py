@@ -11,11 +11,11 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.calls.references import as_function
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.host import Spec
 from lightning_rlhf.environments.parsers import ToolCallParser
 from lightning_rlhf.environments.protocol import Environment
-from lightning_rlhf.environments.renderers_bridge import RenderersBridge
 from lightning_rlhf.expected_errors import UsageError
 
 # Arguments that are passed to the methods of environments and of agents; a method has those that it uses.
@@ -155,7 +155,7 @@ class EnvironmentSettings:
             if is_template:
                 bridge = TemplateBridge(*arguments)
             else:
-                bridge = RenderersBridge(*arguments, self.renderer)
+                bridge = the_offered("renderers")(*arguments, self.renderer)
         bridge.check()
         return bridge
 

@@ -22,13 +22,13 @@ from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.remote_teachers import RemoteTeacher, results
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.teachers.server import TeacherServer, results
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
 
-Teacher = str | ModelSource | TeacherServer
+Teacher = str | ModelSource | RemoteTeacher
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class DistillationModule(RLHFModule):
     Args:
         actor: student to train: directory, hub id or ``FromConfig``.
         teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
-            another prompt (``teacher_prompt`` of RolloutLoop), or a ``TeacherServer``; both need ``top_k`` of the
+            another prompt (``teacher_prompt`` of RolloutLoop), or a :class:`RemoteTeacher` such as
+            :class:`~lightning_rlhf.extras.judges.teacher_server.TeacherServer`; both need ``top_k`` of the
             divergence. A dictionary has one of these for each source of the prompts, which is the column ``source`` or
             ``data_source``.
         divergence: divergence of the student's distributions from the teacher's.
@@ -140,7 +141,7 @@ class DistillationModule(RLHFModule):
         # Role of the teacher of each source; None is the source of all prompts.
         self.teachers = {name: "actor" if each == "actor" else role_name(name) for name, each in by_source.items()}
         by_role = {role: by_source[name] for name, role in self.teachers.items()}
-        self.servers = {role: each for role, each in by_role.items() if isinstance(each, TeacherServer)}
+        self.servers = {role: each for role, each in by_role.items() if isinstance(each, RemoteTeacher)}
         if divergence.top_k is None and ("actor" in by_role or self.servers):
             which = "a TeacherServer returns the most likely tokens only"
             if "actor" in by_role:

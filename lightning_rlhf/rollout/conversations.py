@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.hosts import make_host
@@ -19,9 +20,7 @@ from lightning_rlhf.environments.protocol import Environment, Message
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
-from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
-from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, serve
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
@@ -44,7 +43,7 @@ class ConversationSampler:
         self._bridge = bridge
         self._tokenizer = tokenizer
         self._host: Host | None = None
-        self._endpoint: AgentEndpoint | None = None
+        self._agents: Any = None  # an Agents of the extra agents
 
     @property
     def host(self) -> Host:
@@ -54,23 +53,16 @@ class ConversationSampler:
             self._host = make_host(settings.spec, settings.timeout_s, settings.concurrency)
         return self._host
 
-    @property
-    def endpoint(self) -> AgentEndpoint:
-        """Endpoint of agents; started when it is first used, and again after :meth:`close`."""
-        if self._endpoint is None:
-            self._endpoint = AgentEndpoint()
-        return self._endpoint
-
     def close(self) -> None:
-        """End the environments, their processes, the endpoint and the parser."""
+        """End the environments, their processes, the endpoint of agents and the parser."""
         if self._host is not None:
             self._host.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self._agents is not None:
+            self._agents.close()
         if self.settings.parser is not None:
             self.settings.parser.close()
         self._host = None
-        self._endpoint = None
+        self._agents = None
 
     def requests(
         self, prompts: PromptBatch, purpose: str, samples: int, sampling: SamplingParams
@@ -128,7 +120,9 @@ class ConversationSampler:
         """
         parts = (self.settings, self.host, engine, on_finished, check, self._bridge, self._tokenizer)
         if self.settings.is_agent:
-            return AgentLoop(self.endpoint, *parts).run(requests)
+            if self._agents is None:
+                self._agents = the_offered("agents")()
+            return list(self._agents.run(requests, *parts))
         return ConversationLoop(*parts).run(requests)
 
 

@@ -132,6 +132,7 @@ class RolloutEngine(ABC):
     completions may differ, but their distribution is the same.
     """
 
+    serves_several_ranks = False  # whether an engine of this class can be shared by ranks by itself
     group: RankGroup | None = None  # the ranks that share the engine, from start() on; None for one rank
 
     @property

@@ -14,7 +14,6 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, PromptImages, SamplingParams
 
 
@@ -29,10 +28,12 @@ class SharedEngine(RolloutEngine):
         ranks: number of ranks that share an engine, on one machine; at least 2, a divisor of the number of processes.
     """
 
+    serves_several_ranks = True
+
     def __init__(self, engine: RolloutEngine, ranks: int) -> None:
         if ranks < 2:
             raise UsageError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
-        if isinstance(engine, (SharedEngine, VLLMServerEngine)):
+        if engine.serves_several_ranks:
             raise UsageError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
         self._joint: VLLMEngine | None = None  # the engine, if all ranks take part in a push
         if isinstance(engine, VLLMEngine):

@@ -1,6 +1,6 @@
 """Rollouts of the training steps: sync the weights, sample, score, assemble, check.
 
-Each feature of the rollouts is a source that wraps another one, in a separate file; ``callbacks/rollout_parts.py``
+Each feature of the rollouts is a source that wraps another one, in a separate file; ``callbacks/loop/rollout_parts.py``
 puts them in order.
 """
 

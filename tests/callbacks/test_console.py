@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
-from lightning_rlhf.callbacks import Console, MetricsCSV, console
-from lightning_rlhf.callbacks.console import _count, remaining_time, reward_model_accuracy
-from lightning_rlhf.callbacks.held_out import (
+from lightning_rlhf.callbacks import Console, MetricsCSV
+from lightning_rlhf.callbacks.records import console
+from lightning_rlhf.callbacks.records.console import _count, remaining_time, reward_model_accuracy
+from lightning_rlhf.callbacks.records.held_out import (
     before_and_after,
     left_to_learn,
     number,

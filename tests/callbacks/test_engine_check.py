@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.engine_comparison import gap_statistics
+from lightning_rlhf.callbacks.loop.engine_comparison import gap_statistics
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.callbacks.conftest import Run

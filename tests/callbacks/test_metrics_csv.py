@@ -7,9 +7,10 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV, RunState
+from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.report.page import run_data
-from lightning_rlhf.report.run_directory import RunDirectory, read_metrics
+from lightning_rlhf.extras.report.page import run_data
+from lightning_rlhf.extras.report.run_directory import RunDirectory
 from tests.callbacks.conftest import ROWS
 from tests.callbacks.test_other_modules import Regression
 from tests.callbacks.test_other_modules import fit as fit_other

@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
-from lightning_rlhf.callbacks.rollout_log import _short
-from lightning_rlhf.callbacks.rollout_rows import own_parts, value_counts
+from lightning_rlhf.callbacks.loop.rollout_rows import own_parts, value_counts
+from lightning_rlhf.callbacks.records.rollout_log import _short
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.objectives.kl_controllers import KLTerm

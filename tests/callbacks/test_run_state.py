@@ -11,7 +11,7 @@ import torch
 
 from lightning_rlhf import RLHFModule
 from lightning_rlhf.callbacks import RunState
-from lightning_rlhf.callbacks.run_state import continue_random_state, random_state, restore_random_state
+from lightning_rlhf.callbacks.survival.run_state import continue_random_state, random_state, restore_random_state
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.strategies import ranks
 from tests.stand_ins import TinyModel

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
-from lightning_rlhf.callbacks.engine_comparison import PushChecks, shortened
+from lightning_rlhf.callbacks.loop.engine_comparison import PushChecks, shortened
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.modules.algorithms import ReMaxModule
@@ -260,7 +260,8 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     engine.request = lambda texts, sampling, seeds: checked.append((texts, sampling[0])) or []
     for longest, length in ((200, 64), (30, 29)):
         with patch(
-            "lightning_rlhf.callbacks.engine_comparison.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs
+            "lightning_rlhf.callbacks.loop.engine_comparison.actor_logprobs",
+            lambda _, rollout: rollout.rollout_logprobs,
         ):
             checks = PushChecks(replace(sampler, engine=engine, max_length=longest), module, 4, None)
             checks.begin(request, version=1)

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.rollout_validation import RolloutValidation
-from lightning_rlhf.callbacks.validation import Validation, sources_in
+from lightning_rlhf.callbacks.loop.rollout_validation import RolloutValidation
+from lightning_rlhf.callbacks.loop.validation import Validation, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.functional.samples import draw_sizes, wilson_interval

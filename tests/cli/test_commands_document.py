@@ -12,13 +12,15 @@ import pytest
 import yaml
 
 from lightning_rlhf import __main__
+from lightning_rlhf.extras.commands import response_backends
+from lightning_rlhf.extras.commands.generate import make_parser
+from lightning_rlhf.extras.doctor import command as doctor
+from lightning_rlhf.extras.serve import command as serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.tools.commands import doctor, response_backends, serve
-from lightning_rlhf.tools.commands.generate import make_parser
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint"}
-# They need a vLLM that is ready, or serve until Ctrl-C; tests/tools/serving/test_serve.py and tests/report run them.
+# They need a vLLM that is ready, or serve until Ctrl-C; tests/extras/serve/test_serve.py and tests/report run them.
 ELSEWHERE = ("serve", "--server", "inspect")
 
 

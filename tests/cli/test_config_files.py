@@ -10,7 +10,7 @@ import yaml
 from lightning_rlhf import __main__
 from lightning_rlhf.cli.config_files import check_classes
 from lightning_rlhf.cli.errors import CLIError
-from lightning_rlhf.tools.commands.run_config import make_module, parse_run_config
+from lightning_rlhf.extras.commands.run_config import make_module, parse_run_config
 
 OWN = """
 import torch

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from lightning_rlhf.extras.plan import command
+from lightning_rlhf.extras.plan.architecture import architecture as planned_for
+from lightning_rlhf.extras.plan.plan import GIB, plan
 from lightning_rlhf.models.loading import FromConfig, Pretrained
-from lightning_rlhf.tools.commands import plan as command
-from lightning_rlhf.tools.planning.architecture import architecture as planned_for
-from lightning_rlhf.tools.planning.plan import GIB, plan
 from tests.cli.published_architectures import PUBLISHED, width_of, with_text
 from tests.cli.small_recipes import (
     RECIPES,

@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import ROOT
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 OPTIONS = (
     "--dtype float32 --max-model-len 128 --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 67108864 "
-    "--worker-extension-cls lightning_rlhf.rollout.vllm.server.plugin.SharedMemoryWorker"
+    "--worker-extension-cls lightning_rlhf.extras.servers.plugin.SharedMemoryWorker"
 )
 SERVER = {
     "VLLM_API_KEY": "open sesame", "TRANSFER": '{"backend": "shared_memory"}', "TORCH_COMPILE_DISABLE": "1",
@@ -185,7 +185,7 @@ def make_slow_and_lossy(name, rate):
 
 def test_trainers_and_servers_on_machines_with_a_slow_and_lossy_link(folder, machines):
     (folder / "sitecustomize.py").write_text(
-        "from lightning_rlhf.rollout.vllm.server.client import VLLMServer\n"
+        "from lightning_rlhf.extras.servers.client import VLLMServer\n"
         "VLLMServer.is_local = property(lambda server: True)  # the memory is shared, unlike that of machines\n"
     )
     make_slow_and_lossy(machines[3][0], "4mbit")

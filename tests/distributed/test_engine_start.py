@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import RolloutLoop, run_engine
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.loop import run_engine
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import SeededEngine, parts

@@ -12,13 +12,13 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_rlhf import Pretrained
+from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.images.processor import load_processor
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
 from tests.helpers import assert_close
 from tests.rollout.engines import pushed, setup_of, source_of
@@ -122,7 +122,7 @@ def server(tmp_path, monkeypatch, request):
     for before, after in changes:
         assert before in command
         command = command.replace(before, str(after))
-    command = f"{command.strip()} --middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
+    command = f"{command.strip()} --middleware lightning_rlhf.extras.servers.plugin.GuardedRoutes"
     if options.startswith("--"):
         command += f" {options}"
     monkeypatch.setenv("VLLM_API_KEY", KEY)

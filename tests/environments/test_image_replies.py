@@ -278,7 +278,7 @@ def test_tokens_of_an_image_count():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"max_images": -1}, {"max_images": 1, "factory": "tests.environments.agents:Agent", "arguments": {}}],
+    [{"max_images": -1}, {"max_images": 1, "factory": "tests.extras.agents.agents:Agent", "arguments": {}}],
 )
 def test_settings_reject_wrong_limits(arguments):
     with pytest.raises(ValueError, match="max_images"):

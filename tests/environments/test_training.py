@@ -13,8 +13,8 @@ import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
-from lightning_rlhf.callbacks.rollout_rows import segments_of
-from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
+from lightning_rlhf.callbacks.loop.rollout_rows import segments_of
+from lightning_rlhf.callbacks.survival.run_settings import _rollout_settings, changes
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, MarkedToolCalls, Reply, Tools

@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from lightning_rlhf.callbacks import RunCheckpoint
-from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
+from lightning_rlhf.callbacks.survival.checkpoint import checkpoint_to_resume
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from tests.faults.runs import assert_same, callback, checkpoint, output, ppo, rows
 from tests.stand_ins import quiet_trainer
@@ -37,10 +37,10 @@ def test_earlier_version_leads_to_the_same_end_as_an_uninterrupted_run(forge, un
 
 def test_saves_by_minutes_are_independent_of_saves_by_steps(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lightning_rlhf.callbacks.survival.checkpoint.time.monotonic", lambda: clock[0])
     saved = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
     trainer = quiet_trainer(callbacks=[saved], max_steps=10_000, enable_checkpointing=True, default_root_dir=tmp_path)
-    monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.training_ends", lambda trainer: False)
+    monkeypatch.setattr("lightning_rlhf.callbacks.survival.checkpoint.training_ends", lambda trainer: False)
     saved._saved_at = 0.0
     due = []
     monkeypatch.setattr(type(trainer), "global_step", 7)

@@ -12,10 +12,10 @@ from tests.faults.runs import CONVERSATIONS, KILLED, ROOT, assert_same, checkpoi
 
 _WEIGHTS = "lightning_rlhf.rollout.weights:EngineWeights."
 _SOURCE = "lightning_rlhf.rollout.source:RolloutSource."
-_VALIDATION = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation."
-_SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
+_VALIDATION = "lightning_rlhf.callbacks.loop.rollout_validation:RolloutValidation."
+_SAVE = "lightning_rlhf.callbacks.survival.checkpoint:RunCheckpoint."
 _MANIFEST = "lightning_rlhf.strategies.checkpoints.manifest:"
-_EXPORT = "lightning_rlhf.callbacks.hf_export:HFExport."
+_EXPORT = "lightning_rlhf.callbacks.survival.hf_export:HFExport."
 
 # In the order in which one run can meet them all; the numbers count calls since the run was last resumed.
 DEATHS = {

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from lightning_rlhf.callbacks.run_settings import WHICH_ROWS, changes
+from lightning_rlhf.callbacks.survival.run_settings import WHICH_ROWS, changes
 from tests.faults.runs import output, ppo
 
 OTHER_DATA = "the checkpoint's position in the data would refer to other rows: some would be used twice"

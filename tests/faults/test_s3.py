@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf.callbacks import RunCheckpoint
-from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
+from lightning_rlhf.callbacks.survival.checkpoint import checkpoint_to_resume
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from tests.faults.test_copies import finished
 from tests.stand_ins import quiet_trainer

@@ -76,7 +76,7 @@ def distillation(server, max_staleness):
         "init_args": {
             "actor": actor,
             "teacher": {
-                "class_path": "lightning_rlhf.teachers.server.TeacherServer",
+                "class_path": "lightning_rlhf.extras.judges.teacher_server.TeacherServer",
                 "init_args": {"urls": [server.url]},
             },
             "divergence": {"beta": 0.5, "top_k": 4},

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rlhf.report.run_directory import end_state
+from lightning_rlhf.extras.report.run_directory import end_state
 from tests.faults.runs import ROOT, assert_same, callback, checkpoint, output, ppo
 
 TERM, CTRL_C = int(signal.SIGTERM), int(signal.SIGINT)
 _WEIGHTS = "lightning_rlhf.rollout.weights:EngineWeights."
 _SOURCE = "lightning_rlhf.rollout.source:RolloutSource."
-_VALIDATION = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation."
+_VALIDATION = "lightning_rlhf.callbacks.loop.rollout_validation:RolloutValidation."
 _UPDATE = "lightning_rlhf.modules.role_module:RoleModule.update"  # eight of them in a step
 
 # A place in the code, how often it was called before the signal comes, and the step whose state is saved then.

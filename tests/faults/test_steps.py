@@ -50,7 +50,7 @@ def test_logger_x_axis_counts_rollouts_from_one_even_after_a_resume(forge, tmp_p
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": "log", "name": "", "version": "v"},
     }
-    position = "lightning_rlhf.callbacks.rollout_validation:RolloutValidation.on_validation_start"
+    position = "lightning_rlhf.callbacks.loop.rollout_validation:RolloutValidation.on_validation_start"
     assert (
         forge.attempt(tmp_path, config, position=(position, 3, "before")) == KILLED
     )  # at step 6, which has a checkpoint

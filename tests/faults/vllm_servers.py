@@ -17,7 +17,7 @@ from tests.distributed.launch import ROOT, free_port
 _OPTIONS = [
     "--host=127.0.0.1", "--tokens-only", "--load-format=dummy", "--dtype=float32", "--enforce-eager",
     "--logprobs-mode=processed_logprobs", '--weight-transfer-config={"backend": "shared_memory"}',
-    "--worker-extension-cls=lightning_rlhf.rollout.vllm.server.plugin.SharedMemoryWorker",
+    "--worker-extension-cls=lightning_rlhf.extras.servers.plugin.SharedMemoryWorker",
     "--no-enable-chunked-prefill", "--kv-cache-memory-bytes=67108864",
 ]  # fmt: skip
 
@@ -128,7 +128,7 @@ def with_servers(config, urls, **arguments):
     """Return the configuration of a run with these servers as engine."""
     config = yaml.safe_load(yaml.safe_dump(config))
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
-        "class_path": "lightning_rlhf.rollout.vllm.server.engine.VLLMServerEngine",
+        "class_path": "lightning_rlhf.extras.servers.engine.VLLMServerEngine",
         "init_args": {"urls": urls, "timeout": 900.0, "max_restarts": 99, **arguments},
     }
     return config

@@ -15,8 +15,8 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.data.unpaired import UnpairedDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.extras.commands.check_data import describe_batch
 from lightning_rlhf.rollout.conversations import conversation_sampler
-from lightning_rlhf.tools.commands.check_data import describe_batch
 from tests.data.rows_given import GivenRows
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"

@@ -15,8 +15,8 @@ from jsonargparse import ArgumentParser, Namespace
 import lightning_rlhf
 from lightning_rlhf import objectives
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.extras.commands.run_config import parse_run_config
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.tools.commands.run_config import parse_run_config
 
 LOSSES = "lightning_rlhf.objectives.preference_losses"
 KLTERM = "lightning_rlhf.objectives.kl_controllers.KLTerm"

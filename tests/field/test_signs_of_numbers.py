@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_rlhf.rewards.endpoint import Endpoint
-from lightning_rlhf.rewards.judge import JudgeReward
+from lightning_rlhf.extras.judges.endpoint import Endpoint
+from lightning_rlhf.extras.judges.judge import JudgeReward
 from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 MINUS = ["-", "\u2212", "\uff0d", "\u2011"]

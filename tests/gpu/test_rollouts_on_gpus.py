@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_rlhf.extras.servers.engine import VLLMServerEngine
+from lightning_rlhf.extras.servers.push import chunks
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm.server.push import chunks
 from lightning_rlhf.rollout.vllm.sync import WeightSender
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import ROOT, free_port, python_path, run_ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import rollout_loop, run_engine
+from lightning_rlhf.callbacks.loop import rollout_loop, run_engine
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rollout import weights
 from lightning_rlhf.rollout.engine import EngineTraits

@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 
+from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.models import attention
 from lightning_rlhf.models.loading import FromConfig, Pretrained, save_architecture
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.tools.planning.architecture import architecture
 from tests.cli.published_architectures import GEMMA2_2B, SMALL
 
 SOURCE = FromConfig(GEMMA2_2B | SMALL["gemma2"] | {"vocab_size": 50, "initializer_range": 0.3}, seed=0)

@@ -10,8 +10,8 @@ from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig, Pretrained
+from tests.extras.plan.fakes import source
 from tests.models.test_lora import GPT2
-from tests.tools.planning.fakes import source
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import psutil
 import pytest
 from transformers import AutoConfig
 
+from lightning_rlhf.extras.serve import command as serve
 from lightning_rlhf.models import kv_cache
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
-from lightning_rlhf.tools.commands import serve
-from tests.tools.planning.fakes import source
+from tests.extras.plan.fakes import source
 
 SMOLLM2 = AutoConfig.for_model(
     "llama", num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3

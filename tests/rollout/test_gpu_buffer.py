@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from lightning_rlhf.callbacks.rollout_settings import check_overlap
+from lightning_rlhf.callbacks.loop.rollout_settings import check_overlap
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.shared import SharedEngine

@@ -43,7 +43,7 @@ def test_comparison_passes_and_does_not_change_the_samples(tmp_path, unfinished,
     def record(engine, module, gaps, max_logprob_diff, version):
         compared.append((version, gaps))
 
-    monkeypatch.setattr("lightning_rlhf.callbacks.engine_comparison.check_gaps", record)
+    monkeypatch.setattr("lightning_rlhf.callbacks.loop.engine_comparison.check_gaps", record)
     with_checks = run_with(tmp_path / "with", VLLMEngine(unfinished=unfinished)).fit()
     assert [version for version, _ in compared] == [0, 1, 2, 3]  # of the first responses, then pushes that were used
     assert all(len(gaps) and gaps.max() < 1e-5 for _, gaps in compared)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.rollout.vllm.server.push import chunks
+from lightning_rlhf.extras.servers.push import chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -18,7 +18,7 @@ MEASURE = """
     import json, re, sys
     from pathlib import Path
     import torch
-    from lightning_rlhf.rollout.vllm.server.push import chunks
+    from lightning_rlhf.extras.servers.push import chunks
     from lightning_rlhf.rollout.vllm.sync import WeightSender
 
     def private():

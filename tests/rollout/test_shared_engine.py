@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
+from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.rollout.engine import EngineSetup, divided_threads, visible_gpu
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import run_ranks
 from tests.rollout.shared_ranks import FakeEngine
 

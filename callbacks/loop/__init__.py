@@ -1,0 +1,1 @@
+"""The rollout loop and what steers it."""

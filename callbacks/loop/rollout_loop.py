@@ -1,0 +1,310 @@
+"""RolloutLoop: has the engine generate the rollout of each step, and passes it to the module."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rlhf.callbacks.loop.checks import check_at_least
+from lightning_rlhf.callbacks.loop.rollout_parts import RolloutParts, make_parts, make_sampler
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
+from lightning_rlhf.callbacks.loop.rollout_validation import RolloutValidation, ValidationSettings
+from lightning_rlhf.callbacks.loop.run_engine import RunEngine
+from lightning_rlhf.callbacks.loop.step_metrics import LoggedRewards, rollout_metrics
+from lightning_rlhf.callbacks.loop.validation import AnswerExtractor, Validation
+from lightning_rlhf.compat import is_taking_snapshot
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.given_responses import GivenResponses
+from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
+from lightning_rlhf.rollout.sampler import ResponseSampler
+from lightning_rlhf.rollout.source import SampledRollout, conversations_of
+from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
+from lightning_rlhf.rollout.weights import check_finite
+from lightning_rlhf.strategies import ranks
+from lightning_rlhf.types import ConversationRecord, PromptBatch, Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
+_FAST_DEV_TOKENS = 16
+_REQUESTS = "lightning_rlhf_requests"  # name in checkpoints
+# Methods whose overrides may read rewards before RLHFModule.evaluate() has added them.
+_READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
+
+
+class RolloutLoop(Callback):
+    """Generates with the newest weights before each training step and passes the rollout to the module.
+
+    Args:
+        rewards: reward functions; may be empty if the module has a reward model. In Python, a plain function is wrapped
+            in a ``RewardFunction`` with its defaults.
+        engine: engine that generates; ``auto`` chooses vLLM if it runs here, else transformers, and logs the reason.
+        group_size: responses per prompt, at least 1.
+        max_response_tokens: longest response, at least 1.
+        temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
+            probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
+        val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
+        val_metric: name of the reward that is at least 1 for correct responses, for ``val/fraction_correct_...``,
+            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly; None without.
+        val_answer: function that returns the answer of each completion, or None for a completion without an answer; a
+            dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
+        validate_at_ends: whether to validate before the first and after the last step.
+        check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
+            sync; 0 disables the check.
+        max_logprob_diff: bound of that difference for 99 of 100 tokens, nats; the mean over all tokens must be at most
+            a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 on a GPU; 1 in bfloat16, where the mean may be
+            0.1 on a CPU. Raise it for a mixture of experts, whose routers amplify rounding.
+        stop_token_ids: tokens that end a response in addition to the tokenizer's end token.
+        dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
+        max_staleness: number of steps by which the weights that sampled a token may be older than those that the step
+            starts from, at least 0. With 0, generation and learning take turns. With k, the engine generates the
+            responses of the next k steps while the module learns; the documentation has a page on it.
+        environment: environment that replies to the policy, so that a response is a conversation of several turns;
+            ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
+        teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the
+            data with text or messages, or a function of the same arguments as a reward function, which returns one for
+            each response. None gives the teacher the student's prompt.
+        given_responses: prompts whose responses are those of the data, for distillation and demonstrations; None
+            samples all responses.
+    """
+
+    provides_rollouts = True
+    _configured_tokens: int | None = None  # max_response_tokens during fast_dev_run, whose responses are shorter
+
+    def __init__(
+        self,
+        rewards: list[RewardFunction] | None = None,
+        engine: RolloutEngine | Literal["auto"] = "auto",
+        group_size: int = 1,
+        max_response_tokens: int = 256,
+        temperature: float = 1.0,
+        val_samples: int = 1,
+        val_metric: str | None = None,
+        val_answer: AnswerExtractor | None = None,
+        validate_at_ends: bool = True,
+        check_rows: int = 4,
+        max_logprob_diff: float | None = None,
+        stop_token_ids: list[int] | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
+        max_staleness: int = 0,
+        environment: EnvironmentSettings | None = None,
+        teacher_prompt: TeacherPrompt | None = None,
+        given_responses: GivenResponses | None = None,
+    ) -> None:
+        check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
+        check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
+        if not temperature > 0:
+            raise UsageError(f"temperature must be positive, got {temperature}")
+        if max_logprob_diff is not None and not max_logprob_diff > 0:
+            raise UsageError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
+        self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards or []]
+        self.reward_executor = RewardExecutor(self.rewards)
+        self.group_size = group_size
+        self.max_response_tokens = max_response_tokens
+        self.temperature = temperature
+        self.val_samples = val_samples
+        self.val_metric = val_metric
+        self.val_answer = val_answer
+        self.validate_at_ends = validate_at_ends
+        self.check_rows = check_rows
+        self.max_logprob_diff = max_logprob_diff
+        self.stop_token_ids = list(stop_token_ids or [])
+        self.dynamic_sampling = dynamic_sampling
+        self.max_staleness = max_staleness
+        self.environment = environment
+        self.teacher_prompt = teacher_prompt
+        self.given_responses = given_responses
+        self._engine_choice = engine
+        self._engine: RunEngine | None = None
+        self._sampler: ResponseSampler | None = None
+        self._parts: RolloutParts | None = None
+        self._validation: RolloutValidation | None = None
+        self.tokens_per_s = 0.0  # generated in the last step, over all ranks
+        self.conversations: dict[int, ConversationRecord] = {}  # of the last step, by position among its responses
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
+        """Sync weights, generate, score, and pass the rollout to the module."""
+        parts = self.parts
+        parts.clock.start_step()
+        sampled = parts.rollouts(batch, trainer.global_step)
+        check_finite(sampled.rollout)
+        parts.weights.let_engine_sleep()
+        sampled = replace(sampled, rollout=self._with_all_images(sampled.rollout))
+        sampled = self._with_rewards(sampled, pl_module)
+        pl_module.receive(sampled)
+        self._log(sampled, pl_module)
+
+    def _with_all_images(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with the images that environments of all ranks wrote, because ranks exchange rows."""
+        if self.environment is None or not self.environment.max_images:
+            return rollout
+        of_ranks = ranks.from_all_ranks(dict(rollout.written_images))
+        return replace(rollout, written_images={number: each for images in of_ranks for number, each in images.items()})
+
+    def _with_rewards(self, sampled: SampledRollout, module: RLHFModule) -> SampledRollout:
+        """Return the rollout with its rewards, or with pending ones, for which the module waits in ``evaluate``."""
+        if sampled.pending is None or not self.reward_executor.overlaps or module.replaces(*_READ_REWARDS):
+            return sampled.scored()
+        return replace(sampled, rewards=LoggedRewards(sampled.pending, sampled.reward_sums, module, self.parts.clock))
+
+    def _log(self, sampled: SampledRollout, module: RLHFModule) -> None:
+        self.conversations = conversations_of(sampled.requests)
+        engine = self.parts.sampler.engine
+        restarted = engine.restarted if engine.traits.restarts else None
+        metrics = rollout_metrics(sampled, module, self.parts.clock, self.max_staleness, restarted)
+        self.tokens_per_s = metrics.get("rollout/tokens_per_s", self.tokens_per_s)
+        module.log_step("rollout", metrics)
+
+    # -- start and end ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Validate the run, start the engine, and make the parts of the rollouts."""
+        if trainer.fast_dev_run:
+            self._configured_tokens = self.max_response_tokens
+            self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
+        settings = self.settings
+        settings.check(trainer, pl_module, self.reward_executor)
+        settings.check_engine(self.chosen_engine, trainer, pl_module)
+        trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
+        sampling = SamplingParams(self.max_response_tokens, self.temperature)
+        self._engine = RunEngine(self._engine_choice, trainer, pl_module, sampling, self.max_staleness)
+        self._sampler = make_sampler(settings, trainer, pl_module, self._engine)
+        self._parts = make_parts(
+            settings, trainer, pl_module, engine=self._engine, sampler=self._sampler, executor=self.reward_executor
+        )
+        self._engine.start(trainer)
+        if self._engine.uses_gpu:
+            self._parts.weights.let_engine_sleep()
+        self._add_validation(trainer)
+
+    @property
+    def settings(self) -> RolloutSettings:
+        """Settings of the rollouts."""
+        return RolloutSettings(
+            rewards=self.rewards,
+            group_size=self.group_size,
+            max_response_tokens=self.max_response_tokens,
+            temperature=self.temperature,
+            stop_token_ids=tuple(self.stop_token_ids),
+            check_rows=self.check_rows,
+            max_logprob_diff=self.max_logprob_diff,
+            dynamic_sampling=self.dynamic_sampling,
+            max_staleness=self.max_staleness,
+            environment=self.environment,
+            val_metric=self.val_metric,
+            teacher_prompt=self.teacher_prompt,
+            given_responses=self.given_responses,
+        )
+
+    def _add_validation(self, trainer: Any) -> None:
+        """Add the callback that validates after this one, in place of that of an earlier run."""
+        if self._validation in trainer.callbacks:
+            trainer.callbacks.remove(self._validation)
+        settings = ValidationSettings(
+            samples=self.val_samples,
+            rewards=list(self.settings.reward_weights),
+            metric=self.val_metric,
+            answer=self.val_answer,
+            at_ends=self.validate_at_ends,
+        )
+        self._validation = RolloutValidation(settings, self.parts, self.reward_executor)
+        trainer.callbacks.insert(trainer.callbacks.index(self) + 1, self._validation)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Wait for the engine, if :meth:`setup` has not."""
+        assert self._engine is not None
+        self._engine.wait()
+
+    def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Close the engine and the rewards, and remove the limit of GPU memory."""
+        self._close()
+        limit_gpu_memory(trainer.strategy.root_device, 0.0)
+
+    def on_exception(self, trainer: Trainer, pl_module: RLHFModule, exception: BaseException) -> None:
+        """Close the engine and the rewards; no CUDA calls, which would fail after a CUDA error."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._configured_tokens is not None:  # a later run with this callback has whole responses
+            self.max_response_tokens = self._configured_tokens
+            self._configured_tokens = None
+        # Responses that arrive until the engine is closed would start processes of rewards again.
+        for part in (self._engine, self._sampler, self.reward_executor, *self.rewards):
+            if part is not None:
+                part.close()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
+        """Add the responses that were requested for later steps, whose weights a resumed run does not have."""
+        if (ahead := self.parts.ahead) is not None:
+            ahead.take_snapshot()
+            if not is_taking_snapshot():
+                checkpoint[_REQUESTS] = ahead.snapshot_state()
+
+    def complete_snapshot(self, checkpoint: dict[str, Any]) -> None:
+        """Wait for the requested responses and add them to the last checkpoint that was not written at once."""
+        if (ahead := self.parts.ahead) is not None:
+            checkpoint[_REQUESTS] = ahead.snapshot_state()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
+        """Store the responses for later steps."""
+        if (ahead := self.parts.ahead) is not None:
+            ahead.restored.load(checkpoint.get(_REQUESTS, []))
+
+    # -- for other callbacks ----------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> RolloutParts:
+        """Parts of the rollouts, from :meth:`setup`."""
+        assert self._parts is not None
+        return self._parts
+
+    @property
+    def engine(self) -> RolloutEngine | None:
+        """Engine of the run; None before :meth:`setup`."""
+        if self._engine is None:
+            return None
+        return self._engine.engine
+
+    @property
+    def chosen_engine(self) -> RolloutEngine | None:
+        """Engine of the configuration; None if :meth:`setup` chooses it."""
+        if self._engine_choice == "auto":
+            return None
+        return self._engine_choice
+
+    @property
+    def engine_description(self) -> str:
+        """Description of the engine; empty before it is ready."""
+        if self._engine is None:
+            return ""
+        return self._engine.description
+
+    def prompts_per_step(self, data: PromptDataModule) -> int:
+        """Return the number of prompts that a step trains on."""
+        return self.settings.prompts_per_step(data)
+
+    @property
+    def validation(self) -> Validation | None:
+        """The last validation; None before it."""
+        if self._validation is None:
+            return None
+        return self._validation.validation
+
+    @property
+    def validation_samples(self) -> list[dict[str, Any]]:
+        """Prompts of the last validation with their greedy responses and rewards."""
+        if self.validation is None:
+            return []
+        return self.validation.samples

@@ -1,0 +1,244 @@
+"""Settings of the rollouts of a run, and their validation against module, data and strategy."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_rlhf.callbacks.loop.checks import tensor_ranks
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.tokenizers import generation_ends
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.positions import check_positions
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
+from lightning_rlhf.rollout.answer_rewards import answer_warnings
+from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.given_responses import GivenResponses
+from lightning_rlhf.rollout.scorer import check_reward_functions
+from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
+from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
+
+log = logging.getLogger(__name__)
+_TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
+
+
+def actor_ends(module: RLHFModule) -> list[int]:
+    """Return the tokens at which the generation settings of the actor's source end responses."""
+    return generation_ends(getattr(module.sources["actor"], "path", None))
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of the rollouts of a run; see RolloutLoop for their meaning."""
+
+    rewards: list[RewardFunction]
+    group_size: int
+    max_response_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    check_rows: int
+    max_logprob_diff: float | None
+    dynamic_sampling: DynamicSampling | None
+    max_staleness: int
+    environment: EnvironmentSettings | None
+    val_metric: str | None
+    teacher_prompt: TeacherPrompt | None
+    given_responses: GivenResponses | None
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of each reward by its name."""
+        weights = {reward.label: reward.weight for reward in self.rewards}
+        if self.environment is None:
+            return weights
+        return {**weights, ENVIRONMENT: self.environment.weight}
+
+    def prompts_per_step(self, data: PromptDataModule) -> int:
+        """Return the number of prompts that a step trains on."""
+        if self.dynamic_sampling is None:
+            return data.batch_size
+        return self.dynamic_sampling.prompts_per_step
+
+    def check(self, trainer: Trainer, module: RLHFModule, executor: RewardExecutor) -> None:
+        """Validate the settings against module and data; warn about doubtful ones.
+
+        Args:
+            trainer: trainer of the run.
+            module: module of the run.
+            executor: executor of the reward functions, which are called once.
+
+        Raises:
+            ValueError: the settings are incompatible.
+        """
+        data = trainer.datamodule
+        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
+            raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+        callbacks: list[Any] = trainer.callbacks
+        count = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
+        check_loops(type(module).__name__, count, provided=True)
+        labels = list(self.reward_weights)
+        if not labels and "reward_model" not in module.sources and module.advantages.needs_rewards:
+            raise UsageError(
+                "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
+            )
+        if self.environment is not None and ENVIRONMENT in [reward.label for reward in self.rewards]:
+            raise UsageError(
+                f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"
+            )
+        if self.teacher_prompt is not None and module.teacher_sources is None:
+            raise UsageError(
+                f"teacher_prompt is set, but {type(module).__name__} has no teacher: remove it, or use "
+                f"DistillationModule"
+            )
+        check_texts_only(vars(self), data)
+        if self.given_responses is not None:
+            self._check_given(self.given_responses, trainer, module)
+        check_val_metric(self.val_metric, labels)
+        if self.val_metric is not None and "val" not in data.reports:
+            log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", self.val_metric)
+        if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
+            log.info(
+                "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
+                "callbacks=lightning_rlhf.callbacks.complete([...])"
+            )
+        warnings = [data.ignored_tools, data.end_token_warning([*actor_ends(module), *self.stop_token_ids])]
+        if self.environment is None and not trainer.fast_dev_run:
+            warnings.append(data.length_warning(self.max_response_tokens))
+        for warning in filter(None, warnings):
+            log.warning(warning)
+        if self.dynamic_sampling is not None:
+            weights, ranks = self.reward_weights, module.data_ranks.size
+            self.dynamic_sampling.check(data.batch_size, self.group_size, weights, module.advantages, ranks)
+        check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
+        roles = {f"the {name}": source for name, source in module.sources.items()}
+        check_positions(roles, data.longest_text_tokens, self.max_response_tokens, module.has_pairs)
+        check_reward_functions(self.rewards, executor, data, self.environment)
+        if self.environment is None and not trainer.fast_dev_run:
+            for warning in answer_warnings(self.rewards, data):
+                log.warning(warning)
+
+    def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate that module and data can use given responses.
+
+        Raises:
+            ValueError: the module learns from sampled responses only, another feature needs them, or the data lack
+                responses.
+        """
+        if not module.accepts_given_responses:
+            raise UsageError(
+                f"given_responses is set, but {type(module).__name__} learns from sampled responses only: remove it, "
+                f"or use DistillationModule or MixtureModule"
+            )
+        others = {"teacher_prompt": self.teacher_prompt, "dynamic_sampling": self.dynamic_sampling}
+        if name := next((name for name, value in others.items() if value is not None), None):
+            raise UsageError(f"given_responses and {name} of RolloutLoop cannot be combined: remove one of them")
+        if module.advantages.needs_greedy:
+            raise UsageError(
+                f"{type(module.advantages).__name__} needs a greedy response to each prompt, which prompts with given "
+                f"responses do not have: use another estimator"
+            )
+        longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
+        responses.check(trainer.datamodule, longest)
+
+    def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.
+
+        Raises:
+            ValueError: ranks that have the same prompts have different engines.
+        """
+        splitting = tensor_ranks(trainer, module)
+        if engine is not None and engine.traits.ranks % splitting:
+            raise UsageError(
+                f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
+                f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+            )
+        is_corrected = module.correction.level is not None or module.correction.bypass
+        if self.max_staleness and module.needs_current_rollouts and not is_corrected:
+            log.warning(
+                "max_staleness is %d, so responses are from older weights, and the module does not correct for that: "
+                "set correction of the module to RolloutCorrection with level token or sequence",
+                self.max_staleness,
+            )
+
+
+def check_texts_only(settings: Mapping[str, Any], data: PromptDataModule) -> None:
+    """Validate that no setting works with texts only if prompts or messages of the environment have images.
+
+    Args:
+        settings: settings of RolloutLoop by their names.
+        data: data module that was set up.
+
+    Raises:
+        ValueError: there are images, and one of these settings is set.
+    """
+    environment = settings.get("environment")
+    if data.image_store is None and not getattr(environment, "max_images", 0):
+        return
+    for name in _TEXTS_ONLY:
+        if settings.get(name) is not None:
+            raise UsageError(f"{name} works without images: remove it, or the images of the data and environment")
+    if getattr(environment, "is_agent", False):
+        raise UsageError("agents work with prompts without images: use an environment, or data without images")
+
+
+def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
+    """Validate that the engine can generate while the module learns; warn if it generates before instead.
+
+    Args:
+        engine: engine of the run.
+        max_staleness: argument of RolloutLoop.
+
+    Raises:
+        ValueError: the engine sleeps while the module learns, or gets weights only while it is idle.
+    """
+    name = type(engine).__name__
+    if max_staleness and engine.traits.sleeps:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, {name} generates while the module learns, so it cannot sleep then: "
+            f"remove sleep_while_learning, or set max_staleness to 0"
+        )
+    if max_staleness and engine.traits.needs_idle_push:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, weights are pushed while {name} generates: remove push_within_gpu, "
+            f"or set max_staleness to 0"
+        )
+    if max_staleness and not engine.traits.overlaps:
+        log.warning(
+            "max_staleness %d saves no time with %s, which generates in the trainer's process", max_staleness, name
+        )
+
+
+def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, group_size: int) -> None:
+    """Validate the batch arithmetic of a step; warn about a policy loss that is only correct for one update.
+
+    Args:
+        module: module of the run.
+        data: data module of the run.
+        prompts: prompts that a step trains on.
+        group_size: responses per prompt.
+
+    Raises:
+        ValueError: mini-batches do not divide a step, or a rank would have no prompt or response.
+    """
+    if module.advantages.needs_groups:
+        check_group_size(type(module.advantages).__name__, group_size)
+    responses = prompts * group_size
+    updates = responses / module.minibatch_size * module.update_epochs
+    if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
+        log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)
+    check_minibatch_size(prompts, group_size, module.minibatch_size)
+    ranks = module.data_ranks.size
+    if data.batch_size < ranks or module.minibatch_size < ranks:
+        raise UsageError(
+            f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "
+            f"both must be at least {ranks}"
+        )

@@ -1,0 +1,93 @@
+"""HealthChecks: warnings when a run does not learn as it should."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_rlhf.callbacks.loop.policy_check import PolicyCheck
+from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
+from lightning_rlhf.callbacks.records.health_monitor import HealthMonitor
+from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, precedes, read_metrics
+from lightning_rlhf.callbacks.records.run_history import is_validation
+from lightning_rlhf.loggers import log_table
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
+
+log = logging.getLogger(__name__)
+
+
+class HealthChecks(Callback):
+    """Warns once for each health check that fails, with the number, its bound and the next action.
+
+    The checks are in :mod:`lightning_rlhf.callbacks.records.health_monitor`. A resumed run reads ``metrics.csv``, if
+    there is one, and does not repeat its warnings. The file ``health_settings.json`` has the names of the checked
+    rewards and of the checks that do not apply, and the bounds of PolicyCheck, for the report.
+    """
+
+    def __init__(self) -> None:
+        self.monitor = HealthMonitor()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the metrics before the checkpoint of a resumed run."""
+        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
+        rewards = [reward.label for loop in loops for reward in loop.rewards if reward.weight]
+        skipped = skipped_checks(pl_module, loops)
+        checks = [callback for callback in trainer.callbacks if isinstance(callback, PolicyCheck)]
+        bounds = {name: bound for check in checks for name, bound in check.bounds.items()}
+        self.monitor = HealthMonitor(rewards, skipped, bounds)
+        directory = Path(trainer.default_root_dir)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            directory.mkdir(parents=True, exist_ok=True)
+            settings = {"rewards": rewards, "skipped": skipped, "bounds": bounds}
+            (directory / HEALTH_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        if trainer.is_global_zero and trainer.ckpt_path is not None:
+            rows = read_metrics(directory / "metrics.csv")
+            for row in [row for row in rows if precedes(row, trainer.global_step)]:
+                values = {name: float(value) for name, value in row.items() if value and name != "step"}
+                self.monitor.add(int(row["step"]), values)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Check the metrics of a step."""
+        self._check(trainer, validation=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the metrics of a validation during training."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._check(trainer, validation=True)
+
+    def _check(self, trainer: Trainer, validation: bool) -> None:
+        if not trainer.is_global_zero:
+            return
+        metrics = trainer.callback_metrics
+        values = {name: float(value) for name, value in metrics.items() if is_validation(name) == validation}
+        new = self.monitor.add(trainer.global_step, values)
+        for finding in new:
+            log.warning("step %d: %s. %s", finding.step, finding.message, finding.remedy)
+        if new:
+            rows = [(finding.step, finding.check, finding.message, finding.remedy) for finding in self.monitor.findings]
+            for logger in trainer.loggers:
+                log_table(logger, "health", ("step", "check", "message", "remedy"), rows, trainer.global_step)
+
+
+def skipped_checks(module: LightningModule, loops: Sequence[RolloutLoop]) -> list[str]:
+    """Return the names of the checks whose bounds do not apply to a run.
+
+    Args:
+        module: module of the run.
+        loops: its callbacks that generate rollouts.
+    """
+    skipped = []
+    if isinstance(module, RLHFModule) and isinstance(module.policy_loss, GSPOLoss | GMPOLoss | VESPOLoss):
+        skipped.append("clipping")  # ratios of whole responses are clipped far more often
+    if any(loop.max_staleness for loop in loops):
+        skipped.append("engine and actor")  # the engine's weights are older than the actor's
+    return skipped

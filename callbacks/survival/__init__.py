@@ -1,0 +1,1 @@
+"""What a run needs to continue: checkpoints, state, signals, exports."""

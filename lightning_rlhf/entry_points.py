@@ -1,0 +1,41 @@
+"""What packages offer to a run, this one's extras among them: entry points of the group ``lightning_rlhf``.
+
+The core names no extra. It asks here, by the name of what it needs:
+
+==================== ===============================================================================================
+``default_callback`` class of a callback that each run has, unless the trainer has one of that class
+``agents``           class that runs the conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
+``renderers``        class of the bridge ``renderers`` of an environment
+==================== ===============================================================================================
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from lightning_rlhf.expected_errors import UsageError
+
+GROUP = "lightning_rlhf"
+
+
+def offered(name: str) -> list[Any]:
+    """Return the objects that the installed packages offer under a name."""
+    return [point.load() for point in entry_points(group=GROUP, name=name)]
+
+
+def the_offered(name: str) -> Any:
+    """Return the object that one installed package offers under a name.
+
+    Raises:
+        UsageError: no package offers one, or several do.
+    """
+    points = entry_points(group=GROUP, name=name)
+    if len(points) != 1:
+        packages = ", ".join(sorted(point.value for point in points)) or "none"
+        raise UsageError(
+            f"expected one entry point {name!r} of the group {GROUP!r}, got {packages}: install lightning-rlhf again, "
+            f"because an editable installation finds new entry points only then"
+        )
+    (point,) = points
+    return point.load()

@@ -1,1 +1,0 @@
-"""Environments of other libraries. Each module imports its library when it is used."""

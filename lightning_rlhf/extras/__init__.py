@@ -1,0 +1,1 @@
+"""What a run works without; the core never imports it."""

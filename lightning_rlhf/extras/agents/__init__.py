@@ -1,0 +1,1 @@
+"""Agents with a loop of their own: programs that ask the engine through an OpenAI endpoint during a rollout."""

@@ -1,0 +1,373 @@
+"""Conversations of agents, which ask for turns of the policy through an HTTP endpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from lightning_rlhf.environments.bridges import TemplateBridge
+from lightning_rlhf.environments.conversation import Conversation
+from lightning_rlhf.environments.host import Fault
+from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.agents.endpoint import AgentEndpoint, Body, RefusedRequest
+from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest, RunningConversation
+from lightning_rlhf.types import Completion
+
+
+@dataclass(eq=False)
+class _Branch:
+    """Requests of which each continues the one before.
+
+    Args:
+        history: messages of the last answered request, with the answer.
+        conversation: tokens.
+    """
+
+    history: list[Message]
+    conversation: Conversation
+
+
+@dataclass
+class _Agent:
+    """State of the agent of a conversation.
+
+    Args:
+        api_key: key of the conversation.
+        branches: branches with at least one turn, that of the last turn last.
+        messages: messages of the request that is being answered.
+        answer: future of the response to that request; None while no turn is generated.
+        max_tokens: limit of the turn in that request; None without one.
+        waiting: requests that arrived meanwhile.
+        outcome: result of the agent; None while it runs.
+    """
+
+    api_key: str = ""
+    branches: list[_Branch] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    answer: Future[Body] | None = None
+    max_tokens: int | None = None
+    waiting: list[tuple[Body, Future[Body]]] = field(default_factory=list)
+    outcome: Reply | Fault | None = None
+
+
+class AgentLoop(ConversationLoop):
+    """Runs the conversations of agents.
+
+    Messages that continue those of an earlier request and its answer continue its tokens. Other messages begin a
+    branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
+    each is computed without the tokens of those before it.
+
+    Args:
+        endpoint: endpoint that agents send their requests to.
+        *parts: arguments of :class:`ConversationLoop`.
+    """
+
+    _bridge: TemplateBridge
+
+    def __init__(self, endpoint: AgentEndpoint, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._endpoint = endpoint
+        self._agents: dict[int, _Agent] = {}
+
+    def _start(self, running: RunningConversation) -> None:
+        """Start an agent."""
+        agent = self._agents[running.index] = _Agent()
+        agent.api_key = self._endpoint.register(partial(self._receive, running))
+        self._call_host(running, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
+
+    def _release(self, running: RunningConversation) -> None:
+        """Reject further requests of a conversation."""
+        super()._release(running)
+        agent = self._agents[running.index]
+        self._endpoint.remove(agent.api_key)
+        for answer in [agent.answer, *(answer for _, answer in agent.waiting)]:
+            if answer is not None and not answer.done():
+                answer.set_exception(RefusedRequest("the conversation has ended"))
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def _receive(self, running: RunningConversation, body: Body) -> Future[Body]:
+        """Pass a request to the loop; called in the thread of the request."""
+        answer: Future[Body] = Future()
+        event: Future[tuple[Body, Future[Body]]] = Future()
+        event.set_result((body, answer))
+        self._notify(self._on_request, running, event)
+        return answer
+
+    def _on_request(self, running: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
+        """Request the next turn, unless one is being generated."""
+        body, answer = request
+        agent = self._agents[running.index]
+        if running.index in self._completions or agent.outcome is not None:
+            answer.set_exception(RefusedRequest("the conversation has ended"))
+        elif agent.answer is not None:
+            agent.waiting.append(request)
+        else:
+            try:
+                messages, tools = messages_of(body), tools_of(body)
+                self._extend(running, agent, messages, tools)
+            except RefusedRequest as error:
+                answer.set_exception(error)
+                return
+            except UsageError as error:  # the chat template rejects the messages
+                answer.set_exception(RefusedRequest(str(error)))
+                return
+            agent.answer, agent.messages = answer, messages
+            agent.max_tokens = limit_of(body)
+            running.environment_s += time.perf_counter() - running.called_at
+            self._calls -= 1  # the agent waits
+            self._ready.append(running)
+
+    def _extend(
+        self, running: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]
+    ) -> None:
+        """Append the new messages of an agent to the row of tokens, or begin another row.
+
+        Raises:
+            RefusedRequest: no further turn is possible.
+        """
+        if len(running.turns) == self._settings.max_turns:
+            running.conversation.end("max_turns")
+            raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
+        branch = _continued(agent.branches, messages)
+        if branch is not None:
+            running.conversation = conversation = branch.conversation
+            if conversation.stop is not None:
+                raise _too_long("the last turn was cut, and cannot be continued")
+            turn, before = conversation.last_turn
+            conversation.add_written(self._bridge.between(turn, messages[len(branch.history) :], before))
+            if conversation.stop == "malformed":
+                raise RefusedRequest("the last turn is malformed, and cannot be continued")
+            if conversation.stop is not None:
+                raise _too_long("no token is left for another turn")
+            return
+        prompt = self._bridge.conversation(messages, tools)
+        left = len(running.request.prompt_ids) + running.request.sampling.max_tokens - len(prompt)
+        if left < 1:
+            raise _too_long(f"the messages have {len(prompt)} tokens")
+        running.conversation = Conversation(prompt, replace(self._limits(running.request), max_response_tokens=left))
+
+    def _turn_budget(self, running: RunningConversation) -> int:
+        """Return the largest number of tokens of the next turn."""
+        limit = self._agents[running.index].max_tokens
+        budget = running.conversation.turn_budget
+        if limit is None:
+            return budget
+        return max(1, min(budget, limit))
+
+    def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
+        """Append a turn and answer the request."""
+        agent = self._agents[running.index]
+        if agent.answer is None:  # of an agent that failed before its first request
+            super()._on_turn(running, completion)
+            return
+        self._check.check_one(completion)
+        is_agents_limit = self._turn_budget(running) < running.conversation.turn_budget
+        running.conversation.add_turn(completion, may_be_cut=is_agents_limit)
+        turn = self._turn_of(running, completion)
+        running.turns.append(turn)
+        running.malformed += turn.malformed is not None
+        body = response_of(turn, completion, running.conversation)
+        running.messages = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        others = [branch for branch in agent.branches if branch.conversation is not running.conversation]
+        agent.branches = [*others, _Branch(running.messages, running.conversation)]
+        answer, agent.answer = agent.answer, None
+        self._calls += 1
+        running.called_at = time.perf_counter()
+        answer.set_result(body)
+        if agent.outcome is not None:
+            self._settle(running, agent.outcome)
+        while agent.waiting and agent.answer is None:
+            self._on_request(running, agent.waiting.pop(0))
+
+    # -- end --------------------------------------------------------------------------------------------------
+
+    def _on_outcome(self, running: RunningConversation, outcome: Reply | Fault) -> None:
+        """End the conversation of an agent that has returned; a turn that is being generated is awaited."""
+        agent = self._agents[running.index]
+        agent.outcome = outcome
+        if agent.answer is None:
+            running.environment_s += time.perf_counter() - running.called_at
+            self._settle(running, outcome)
+
+    def _settle(self, running: RunningConversation, outcome: Reply | Fault) -> None:
+        """Store the reward of an agent and finish its conversation."""
+        self._calls -= 1
+        if isinstance(outcome, Reply) and not running.turns:
+            outcome = Fault("invalid", "ended without a turn of the policy")
+        if isinstance(outcome, Fault):
+            self._on_fault(running, outcome)
+            return
+        running.rewards[0] = outcome.reward
+        running.metrics = {**outcome.metrics, "branches": float(len(self._agents[running.index].branches) - 1)}
+        running.conversation.end("done")
+        self._finish(running)
+
+    def _finish(self, running: RunningConversation) -> None:
+        """Store the branches of a conversation as one row."""
+        branches = [branch.conversation for branch in self._agents[running.index].branches]
+        if branches:
+            stop, row = running.conversation.stop, branches[0]
+            running.text_starts = [row.append(branch) for branch in branches[1:]]
+            row.stop, running.conversation = stop, row
+        super()._finish(running)
+
+    def _turn_rewards(self, running: RunningConversation) -> list[float]:
+        """Return the reward of each turn: that of the agent belongs to the last one."""
+        return [0.0] * (len(running.conversation.turn_ends) - 1) + [running.rewards[0]]
+
+
+def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch | None:
+    """Return the branch that messages continue, the longest if there are several; None if they begin another one."""
+    matching = [
+        branch
+        for branch in branches
+        if messages[: (known := len(branch.history))] == branch.history
+        and len(messages) > known
+        and all(message["role"] in ROLES for message in messages[known:])
+    ]
+    return max(reversed(matching), key=lambda branch: len(branch.history), default=None)
+
+
+def messages_of(body: Body) -> list[Message]:
+    """Return the messages of a request, in one form.
+
+    Raises:
+        RefusedRequest: they are not texts, or the request has an option that is not supported.
+    """
+    for option, default in (("n", 1), ("stop", None), ("response_format", None), ("logit_bias", None)):
+        if body.get(option) not in (None, default, [], {}):
+            raise RefusedRequest(f"{option} is not supported: the policy is sampled as the run is configured")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise RefusedRequest("messages must be a list of at least one message")
+    return [_normalised(message) for message in messages]
+
+
+def tools_of(body: Body) -> list[Body]:
+    """Return the JSON schemas of the tools in a request.
+
+    Raises:
+        RefusedRequest: they are not a list of objects.
+    """
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedRequest("tools must be a list of JSON schemas")
+    return tools
+
+
+def limit_of(body: Body) -> int | None:
+    """Return the limit of tokens in a request; None without one."""
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        return limit
+    return None
+
+
+def _normalised(message: Message) -> Message:
+    """Return role, text, tool calls and identifiers of a message of OpenAI's API."""
+    role, content = message.get("role"), message.get("content")
+    role = {"developer": "system", "function": "tool"}.get(str(role), role)
+    if role not in (*ROLES, "assistant"):
+        raise RefusedRequest(f"a message has the role {role!r}")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise RefusedRequest("messages may contain texts only")
+        content = "".join(str(part) for part in parts)
+    if not isinstance(content, str | None):
+        raise RefusedRequest("the content of a message must be a text")
+    further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RefusedRequest("tool_calls must be a list")
+    calls = [_call_of(call) for call in calls]
+    return {"role": role, "content": content or "", **further, **({"tool_calls": calls} if calls else {})}
+
+
+def _call_of(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as chat templates read them."""
+    try:
+        function, identity = call["function"], call.get("id", "")
+        name, arguments = function["name"], function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise RefusedRequest("a tool call needs a function with name and arguments") from error
+    return {"type": "function", "id": str(identity), "function": {"name": str(name), "arguments": arguments}}
+
+
+def response_of(turn: Turn, completion: Completion, conversation: Conversation) -> Body:
+    """Return a turn as a response of OpenAI's API."""
+    number = f"{len(conversation.turn_ends)}-{len(conversation.request)}"
+    calls = [
+        {
+            "id": call.id or f"call_{number}_{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for index, call in enumerate(turn.calls)
+    ]
+    if completion.finish_reason == "length":
+        reason = "length"
+    elif calls:
+        reason = "tool_calls"
+    else:
+        reason = "stop"
+    tokens = len(completion.token_ids)
+    prompt = len(conversation.request) - tokens
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": turn.text,
+                    **({"tool_calls": calls} if calls else {}),
+                },
+                "finish_reason": reason,
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
+    }
+
+
+def _too_long(reason: str) -> RefusedRequest:
+    return RefusedRequest(f"the conversation is too long: {reason}", "context_length_exceeded")
+
+
+class Agents:
+    """Runs the conversations of agents, and their endpoint, which starts with the first ones."""
+
+    def __init__(self) -> None:
+        self._endpoint: AgentEndpoint | None = None
+
+    def run(self, requests: Sequence[ConversationRequest], *parts: Any) -> list[Completion]:
+        """Generate conversations.
+
+        Args:
+            requests: at least one request.
+            *parts: arguments of :class:`ConversationLoop`.
+        """
+        if self._endpoint is None:
+            self._endpoint = AgentEndpoint()
+        return AgentLoop(self._endpoint, *parts).run(requests)
+
+    def close(self) -> None:
+        """End the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._endpoint = None

@@ -1,0 +1,1 @@
+"""Commands besides training: data, generation, evaluation, export, a new project."""

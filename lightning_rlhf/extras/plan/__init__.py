@@ -1,0 +1,1 @@
+"""`lightning-rlhf plan`: memory and traffic of a run on GPUs, computed from its configuration."""

@@ -1,0 +1,178 @@
+"""Host memory of a node, and lower bounds of the seconds of a push and of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lightning_rlhf.extras.plan import memory as memory_
+from lightning_rlhf.extras.plan import traffic as traffic_
+from lightning_rlhf.extras.plan.setup import Role, Run, Strategy
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Peak speeds of one GPU and its links, by default those in the data sheet of an H100 SXM.
+
+    Args:
+        arithmetic: FLOP/s in bfloat16 without sparsity.
+        memory: bytes/s of the GPU's memory.
+        bus: bytes/s between GPU and host, one direction.
+        link: bytes/s between GPUs of a node, one direction.
+        network: bytes/s of one GPU between nodes.
+    """
+
+    arithmetic: float = 989e12
+    memory: float = 3.35e12
+    bus: float = 64e9
+    link: float = 450e9
+    network: float = 50e9
+
+    def __str__(self) -> str:
+        return (
+            f"{self.arithmetic / 1e12:.0f} TFLOP/s, memory {self.memory / 1e12:.2f} TB/s, host {self.bus / 1e9:.0f} "
+            f"GB/s, NVLink {self.link / 1e9:.0f} GB/s, network {self.network / 1e9:.0f} GB/s for each GPU"
+        )
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of the first node's host memory, without programs and page cache.
+
+    Args:
+        training: pushed weights, copies for checkpoints and offloaded tensors of all GPUs of the node.
+        loading: the largest role while it is loaded, before the terms of ``training`` exist.
+        exporting: whole weights of the first trained role that rank 0 gathers for an export.
+    """
+
+    training: int
+    loading: int
+    exporting: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at one time."""
+        return max(self.training + self.exporting, self.loading)
+
+
+def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
+    """Compute the host memory of the first node.
+
+    FSDP and ZeRO load a role whole on rank 0 and send its parts to the others; with one process per GPU of
+    ``rlhf_single`` and ``rlhf_ddp``, each loads it. Weights are exported in the dtype of the parameters.
+
+    Args:
+        run: run to plan.
+        host: bytes of host memory for each GPU, by term.
+        gpus_per_node: number of GPUs of a node.
+    """
+    on_first_rank_only = run.strategy.kind in ("single", "ddp")
+    training = host.total() * gpus_per_node
+    if on_first_rank_only:
+        training -= host[memory_.SAVED] * (gpus_per_node - 1)
+    largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
+    trained = next(role for role in run.roles if role.trained)
+    return NodeMemory(
+        training=training,
+        loading=largest * (gpus_per_node if on_first_rank_only else 1),
+        exporting=trained.model.elements * _source_bytes(trained, run.strategy),
+    )
+
+
+def _source_bytes(role: Role, strategy: Strategy) -> int:
+    if role.dtype == "bfloat16" and (strategy.kind == "zero" or not role.has_master_weights):
+        return 2
+    return _FLOAT
+
+
+def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+    """Compute a lower bound of the seconds of a push: gather, copy to the host, and from there to each GPU.
+
+    The first rank of an engine copies all weights to the host; each GPU of the engine copies its part back. The engine
+    loads after the trainer has written.
+
+    Args:
+        run: run with an engine.
+        sent: bytes that a GPU sends, by term.
+        gpus: number of GPUs.
+        gpus_per_node: number of GPUs of a node.
+        speeds: speeds of a GPU and its links.
+    """
+    assert run.engine is not None
+    weights = run.engine.pushed_bytes(run.actor)
+    across = _link(run, traffic_.PUSH, gpus, gpus_per_node, speeds)
+    part = weights // run.engine.tensor_parallel_size
+    return sent[traffic_.PUSH] / across + (weights + part) / speeds.bus
+
+
+def learning_seconds(
+    run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds
+) -> tuple[float, float]:
+    """Compute lower bounds of the seconds of arithmetic and of communication while the module learns.
+
+    Arithmetic has 2 FLOPs for each parameter that a token passes, and 2 query widths for each earlier token in
+    attention; a backward pass has twice those of the forward pass, and checkpointing adds a forward pass. All texts
+    count as long as the longest. Both can overlap, so that the larger bound applies to the step.
+
+    Args:
+        run: run to plan.
+        sent: bytes that a GPU sends, by term.
+        gpus: number of GPUs.
+        gpus_per_node: number of GPUs of a node.
+        speeds: speeds of a GPU and its links.
+    """
+    ranks, work = run.ranks(gpus), run.work
+    operations = 0
+    for role in run.roles:
+        counts = traffic_.counts(role, work, ranks)
+        evaluated = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
+        trained = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
+        passes = evaluated + (4 if run.strategy.checkpointing else 3) * trained
+        operations += passes * work.row_tokens * _forward_operations(role, work.longest)
+    seconds = sum(
+        size / _link(run, term, gpus, gpus_per_node, speeds)
+        for term, size in sent.items()
+        if term not in (traffic_.PUSH, traffic_.ENGINE)
+    )
+    return operations / run.strategy.splitting / speeds.arithmetic, seconds
+
+
+def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+    """Return the bytes per second of the slowest link of a term: groups of shards may be within a node."""
+    group = gpus
+    if term in (traffic_.TENSORS, traffic_.HEADS):  # neighbours
+        group = run.strategy.splitting
+    elif term != traffic_.REPLICAS:
+        group //= run.strategy.replicas(run.ranks(gpus))
+    return speeds.link if group <= gpus_per_node else speeds.network
+
+
+def _forward_operations(role: Role, longest: int) -> int:
+    """Count the operations of a token's forward pass, which passes some of the experts and no embedding matrix."""
+    model = role.model
+    unused = sum(
+        (layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers if layer.experts
+    )
+    matrices = sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None) - unused
+    head = model.vocabulary * model.hidden
+    attention = sum(2 * layer.query * longest for layer in model.layers)  # half of 4, because attention is causal
+    return 2 * (matrices + head) + attention
+
+
+def generation_seconds(run: Run, gpus: int, cached_texts: int, speeds: Speeds) -> float:
+    """Compute a lower bound of the seconds of generation: each token of the longest response reads all weights.
+
+    Args:
+        run: run with an engine.
+        gpus: number of GPUs.
+        cached_texts: number of texts that fit into the cache of an engine, at least 1.
+        speeds: speeds of a GPU and its links.
+    """
+    assert run.engine is not None
+    engine, work = run.engine, run.work
+    engines = max(1, gpus // engine.tensor_parallel_size)
+    rounds = -(-work.responses // (engines * max(1, cached_texts)))
+    part = engine.element_bytes(run.actor) * run.actor.model.elements / engine.tensor_parallel_size
+    return rounds * work.response_tokens * part / speeds.memory

@@ -1,0 +1,1 @@
+"""`lightning-rlhf inspect`: a local server with the runs of a folder."""

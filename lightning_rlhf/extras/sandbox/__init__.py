@@ -1,0 +1,1 @@
+"""Rewards that run code of the model, and the sandbox in which it runs."""

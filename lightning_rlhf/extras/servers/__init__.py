@@ -1,0 +1,1 @@
+"""Rollouts by vLLM servers on other machines, with weights pushed to all of them."""

@@ -1,1 +1,0 @@
-"""Run directories: reading them, health checks of runs, and the report page."""

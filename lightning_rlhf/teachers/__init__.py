@@ -1,1 +1,0 @@
-"""Teachers that are not models of the trainer."""

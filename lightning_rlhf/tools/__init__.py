@@ -1,1 +1,0 @@
-"""Tools that use the library and that it never imports: planner, server, inspector and their commands."""

@@ -1,1 +1,0 @@
-"""One module per command; ``run(arguments)`` receives the arguments after its name and returns an exit code."""

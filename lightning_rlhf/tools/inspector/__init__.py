@@ -1,1 +1,0 @@
-"""Pages about runs that continue, and tables of runs."""

@@ -1,1 +1,0 @@
-"""Memory and communication of a run, computed without GPUs."""

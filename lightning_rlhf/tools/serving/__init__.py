@@ -1,1 +1,0 @@
-"""``lightning-rlhf serve``: vLLM's OpenAI server with a key and limits."""

@@ -1,0 +1,35 @@
+"""Configurations with the name of a class that was moved end in one line with its new name."""
+
+import pkgutil
+
+import pytest
+
+from lightning_rlhf.calls.references import load_function
+from lightning_rlhf.cli.source_classes import Absent, find_class
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.moved import _MOVED, new_name
+
+
+@pytest.mark.parametrize("old", _MOVED)
+def test_each_moved_module_exists(old):
+    name = new_name(f"{old}.x").removesuffix(".x")
+    package, _, last = name.rpartition(".")
+    folders = pkgutil.resolve_name(package).__path__
+    assert last in {module.name for module in pkgutil.iter_modules(folders)} or pkgutil.resolve_name(name)
+
+
+def test_the_new_name_of_a_class_is_in_the_message():
+    old, new = "lightning_rlhf.rewards.code.CodeExecution", "lightning_rlhf.extras.sandbox.code.CodeExecution"
+    result = find_class(old)
+    assert isinstance(result, Absent)
+    assert result.message == f"{old} is now {new}"
+
+
+def test_the_new_name_of_a_function_is_in_the_message():
+    with pytest.raises(UsageError, match=r"^lightning_rlhf.rewards.code is now lightning_rlhf.extras.sandbox.code$"):
+        load_function("lightning_rlhf.rewards.code:anything")
+
+
+def test_other_names_were_not_moved():
+    assert new_name("lightning_rlhf.callbacks.Report") is None
+    assert new_name("lightning_rlhf.rewards.function.RewardFunction") is None

@@ -7,8 +7,10 @@ token attends to it, and no attention mask is needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -239,72 +241,145 @@ class PromptImages:
 
 
 @dataclass(frozen=True)
-class PromptBatch:
-    """A batch of prompts with the columns that reward functions use.
+class TokenPrompt(Sequence[int]):
+    """What an engine continues. An engine that reads texts only can use it as a sequence of token ids.
 
     Args:
-        indices: position of each prompt in the data, which seeds its samples; another number if a sampler repeats the
-            prompt within an epoch.
-        token_ids: one list of prompt tokens per prompt.
-        texts: prompts as text, for rewards and logs.
-        columns: further columns of the data, with one value per prompt.
-        epoch: number of completed passes over the data.
-        positions: position of each prompt in the global batch, if this batch is one data rank's part of it; empty for a
-            global batch.
-        messages: chat messages from which each prompt was rendered; empty for plain text.
-        sources: number of each prompt's source among those of the data, -1 without one; empty if the data has none.
-        images: images of each prompt; empty if the data has no images.
+        token_ids: tokens, in which each image has the tokens of its features.
+        images: images among the tokens; None where the data have none.
     """
 
-    indices: list[int]
-    token_ids: list[list[int]]
-    texts: list[str]
-    columns: dict[str, list[Any]]
-    epoch: int = 0
-    positions: list[int] = dataclasses.field(default_factory=list)
-    messages: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
-    sources: list[int] = dataclasses.field(default_factory=list)
-    images: list[PromptImages] = dataclasses.field(default_factory=list)
+    token_ids: Sequence[int]
+    images: PromptImages | None = None
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.token_ids)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.token_ids[key]
+
+    @property
+    def encoded_images(self) -> tuple[EncodedImage, ...]:
+        """The images in their order; empty without any."""
+        return () if self.images is None else self.images.images
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with what belongs to its row of the data.
+
+    Args:
+        token_ids: tokens of the prompt.
+        text: the prompt as text, rendered by the chat template for messages; ``<image>`` stands for an image.
+        columns: further columns of the row, for rewards and environments; read-only.
+        messages: chat messages from which the prompt was rendered; empty for plain text.
+        tools: JSON schemas of the tools that the chat template described.
+        images: images of the prompt; None where the data have none.
+        index: position in the data, which seeds the samples; another number if a sampler repeats the prompt within an
+            epoch.
+        position: position among the prompts of all ranks, by which their responses are numbered.
+        source: number of the row's source among those of the data, -1 without one; None if the data has none.
+    """
+
+    token_ids: list[int]
+    text: str
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] = ()
+    images: PromptImages | None = None
+    index: int = 0
+    position: int = 0
+    source: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Prompt, **vars(self) | {"columns": dict(self.columns)}), ()
+
+    @property
+    def tokens(self) -> TokenPrompt:
+        """The part that an engine reads."""
+        return TokenPrompt(self.token_ids, self.images)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of one step.
+
+    Args:
+        prompts: prompts of this rank.
+        epoch: number of completed passes over the data.
+    """
+
+    prompts: Sequence[Prompt]
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
 
     def __getitem__(self, prompts: slice) -> PromptBatch:
         """Return a slice of the prompts."""
-        return PromptBatch(
-            indices=self.indices[prompts],
-            token_ids=self.token_ids[prompts],
-            texts=self.texts[prompts],
-            columns={name: values[prompts] for name, values in self.columns.items()},
-            epoch=self.epoch,
-            positions=self.positions[prompts],
-            messages=self.messages[prompts],
-            sources=self.sources[prompts],
-            images=self.images[prompts],
-        )
+        return dataclasses.replace(self, prompts=self.prompts[prompts])
 
-    def take(self, numbers: Sequence[int]) -> PromptBatch:
-        """Return the prompts with some numbers, which keep their positions in the global batch."""
-        positions = self.positions or range(len(self))
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns, which all prompts have."""
+        return list(self.prompts[0].columns) if self.prompts else []
 
-        def chosen(values: Sequence[Any]) -> list[Any]:
-            return [values[number] for number in numbers] if values else []
-
-        return PromptBatch(
-            indices=chosen(self.indices),
-            token_ids=chosen(self.token_ids),
-            texts=chosen(self.texts),
-            columns={name: chosen(values) for name, values in self.columns.items()},
-            epoch=self.epoch,
-            positions=chosen(positions),
-            messages=chosen(self.messages),
-            sources=chosen(self.sources),
-            images=chosen(self.images),
-        )
+    def take(self, numbers: Iterable[int]) -> PromptBatch:
+        """Return the prompts with some numbers in this batch."""
+        return dataclasses.replace(self, prompts=[self.prompts[number] for number in numbers])
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Return the batch unchanged, because it has no tensors; Lightning calls this on every batch."""
         return self
+
+
+@dataclass(frozen=True)
+class RolloutImages(TensorBatch):
+    """Images of the responses.
+
+    Args:
+        numbers: (B, K) int64, numbers of each row's images in their order, padded by -1.
+        in_prompt: (B,) int64, number of the images in each row's prompt; the others are in the response.
+        written: images that an environment wrote, by their numbers; others are in the data.
+    """
+
+    numbers: Tensor
+    in_prompt: Tensor
+    written: Mapping[int, EncodedImage] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConversationTokens(TensorBatch):
+    """What the tokens of conversations with an environment have in addition.
+
+    Args:
+        step_rewards: (B, T) float32, part of ``reward`` that the environment gave for a turn before the last, at the
+            turn's last token, 0 elsewhere.
+        text_starts: (B, T) bool, True at the first token of a further text in a response, which is computed without the
+            tokens before it: the prompt of another branch of an agent. None without an agent.
+    """
+
+    step_rewards: Tensor
+    text_starts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PaddedPrompts(TensorBatch):
+    """Prompts as tensors.
+
+    Args:
+        ids: (B, P) int64, right-padded.
+        lengths: (B,) int64, at least 1.
+    """
+
+    ids: Tensor
+    lengths: Tensor
 
 
 @dataclass(frozen=True)
@@ -328,22 +403,15 @@ class Rollout(TensorBatch):
         included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
         position: (B,) int64, position among the responses of all ranks, which determines the order of mini-batches.
         temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
-        step_rewards: (B, T) float32, part of ``reward`` that an environment gave for a turn before the last, at the
-            turn's last token, 0 elsewhere; None without an environment.
-        text_starts: (B, T) bool, True at the first token of a further text in a response, which is computed without the
-            tokens before it: the prompt of another branch of an agent. None without an agent.
-        teacher_prompt_ids: (B, P') int64, right-padded prompts of a teacher; None if they are those of the student.
-        teacher_prompt_lengths: (B,) int64, their lengths; None without them.
         source: (B,) int64, number of the source of each row's prompt among those of the data, -1 without one; None if
             the data has none.
+        conversation: what conversations with an environment have in addition; None without an environment.
+        teacher: prompts of a teacher; None if they are those of the student.
+        images: images of the rows; None without images.
         is_given: (B,) bool, True for responses of the data, which no policy sampled: their ``rollout_logprobs`` are 0
             and their ``rewards`` NaN. None if all were sampled.
         skipped: (B,) bool, True where a reward failed and ``on_error`` is ``skip``: whatever learns from rewards leaves
             the response out, also if a reward model scores it. None before the rewards are known.
-        images: (B, K) int64, numbers of each row's images in their order, padded by -1; None without images.
-        prompt_images: (B,) int64, number of the images in each row's prompt; the others are in the response. None
-            without images.
-        written_images: images that an environment wrote, by their numbers; others are in the data.
     """
 
     prompt_ids: Tensor
@@ -360,32 +428,29 @@ class Rollout(TensorBatch):
     included: Tensor
     position: Tensor
     temperature: float = 1.0
-    step_rewards: Tensor | None = None
-    text_starts: Tensor | None = None
-    teacher_prompt_ids: Tensor | None = None
-    teacher_prompt_lengths: Tensor | None = None
     source: Tensor | None = None
+    conversation: ConversationTokens | None = None
+    teacher: PaddedPrompts | None = None
+    images: RolloutImages | None = None
     is_given: Tensor | None = None
     skipped: Tensor | None = None
-    images: Tensor | None = None
-    prompt_images: Tensor | None = None
-    written_images: Mapping[int, EncodedImage] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape}
-        if self.images is not None:
-            shapes["images"] = torch.Size((rows, *self.images.shape[1:]))
-        if self.teacher_prompt_ids is not None:
-            shapes["teacher_prompt_ids"] = torch.Size((rows, *self.teacher_prompt_ids.shape[1:]))
-        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
-        shapes |= dict.fromkeys(("step_rewards", "text_starts"), tokens)
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "response_ids":
-                expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
-        for name, values in self.rewards.items():
-            expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
+        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version", "response_ids"), tokens)
+        values = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        values |= {f"rewards[{name!r}]": each for name, each in self.rewards.items()}
+        for name, value in values.items():
+            expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
+        if self.conversation is not None:
+            for name, value in vars(self.conversation).items():
+                if value is not None:
+                    expect_shape(f"Rollout.conversation.{name}", value, tokens)
+        for name, part in (("teacher", self.teacher), ("images", self.images)):
+            if part is not None and len(part) != rows:
+                raise ValueError(f"Rollout.{name} has {len(part)} rows, expected {rows}")
 
     @property
     def total_lengths(self) -> Tensor:
@@ -406,15 +471,14 @@ class Rollout(TensorBatch):
 
     def of_teacher(self) -> Rollout:
         """Return the responses with the prompts of the teacher."""
-        if self.teacher_prompt_ids is None or self.teacher_prompt_lengths is None:
+        if self.teacher is None:
             return self
-        return dataclasses.replace(
-            self,
-            prompt_ids=self.teacher_prompt_ids,
-            prompt_lengths=self.teacher_prompt_lengths,
-            teacher_prompt_ids=None,
-            teacher_prompt_lengths=None,
-        )
+        return dataclasses.replace(self, prompt_ids=self.teacher.ids, prompt_lengths=self.teacher.lengths, teacher=None)
+
+    @property
+    def text_starts(self) -> Tensor | None:
+        """(B, T) bool, True at the first token of a further text in a response; None without an agent."""
+        return None if self.conversation is None else self.conversation.text_starts
 
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.
@@ -426,10 +490,10 @@ class Rollout(TensorBatch):
         is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(
             dim=1
         )
-        if self.images is not None and self.prompt_images is not None:  # other images may have equal tokens
-            columns = torch.arange(self.images.shape[1], device=first.device)
-            of_response = columns >= self.prompt_images.unsqueeze(1)
-            is_same &= ((self.images == self.images[first]) | of_response).all(dim=1)
+        if self.images is not None:  # other images may have equal tokens
+            numbers = self.images.numbers
+            of_response = torch.arange(numbers.shape[1], device=first.device) >= self.images.in_prompt.unsqueeze(1)
+            is_same &= ((numbers == numbers[first]) | of_response).all(dim=1)
         rows = torch.arange(len(first), device=first.device)
         if self.text_starts is not None:
             has_several = self.text_starts.any(dim=1)
@@ -440,8 +504,8 @@ class Rollout(TensorBatch):
 class Rewards(Protocol):
     """Rewards that are computed while a module evaluates their rollout."""
 
-    def add_to(self, rollout: Rollout) -> Rollout:
-        """Wait for the rewards and return the rollout with them. All ranks."""
+    def result(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Wait for the rewards; return the rollout with them, and their metrics over all ranks. All ranks."""
 
 
 @dataclass(frozen=True)
@@ -470,11 +534,11 @@ class StepRollout:
         values = torch.where(rollout.is_given.unsqueeze(1), logprobs, rollout.rollout_logprobs)
         return dataclasses.replace(self, rollout=dataclasses.replace(rollout, rollout_logprobs=values))
 
-    def with_rewards(self) -> Rollout:
-        """Wait for the rewards that are still computed, and return the rollout with them. All ranks."""
+    def with_rewards(self) -> tuple[Rollout, dict[str, float]]:
+        """Wait for the rewards that are still computed; return the rollout with them, and their metrics. All ranks."""
         if self.rewards is None:
-            return self.rollout
-        return self.rewards.add_to(self.rollout)
+            return self.rollout, {}
+        return self.rewards.result(self.rollout)
 
 
 @dataclass(frozen=True)

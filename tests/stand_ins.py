@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
@@ -21,7 +21,7 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.types import Completion, Rollout, SamplingParams
+from lightning_rlhf.types import Completion, Prompt, PromptBatch, PromptImages, Rollout, SamplingParams
 
 VOCABULARY = 11
 TINY_LLAMA = {
@@ -90,6 +90,31 @@ def responses(count: int, seed: int, *, observations: bool = False) -> list[Resp
         policy = [not 2 <= t <= 3 or t == len(tokens) - 1 for t in range(len(tokens))] if observations else None
         rows.append(Response(prompt, tokens, number(-20, 20) / 10, policy, truncated=i % 3 == 2))
     return rows
+
+
+def prompt_batch(
+    indices: Sequence[int],
+    token_ids: Sequence[list[int]],
+    texts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    messages: Sequence[Any] = (),
+    images: Sequence[PromptImages] = (),
+) -> PromptBatch:
+    """Return prompts whose positions are their numbers in the batch, with columns as lists of their values."""
+    return PromptBatch(
+        [
+            Prompt(
+                token_ids[i],
+                texts[i],
+                columns={name: values[i] for name, values in columns.items()},
+                messages=messages[i] if messages else (),
+                images=images[i] if images else None,
+                index=index,
+                position=i,
+            )
+            for i, index in enumerate(indices)
+        ]
+    )
 
 
 def rollout_of(

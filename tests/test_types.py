@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -7,12 +9,13 @@ from lightning_rlhf.types import (
     Completion,
     Experience,
     PreferenceBatch,
-    PromptBatch,
     Rollout,
     SamplingParams,
     SequenceBatch,
+    TokenPrompt,
     UnpairedBatch,
 )
+from tests.stand_ins import prompt_batch
 
 ROWS, PROMPT, TOKENS = 3, 2, 4
 PER_TOKEN = tuple(field.name for field in dataclasses.fields(Experience) if field.name not in ("teacher", "scale"))[2:]
@@ -83,7 +86,7 @@ def test_completion_of_one_token_is_allowed():
 
 
 def test_prompt_batch_has_a_length_and_no_device():
-    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]})
+    prompts = prompt_batch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]})
     assert len(prompts) == 2
     assert prompts.epoch == 0
     assert prompts.to("meta") is prompts
@@ -211,8 +214,28 @@ def test_unpaired_texts_are_sliced_with_their_labels():
 
 def test_prompts_are_sliced_with_their_messages():
     chats = [[{"role": "user", "content": letter}] for letter in "ab"]
-    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]}, positions=[0, 1], messages=chats)
-    assert (prompts[1:].messages, prompts[1:].columns, prompts[1:].positions) == (chats[1:], {"answer": [2]}, [1])
+    prompts = prompt_batch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]}, messages=chats)
+    (prompt,) = prompts[1:]
+    assert (prompt.messages, prompt.columns, prompt.position) == (chats[1], {"answer": 2}, 1)
+    (prompt,) = prompts.take([1])
+    assert (prompt.index, prompt.position) == (5, 1)
+
+
+def test_columns_of_a_prompt_are_read_only_and_survive_copies():
+    columns = {"answer": 1}
+    (prompt,) = prompt_batch([4], [[1]], ["a"], {"answer": [1]})
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        prompt.columns["answer"] = 2
+    assert prompt.columns == columns
+    for copied in (pickle.loads(pickle.dumps(prompt)), copy.deepcopy(prompt)):
+        assert copied == prompt
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            copied.columns["answer"] = 2
+
+
+def test_prompt_of_an_engine_is_a_sequence_of_tokens():
+    prompt = TokenPrompt([4, 5, 6])
+    assert (len(prompt), list(prompt), prompt[1:], prompt.encoded_images) == (3, [4, 5, 6], [5, 6], ())
 
 
 def test_boolean_mask_selects_rows(rollout):

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rollout.assemble import scored_rollout
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
-from lightning_rlhf.rollout.generation import Generation, submit
+from lightning_rlhf.rollout.generation import PendingCompletions, submit
 from lightning_rlhf.rollout.sampler import ResponseSampler
-from lightning_rlhf.rollout.source import Request, collect
-from lightning_rlhf.types import Completion, PromptBatch, PromptImages, Rollout, SamplingParams
+from lightning_rlhf.rollout.source import StepRequests
+from lightning_rlhf.types import Completion, Prompt, PromptBatch, PromptImages, Rollout, SamplingParams, TokenPrompt
 
 _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
 # Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
@@ -141,13 +142,13 @@ class _Comparison:
         version: version of the policy that was pushed.
         texts: token ids of each text.
         logprobs: the actor's log-probs of the last tokens of each text.
-        generation: the engine's log-probs of the texts.
+        pending: the engine's log-probs of the texts.
     """
 
     version: int
     texts: list[list[int]]
     logprobs: list[Tensor]
-    generation: Generation
+    pending: PendingCompletions
 
     def gaps(self) -> Tensor:
         """Wait for the engine; return (N,) absolute differences of log-probs, nats.
@@ -158,7 +159,7 @@ class _Comparison:
             RuntimeError: the engine returned no log-probs of the texts, or used older weights.
         """
         gaps = [torch.zeros(0)]
-        for text, logprobs, completion in zip(self.texts, self.logprobs, self.generation.completions(), strict=True):
+        for text, logprobs, completion in zip(self.texts, self.logprobs, self.pending.result(), strict=True):
             if len(completion.logprobs) != len(text):
                 raise RunError(
                     f"the engine returned {len(completion.logprobs)} log-probabilities for a prompt of {len(text)} "
@@ -200,7 +201,7 @@ class PushChecks:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def begin(self, request: Request, version: int) -> None:
+    def launch(self, request: StepRequests, version: int) -> None:
         """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
 
         A rank without sampled responses evaluates a text of two tokens, because a sharded forward pass needs all ranks.
@@ -216,31 +217,32 @@ class PushChecks:
         responses = request.completions()[: len(prompts) * request.sampling.samples : request.sampling.samples]
         room = sampler.max_length - 1  # the engine samples a token after the text
         parts: list[tuple[list[int], list[int]]] = []
-        images: list[PromptImages] = []
-        for number, (prompt, response) in enumerate(zip(prompts.token_ids, responses, strict=True)):
-            of_prompt = prompts.images[number] if prompts.images else None
+        images: list[PromptImages | None] = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            of_prompt = prompt.images
             if of_prompt is not None and of_prompt.images:  # whole prompts, because images cannot be cut
                 longest = min(_IMAGE_TEXT_TOKENS, room)
-                if len(prompt) >= longest:
+                if len(prompt.token_ids) >= longest:
                     continue
             else:
                 longest = min(_TEXT_TOKENS, room)
-            parts.append(shortened(prompt, self._before_images(response.token_ids), longest))
+            parts.append(shortened(prompt.token_ids, self._before_images(response.token_ids), longest))
             if of_prompt is not None:
                 unexpanded = of_prompt.unexpanded_ids if of_prompt.images else tuple(parts[-1][0])
-                images.append(replace(of_prompt, unexpanded_ids=(*unexpanded, *parts[-1][1])))
+                of_prompt = replace(of_prompt, unexpanded_ids=(*unexpanded, *parts[-1][1]))
+            images.append(of_prompt)
         evaluated = parts or [([0], [0])]
-        known = PromptBatch(
-            list(range(len(evaluated))), [ids for ids, _ in evaluated], [""] * len(evaluated), {}, images=images
-        )
+        pairs = zip(evaluated, images or [None], strict=True)
+        known = [Prompt(ids, "", images=of_prompt, position=i) for i, ((ids, _), of_prompt) in enumerate(pairs)]
         completions = [Completion(end, [0.0] * len(end), "length", version) for _, end in evaluated]
         with every_token(self.module.actor):
-            logprobs = actor_logprobs(self.module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+            rollout = scored_rollout(PromptBatch(known), completions, [], sampler.tokenizer)
+            logprobs = actor_logprobs(self.module, rollout).float().cpu()
         texts = [[*prompt, *end] for prompt, end in parts]
-        sampling = SamplingParams(1, echo=True)
-        generation = submit(sampler.engine, texts, sampling, [0] * len(texts), images=images)
+        asked = [TokenPrompt(text, of_prompt) for text, of_prompt in zip(texts, images, strict=True)]
+        pending = submit(sampler.engine, asked, SamplingParams(1, echo=True), [0] * len(texts))
         unpadded = [row[: len(end)] for row, (_, end) in zip(logprobs, parts, strict=False)]
-        self._pending.append(_Comparison(version, texts, unpadded, generation))
+        self._pending.append(_Comparison(version, texts, unpadded, pending))
 
     def _before_images(self, response: list[int]) -> list[int]:
         """Return the tokens of a response before the first image of an environment."""
@@ -248,7 +250,7 @@ class PushChecks:
         end = next((index for index, token in enumerate(response) if token in tokens), len(response))
         return response[:end]
 
-    def finish(self, version: int) -> None:
+    def check_until(self, version: int) -> None:
         """Wait for the comparisons of pushes up to a version. All ranks; the engine has the actor's weights.
 
         Args:

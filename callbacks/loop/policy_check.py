@@ -22,11 +22,11 @@ from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.assemble import scored_rollout
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
-from lightning_rlhf.rollout.source import collect
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
+from lightning_rlhf.types import Prompt, PromptBatch, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class PolicyCheck(Callback):
         rows = self._rows
         texts = [text_of(row, "prompt") for row in rows]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
-        batch = PromptBatch(list(range(len(rows))), ids, texts, columns)
+        columns = [{name: row.get(name) for name in rows[0] if name != "prompt"} for row in rows]
+        prompts = [Prompt(ids[i], texts[i], columns[i], index=i, position=i) for i in range(len(rows))]
         directory = Path(trainer.default_root_dir) / "policy_check"
         save_architecture(self.policy, directory)
         engine = TransformersEngine()
@@ -115,7 +115,8 @@ class PolicyCheck(Callback):
         ends = dict.fromkeys([tokenizer.eos_token_id, *generation_ends(getattr(self.policy, "path", None))])
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=tuple(ends))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
-        return collect(batch, generate(engine, ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)
+        completions = generate(engine, ids, sampling, seeds)
+        return scored_rollout(PromptBatch(prompts), completions, [self.rule] if self.rule else [], tokenizer)
 
     @torch.no_grad()
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.loop.rollout_parts import RolloutParts, make_parts
 from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
 from lightning_rlhf.callbacks.loop.rollout_validation import RolloutValidation, ValidationSettings
 from lightning_rlhf.callbacks.loop.run_engine import RunEngine
-from lightning_rlhf.callbacks.loop.step_metrics import LoggedRewards, rollout_metrics
+from lightning_rlhf.callbacks.loop.step_metrics import rollout_metrics
 from lightning_rlhf.callbacks.loop.validation import AnswerExtractor, Validation
 from lightning_rlhf.compat import is_taking_snapshot
 from lightning_rlhf.data.prompts import PromptDataModule
@@ -136,7 +136,7 @@ class RolloutLoop(Callback):
         """Sync weights, generate, score, and pass the rollout to the module."""
         parts = self.parts
         parts.clock.start_step()
-        sampled = parts.rollouts(batch, trainer.global_step)
+        sampled = parts.source(batch, trainer.global_step)
         check_finite(sampled.rollout)
         parts.weights.let_engine_sleep()
         sampled = replace(sampled, rollout=self._with_all_images(sampled.rollout))
@@ -146,16 +146,17 @@ class RolloutLoop(Callback):
 
     def _with_all_images(self, rollout: Rollout) -> Rollout:
         """Return a rollout with the images that environments of all ranks wrote, because ranks exchange rows."""
-        if self.environment is None or not self.environment.max_images:
+        if self.environment is None or not self.environment.max_images or rollout.images is None:
             return rollout
-        of_ranks = ranks.from_all_ranks(dict(rollout.written_images))
-        return replace(rollout, written_images={number: each for images in of_ranks for number, each in images.items()})
+        of_ranks = ranks.from_all_ranks(dict(rollout.images.written))
+        written = {number: image for images in of_ranks for number, image in images.items()}
+        return replace(rollout, images=replace(rollout.images, written=written))
 
     def _with_rewards(self, sampled: SampledRollout, module: RLHFModule) -> SampledRollout:
         """Return the rollout with its rewards, or with pending ones, for which the module waits in ``evaluate``."""
-        if sampled.pending is None or not self.reward_executor.overlaps or module.replaces(*_READ_REWARDS):
+        if sampled.rewards is None or not self.reward_executor.overlaps or module.replaces(*_READ_REWARDS):
             return sampled.scored()
-        return replace(sampled, rewards=LoggedRewards(sampled.pending, sampled.reward_sums, module, self.parts.clock))
+        return replace(sampled, rewards=replace(sampled.rewards, earlier=sampled.reward_sums))
 
     def _log(self, sampled: SampledRollout, module: RLHFModule) -> None:
         self.conversations = conversations_of(sampled.requests)

@@ -41,7 +41,7 @@ class RolloutParts:
         sampler: sampler of the responses.
         weights: weights of the engine.
         checks: comparisons of engine and actor that are not finished.
-        rollouts: function of the prompts and the step that returns the rollout of a step.
+        source: function of the prompts and the step that returns the rollout of a step.
         clock: clock of the step.
         teacher_prompts: prompts of a teacher that has others than the student; None without them.
     """
@@ -49,16 +49,14 @@ class RolloutParts:
     sampler: ResponseSampler
     weights: EngineWeights
     checks: PushChecks
-    rollouts: OnPolicy | Ahead
+    source: OnPolicy | Ahead
     clock: Clock
     teacher_prompts: TeacherPrompts | None = None
 
     @property
     def ahead(self) -> Ahead | None:
         """Requests for later steps; None if responses are requested in the step that trains on them."""
-        if isinstance(self.rollouts, Ahead):
-            return self.rollouts
-        return None
+        return self.source if isinstance(self.source, Ahead) else None
 
 
 def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule, engine: RunEngine) -> ResponseSampler:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.messages import common_prefix
 from lightning_rlhf.encoded_image import EncodedImage
-from lightning_rlhf.types import ConversationRecord, Experience, PromptBatch, Rollout
+from lightning_rlhf.types import ConversationRecord, Experience, Prompt, PromptBatch, Rollout
 
 _FEWEST_TOKENS = 16  # first tokens of a response with values
 
@@ -34,10 +34,10 @@ def segments_of(
     mask = rollout.response_mask[row, :length].tolist()
     if all(mask):
         return {}
-    if rollout.step_rewards is None:
+    if rollout.conversation is None:
         rewards = [0.0] * length
     else:
-        rewards = rollout.step_rewards[row, :length].tolist()
+        rewards = rollout.conversation.step_rewards[row, :length].tolist()
     tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
     segments = []
     for sampled, part in groupby(tokens, key=itemgetter(0)):
@@ -173,10 +173,9 @@ def correct_answers(rollout: Rollout, batch: PromptBatch, group_size: int | None
         batch: prompts of this rank.
         group_size: responses per prompt; None counts them.
     """
-    answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
-    if answers is None:
+    if not isinstance(batch, PromptBatch) or "ground_truth" not in batch.column_names:  # as in a custom loop
         return []
-    return [answers[number] for number in _prompts_of(rollout, batch, group_size)]
+    return [prompt.columns["ground_truth"] for prompt in _prompts_of(rollout, batch, group_size)]
 
 
 def prompt_images(
@@ -189,14 +188,13 @@ def prompt_images(
         batch: prompts of this rank.
         group_size: responses per prompt; None counts them.
     """
-    images = getattr(batch, "images", [])
-    if not images:
+    if not isinstance(batch, PromptBatch) or all(prompt.images is None for prompt in batch):
         return []
-    return [images[number].images for number in _prompts_of(rollout, batch, group_size)]
+    return [prompt.tokens.encoded_images for prompt in _prompts_of(rollout, batch, group_size)]
 
 
-def _prompts_of(rollout: Rollout, batch: PromptBatch, group_size: int | None) -> list[int]:
-    """Return the number of each response's prompt in the batch."""
+def _prompts_of(rollout: Rollout, batch: PromptBatch, group_size: int | None) -> list[Prompt]:
+    """Return the prompt of each response."""
     size = group_size or group_size_of(rollout)
-    prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
+    prompts = {prompt.position: prompt for prompt in batch}
     return [prompts[position // size] for position in rollout.position.tolist()]

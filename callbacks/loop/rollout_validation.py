@@ -15,9 +15,9 @@ from lightning_rlhf.compat import run_validation
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import TrainerState
+from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.scorer import Scorer
-from lightning_rlhf.rollout.source import assemble
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, StepRollout
 
 _BAR_METRICS = ("val/fraction_correct_greedy", "val/fraction_correct_sampled")
@@ -90,7 +90,7 @@ class RolloutValidation(Callback):
             self._parts.ahead.wait()  # responses must not be continued with an average of weights
         if self._parts.checks or not averages_weights(trainer):
             self._parts.weights.sync(trainer.global_step)
-        self._parts.checks.finish(trainer.global_step)
+        self._parts.checks.check_until(trainer.global_step)
         self._validated_step = trainer.global_step
         self.validation = Validation(
             self.settings.samples,
@@ -135,7 +135,7 @@ class RolloutValidation(Callback):
         def completions(first: int, sampling: Sampling) -> list[Completion]:
             on_finished = partial(score, first, sampling.samples)
             version = self._parts.weights.version
-            return self._parts.sampler.start(batch, sampling, trainer.global_step, version, on_finished).completions()
+            return self._parts.sampler.request(batch, sampling, trainer.global_step, version, on_finished).result()
 
         greedy = completions(0, Sampling(1, 0.0, "validation"))
         sampled = completions(1, Sampling(samples, 1.0, "validation"))
@@ -145,7 +145,7 @@ class RolloutValidation(Callback):
             rollout = scorer.add_rewards(assemble(batch, ordered, 1.0, environment), scorer.score(ordered))
             if self._parts.teacher_prompts is None:
                 return rollout
-            return self._parts.teacher_prompts.add(rollout, scorer.columns(ordered))
+            return self._parts.teacher_prompts.add(rollout, batch.prompts, scorer.columns(ordered))
 
         return roles.run_on_group_leader(scored), sampled, greedy
 

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.executor import MetricSums
-from lightning_rlhf.rollout.ahead import RestoredGeneration, covered
-from lightning_rlhf.rollout.clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
-from lightning_rlhf.rollout.source import PendingRewards, SampledRollout
-from lightning_rlhf.types import Rollout
-
-
-@dataclass(frozen=True)
-class LoggedRewards:
-    """Rewards that a module adds to its rollout; their metrics and the wait for them are then logged.
-
-    Args:
-        pending: rewards that are computed.
-        earlier: metrics of other rewards of the step.
-        module: module of the run.
-        clock: clock of the step.
-    """
-
-    pending: PendingRewards
-    earlier: tuple[MetricSums, ...]
-    module: RLHFModule
-    clock: Clock
-
-    def add_to(self, rollout: Rollout) -> Rollout:
-        """Wait for the rewards, log their metrics, and return the rollout with them. All ranks."""
-        rollout, sums = self.pending.wait(rollout)
-        waited = {"time/reward_s": self.clock.seconds["time/reward_s"]}
-        metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
-        self.module.log_step("rewards", metrics | reward_metrics((*self.earlier, sums), self.module))
-        return rollout
-
-
-def reward_metrics(sums: tuple[MetricSums, ...], module: RLHFModule) -> dict[str, float]:
-    """Return the metrics of the reward functions over all ranks; ranks with the same data count once. All ranks."""
-    return means_over_ranks(sums if module.role_strategy.is_group_leader else [])
+from lightning_rlhf.rollout.ahead import RestoredResponses, covered
+from lightning_rlhf.rollout.clock import Clock, max_over_ranks, sum_over_ranks
+from lightning_rlhf.rollout.source import SampledRollout, reward_metrics
 
 
 def rollout_metrics(
@@ -62,8 +29,8 @@ def rollout_metrics(
     ranks, device = module.data_ranks, module.device
     tokens = sum(len(each.token_ids) for request in sampled.requests for each in request.completions())
     largest = {**clock.seconds, "generation": clock.seconds["time/generate_s"]}
-    if sampled.pending is not None:
-        largest.pop("time/reward_s", None)  # LoggedRewards logs it, and the metrics of the rewards
+    if sampled.rewards is not None:
+        largest.pop("time/reward_s", None)  # the module logs it, and the metrics of the rewards
     if not all(request.is_current for request in sampled.requests):
         largest["generation"] = covered([request.interval for request in sampled.requests], -inf, inf)
     summed = {"tokens": float(tokens)} | ({} if restarted is None else {"restarts": float(restarted)})
@@ -76,7 +43,7 @@ def rollout_metrics(
     metrics = max_over_ranks(largest, ranks, device)  # all ranks wait for the slowest
     total = sum_over_ranks(summed, ranks, device)
     seconds = metrics.pop("generation")
-    restored = any(isinstance(request.generation, RestoredGeneration) for request in sampled.requests)
+    restored = any(isinstance(request.pending, RestoredResponses) for request in sampled.requests)
     if not restored and seconds > 0:  # 0 if all responses are given
         metrics["rollout/tokens_per_s"] = total["tokens"] / seconds
     if restarted is not None:
@@ -88,6 +55,6 @@ def rollout_metrics(
                 f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
                 f"max_staleness {max_staleness} allows"
             )
-    if sampled.pending is None:
-        metrics |= reward_metrics(sampled.reward_sums, module)
+    if sampled.rewards is None:
+        metrics |= reward_metrics(sampled.reward_sums, module.role_strategy)
     return metrics | sampled.metrics

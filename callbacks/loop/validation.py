@@ -200,25 +200,24 @@ class Validation:
             reward = rollout.rewards[str(self._metric)]
             correct = (reward >= 1).double().masked_fill(reward.isnan(), torch.nan)
             self._correctness.batches.append(self._by_prompt(correct))
-        rows = [{name: values[i] for name, values in batch.columns.items()} for i in range(len(batch))]
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(self._sources)}
-        self._indices += batch.indices
-        self._source_numbers += [numbers.get(source_of(row), -1) for row in rows]
+        self._indices += [prompt.index for prompt in batch]
+        self._source_numbers += [numbers.get(source_of(prompt.columns), -1) for prompt in batch]
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         size = 1 + self._val_samples
         self._last_rows = []
-        for i, row in enumerate(rows):
+        for i, prompt in enumerate(batch):
             first = i * size
             if self._answer is not None:
                 self._answers.append(self._answers_of(texts[first + 1 : first + size]))
             if len(self.samples) < _MAX_STORED_SAMPLES:
-                prompt = str(tokenizer.decode(batch.token_ids[i], skip_special_tokens=True))
-                texts_of = {"prompt": prompt, "response": texts[first]}
+                text = str(tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
+                texts_of = {"prompt": text, "response": texts[first]}
                 self._store(
-                    index=batch.indices[i],
-                    columns=row,
+                    index=prompt.index,
+                    columns=dict(prompt.columns),
                     texts=texts_of,
                     rollout=rollout,
                     position=first,

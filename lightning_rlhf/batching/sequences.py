@@ -1,14 +1,15 @@
 """Batches of sequences: padding, concatenation, prompts joined with responses."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.types import Rollout, SequenceBatch, UnpairedBatch
+from lightning_rlhf.types import Rollout, SequenceBatch, TensorBatch, UnpairedBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -120,18 +121,25 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     Args:
         rollouts: at least one, all with the same names of rewards and the same temperature.
     """
-    fields = {}
-    others = ("rewards", "temperature", "written_images")
-    for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in others):
-        columns = [getattr(rollout, name) for rollout in rollouts]
-        if columns[0] is None:
-            continue
-        if columns[0].ndim == 2:
-            width = max(column.shape[1] for column in columns)
-            columns = [functional.pad(column, (0, width - column.shape[1])) for column in columns]
-        fields[name] = torch.cat(columns)
+    joined: Rollout = _joined(rollouts)
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
-    fields["group"] = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
-    rewards = {name: torch.cat([rollout.rewards[name] for rollout in rollouts]) for name in rollouts[0].rewards}
-    written = {number: image for rollout in rollouts for number, image in rollout.written_images.items()}
-    return Rollout(**fields, rewards=rewards, temperature=rollouts[0].temperature, written_images=written)
+    group = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
+    return dataclasses.replace(joined, group=group)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return the rows of a field of several batches together; of other values than tensors, the first one."""
+    first = values[0]
+    if isinstance(first, TensorBatch):
+        names = [field.name for field in dataclasses.fields(first)]
+        parts = {name: _joined([getattr(value, name) for value in values]) for name in names}
+        return type(first)(**parts)
+    if isinstance(first, Mapping):
+        names = list(dict.fromkeys(name for value in values for name in value))
+        return {name: _joined([value[name] for value in values if name in value]) for name in names}
+    if not isinstance(first, Tensor):
+        return first
+    if first.ndim == 2:
+        width = max(value.shape[1] for value in values)
+        values = [functional.pad(value, (0, width - value.shape[1])) for value in values]
+    return torch.cat(list(values))

@@ -48,12 +48,14 @@ class PromptText(NamedTuple):
         unexpanded: text with one placeholder for each image; equal to ``text`` without images.
         messages: chat messages of the prompt; empty for plain text.
         images: images of the prompt in their order.
+        tools: JSON schemas of the tools that the chat template described.
     """
 
     text: str
     unexpanded: str
-    messages: list[Message]
-    images: list[EncodedImage]
+    messages: Sequence[Message] = ()
+    images: Sequence[EncodedImage] = ()
+    tools: Sequence[dict[str, Any]] = ()
 
 
 @dataclass
@@ -396,9 +398,9 @@ class RowsDataModule(LightningDataModule):
         with as_bad_row():
             images = [self._read_image(value) for value in given_images(fields)]
             if not images:
-                return PromptText(self.without_images(text), text, [], [])
+                return PromptText(self.without_images(text), text)
             text = text.replace(MARKER, self._store.processor.placeholder)
-            return PromptText(self._store.processor.expand(text, images), text, [], images)
+            return PromptText(self._store.processor.expand(text, images), text, images=images)
 
     @staticmethod
     def check_plain_text(fields: Fields) -> None:
@@ -432,7 +434,7 @@ class RowsDataModule(LightningDataModule):
         text = chat.render_prompt(messages)
         self.note(*check_complete(chat, messages, "prompt", generation=True))
         unexpanded = chat.render_prompt(messages, expanded=False) if images else text
-        return PromptText(text, unexpanded, messages, images)
+        return PromptText(text, unexpanded, messages, images, chat.tools or ())
 
     def note(self, *sentences: str) -> None:
         """Record sentences about the current row, which are counted over all rows."""

@@ -6,35 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_rlhf.data.base import PromptText, RowsDataModule
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields, source_of
 from lightning_rlhf.data.image_parts import MARKER
-from lightning_rlhf.data.messages import Message, common_prefix, holds_messages
+from lightning_rlhf.data.messages import common_prefix, holds_messages
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.types import PromptBatch, PromptImages
-
-
-class Prompt(NamedTuple):
-    """A tokenized prompt.
-
-    Args:
-        text: text of the prompt, rendered by the chat template for messages; ``<image>`` stands for an image.
-        ids: token ids.
-        columns: further columns of the row, for rewards.
-        messages: chat messages of the prompt; empty for plain text.
-        images: images of the prompt; None without them.
-    """
-
-    text: str
-    ids: list[int]
-    columns: dict[str, Any]
-    messages: list[Message]
-    images: PromptImages | None = None
-
+from lightning_rlhf.types import Prompt, PromptBatch, PromptImages
 
 _ANSWERS = 1000  # answers whose lengths are compared with the limit of responses
 
@@ -68,12 +49,12 @@ class PromptDataModule(RowsDataModule):
         text = text if ids is all_ids else str(self.tokenizer.decode(ids))
         columns = self.columns.other_columns(fields, exclude=("prompt", "messages", "images"))
         if not prompt.images:
-            return Prompt(text, ids, columns, prompt.messages)
+            return Prompt(ids, text, columns, prompt.messages, prompt.tools)
         images = PromptImages(
             tuple(prompt.images), self.number_images(prompt.images), tuple(self.tokenize(prompt.unexpanded))
         )
         text = prompt.unexpanded.replace(self._store.processor.placeholder, MARKER)
-        return Prompt(text, ids, {**columns, "images": prompt.images}, prompt.messages, images)
+        return Prompt(ids, text, {**columns, "images": prompt.images}, prompt.messages, prompt.tools, images)
 
     def check_unread(self, fields: Fields) -> list[str]:
         """Return the columns of a row that no field reads; rewards and environments can still read them."""
@@ -96,7 +77,7 @@ class PromptDataModule(RowsDataModule):
         elif "prompt" not in fields and self.split_after is not None:
             self.check_plain_text(fields)
             text = self.split(fields.text("chosen"))[0]
-            return PromptText(text, text, [], [])
+            return PromptText(text, text)
         else:
             return self.prompt_of(fields)
         while messages and messages[-1]["role"] == "assistant":
@@ -180,29 +161,26 @@ class PromptDataModule(RowsDataModule):
 
     def count_tokens(self, example: Prompt) -> int:
         """Count the tokens of the prompt."""
-        return len(example.ids)
+        return len(example.token_ids)
 
     def collate(self, examples: list[Prompt], numbers: list[int], positions: list[int], epoch: int) -> PromptBatch:
-        """Collect prompts in a batch; token ids stay lists, because engines pad them."""
-        texts, ids, row_columns, messages, _ = (list(part) for part in zip(*examples, strict=True))
-        columns = {name: [row.get(name) for row in row_columns] for name in self.column_names}
+        """Collect prompts in a batch; each has all columns of the data, so that every batch has the same."""
         of_source: dict[str | None, int] = {name: number for number, name in enumerate(self.source_names)}
-        return PromptBatch(
-            indices=list(numbers),
-            token_ids=ids,
-            texts=texts,
-            columns=columns,
-            epoch=epoch,
-            positions=list(positions),
-            messages=messages if any(messages) else [],
-            sources=[of_source.get(source_of(row), -1) for row in row_columns] if of_source else [],
-            images=[]
-            if self.image_store is None
-            else [self._padded(row, self.image_store.longest) for row in examples],
-        )
+        prompts = [
+            replace(
+                example,
+                columns={name: example.columns.get(name) for name in self.column_names},
+                images=None if self.image_store is None else _padded(example, self.image_store.longest),
+                index=number,
+                position=position,
+                source=of_source.get(source_of(example.columns), -1) if of_source else None,
+            )
+            for example, number, position in zip(examples, numbers, positions or range(len(numbers)), strict=True)
+        ]
+        return PromptBatch(prompts, epoch)
 
-    @staticmethod
-    def _padded(prompt: Prompt, width: int) -> PromptImages:
-        """Return the images of a prompt, with their numbers padded to the largest number of images of a text."""
-        images = prompt.images or PromptImages((), (), tuple(prompt.ids))
-        return replace(images, numbers=(*images.numbers, *[-1] * (width - len(images.numbers))))
+
+def _padded(prompt: Prompt, width: int) -> PromptImages:
+    """Return the images of a prompt, with their numbers padded to the largest number of images of a text."""
+    images = prompt.images or PromptImages((), (), tuple(prompt.token_ids))
+    return replace(images, numbers=(*images.numbers, *[-1] * (width - len(images.numbers))))

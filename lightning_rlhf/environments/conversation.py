@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.types import Completion, PromptImages
+from lightning_rlhf.types import Completion, TokenPrompt
 
 # Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
 # tokens were left for another turn; the reply had more images than allowed; the bridge cannot continue the turn; the
@@ -50,21 +50,19 @@ class Conversation:
     Sampled tokens are never decoded and encoded again: each request contains exactly the tokens before it.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: prompt of the conversation, without the images that the environment wrote.
         limits: limits of the conversation.
-        images: images of the prompt, without those that the environment wrote; None without images.
         written_images: images that the environment wrote at the end of the prompt.
     """
 
     def __init__(
         self,
-        prompt: Sequence[int],
+        prompt: TokenPrompt,
         limits: Limits,
-        images: PromptImages | None = None,
         written_images: Sequence[EncodedImage] = (),
     ) -> None:
         self.prompt = list(prompt)
-        self._images = images
+        self._images = prompt.images
         self._written_images = list(written_images)
         self._unexpanded: list[int] = []  # tokens after the prompt with one placeholder for each image
         self.limits = limits
@@ -78,20 +76,16 @@ class Conversation:
         self.images_in_prompt = len(self._written_images)
 
     @property
-    def request(self) -> list[int]:
-        """All tokens so far, which the next turn continues."""
-        return self.prompt + self.token_ids
-
-    @property
-    def images(self) -> PromptImages | None:
-        """Images so far, with all tokens before they were expanded; None without images."""
-        if self._images is None:
-            return None
-        return replace(
-            self._images,
-            images=(*self._images.images, *self._written_images),
-            unexpanded_ids=(*self._images.unexpanded_ids, *self._unexpanded),
-        )
+    def request(self) -> TokenPrompt:
+        """All tokens and images so far, which the next turn continues."""
+        images = self._images
+        if images is not None:
+            images = replace(
+                images,
+                images=(*images.images, *self._written_images),
+                unexpanded_ids=(*images.unexpanded_ids, *self._unexpanded),
+            )
+        return TokenPrompt(self.prompt + self.token_ids, images)
 
     @property
     def written_images(self) -> tuple[EncodedImage, ...]:

@@ -476,7 +476,8 @@ class RLHFModule(RoleModule):
         ref_logprobs = self.micro_batches.map(of_ref, rollout)[0] if self.has_ref else old.logprobs
         values, final_values = self.values(rollout)
         started = time.perf_counter()
-        rollout = self.last_rollout = received.with_rewards()
+        rollout, reward_metrics = received.with_rewards()
+        self.last_rollout = rollout
         waited = time.perf_counter() - started
         reward = self.total_reward(rollout)
         greedy_reward = None if received.greedy is None else self.total_reward(received.greedy)[rollout.group]
@@ -498,7 +499,7 @@ class RLHFModule(RoleModule):
             source=rollout.source,
         )
         advantages, returns = (values.masked_fill(~mask, 0) for values in self.advantages(inputs, ranks))
-        metrics = {} if self.correction.bypass else metrics
+        metrics = reward_metrics | ({} if self.correction.bypass else metrics)
         if old.sum_pi_squared is not None:
             metrics |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks)
         experience = Experience(
@@ -581,7 +582,8 @@ class RLHFModule(RoleModule):
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return (B, T) the reward at the last token of the response, or of its turn, minus each token's KL penalty."""
         kl = self.kl_reward(logprobs, ref_logprobs, rollout.response_mask, logprobs)
-        return rewards_at_tokens(reward, rollout.response_mask, rollout.step_rewards) - self.kl_coef * kl
+        steps = None if rollout.conversation is None else rollout.conversation.step_rewards
+        return rewards_at_tokens(reward, rollout.response_mask, steps) - self.kl_coef * kl
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """Return (B, T) the critic's values and (B,) those after truncated responses; zeros without a critic."""

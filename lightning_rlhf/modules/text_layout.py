@@ -26,7 +26,7 @@ from lightning_rlhf.models.images import TextImages, images_alike
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.types import Rollout, TensorBatch
+from lightning_rlhf.types import Rollout, RolloutImages, TensorBatch
 
 log = logging.getLogger(__name__)
 CPU_TOKENS = 2048
@@ -170,9 +170,10 @@ class TextLayout:
         Args:
             batch: rows of the micro-batch.
         """
-        numbers, written = getattr(batch, "images", None), getattr(batch, "written_images", {})
-        if numbers is None:
+        images = getattr(batch, "images", None)
+        if images is None:
             return None
+        numbers, written = (images.numbers, images.written) if isinstance(images, RolloutImages) else (images, {})
         store: ImageStore = self.module.trainer.datamodule.image_store  # type: ignore[attr-defined]
         is_trained = any(self.module.sources[name].train_vision for name in self.module.trained_roles)
         together = is_trained or not self.module.role_strategy.keeps_whole_weights
@@ -182,8 +183,8 @@ class TextLayout:
                 return None
             stand_in = next(iter(store.images.values()), BLANK)
             distinct, written = distinct.new_tensor([stand_in.number]), {stand_in.number: stand_in}
-        images = [written.get(number) or store.images[number] for number in distinct.tolist()]
-        tensors = [store.processor.tensors(image) for image in images]
+        shown = [written.get(number) or store.images[number] for number in distinct.tolist()]
+        tensors = [store.processor.tensors(image) for image in shown]
         renumbered = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
         passes = len(images_alike(tensors))
         if together:

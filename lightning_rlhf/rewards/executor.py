@@ -79,7 +79,7 @@ class RewardExecutor:
         """Whether any function runs outside of the calling thread, which can compute something else meanwhile."""
         return any(function.scores_singly or function.is_async for function in self.functions)
 
-    def start(self, index: int, row: Mapping[str, list[Any]], state: TrainerState | None = None) -> Calls:
+    def launch(self, index: int, row: Mapping[str, list[Any]], state: TrainerState | None = None) -> Calls:
         """Start scoring one finished completion while others are still generated.
 
         Args:
@@ -101,15 +101,15 @@ class RewardExecutor:
         Args:
             columns: lists with one entry per completion.
             state: progress of the run.
-            started: calls that :meth:`start` returned, which are not repeated.
+            started: calls that :meth:`launch` returned, which are not repeated.
 
         Raises:
             RuntimeError: a function failed and its ``on_error`` is ``raise``, or it failed too often.
             AbortRun: a function raised it.
         """
-        return self.begin(columns, state, started)()
+        return self.launch_rest(columns, state, started)()
 
-    def begin(
+    def launch_rest(
         self, columns: Mapping[str, list[Any]], state: TrainerState | None = None, started: Calls | None = None
     ) -> Callable[[], RolloutRewards]:
         """Start all calls; arguments as of :meth:`score`. Functions of this thread run at once.

@@ -16,10 +16,10 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.generation import Generation, OnFinished
+from lightning_rlhf.rollout.generation import OnFinished, PendingCompletions
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.sampler import Sampler, Sampling
-from lightning_rlhf.rollout.source import Request, Requests, SampledRollout, Source
+from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch
@@ -32,11 +32,11 @@ Upcoming = Callable[[], Iterable[tuple[int, PromptBatch]]]
 class PushChecks(Protocol):
     """Comparisons of engine and actor after pushes whose first responses are used in a later step."""
 
-    def finish(self, version: int) -> None:
+    def check_until(self, version: int) -> None:
         """Wait for the comparisons of pushes up to a version, and raise RuntimeError if one failed. All ranks."""
 
-    def begin(self, request: Request, version: int) -> None:
-        """Begin the comparison for the newest push, with texts of a finished request. All ranks."""
+    def launch(self, request: StepRequests, version: int) -> None:
+        """Launch the comparison for the newest push, with texts of a finished request. All ranks."""
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Ahead:
     max_staleness: int
     waits_before_push: bool
     clock: Clock
-    _requests: dict[int, Requests] = field(default_factory=dict)  # by step
-    _snapshot: tuple[list[dict[str, Any]], list[Request]] = field(default_factory=lambda: ([], []))
+    _requests: dict[int, StepRequests] = field(default_factory=dict)  # by step
+    _snapshot: tuple[list[dict[str, Any]], list[StepRequests]] = field(default_factory=lambda: ([], []))
     _idle: IdleTimes = field(default_factory=lambda: IdleTimes())
 
     def __call__(self, prompts: PromptBatch, step: int) -> SampledRollout:
@@ -79,28 +79,29 @@ class Ahead:
         requests = self._requests.pop(step, None)
         if requests is None or self.weights.pushed is None:
             self.weights.sync(step)
-        requests = requests or self._start(prompts, step)
+        requests = requests or self._request(prompts, step)
         with self.clock("time/generate_s"):
-            requests.wait()
+            for request in requests.all:
+                request.completions()
         metrics = self._idle.shares(self.clock)
         self.sync(step)
-        is_current = all(request.is_current for request in requests.requests)
+        is_current = all(request.is_current for request in requests.all)
         if not is_current:  # the first responses of a run are compared themselves
             with self.clock("time/check_s"):
-                self.checks.finish(step - self.max_staleness)
-                self.checks.begin(requests.requests[0], step)
+                self.checks.check_until(step - self.max_staleness)
+                self.checks.launch(requests, step)
         for later_step, later_prompts in self.upcoming():
             if later_step not in self._requests:
-                self._requests[later_step] = self._start(later_prompts, later_step, in_background=True)
-        sampled = self.source.finish(requests)
+                self._requests[later_step] = self._request(later_prompts, later_step, in_background=True)
+        sampled = self.source.collect(requests)
         self._idle.add(sampled.requests)
         if is_current:
             self.weights.check(sampled.rollout)
         return replace(sampled, metrics={**metrics, **sampled.metrics})
 
-    def _start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
-        requests = self.source.start(prompts, step, in_background)
-        self._idle.add(requests.requests)
+    def _request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
+        requests = self.source.request(prompts, step, in_background)
+        self._idle.add(requests.all)
         return requests
 
     def sync(self, step: int) -> None:
@@ -115,8 +116,8 @@ class Ahead:
             for request in self._all():
                 request.completions()
 
-    def _all(self) -> list[Request]:
-        return [request for step in sorted(self._requests) for request in self._requests[step].requests]
+    def _all(self) -> list[StepRequests]:
+        return [request for step in sorted(self._requests) for request in self._requests[step].all]
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class RestoredCompletions:
         if step not in self.steps:
             return None
         self.parts = [part for part in self.parts if part["step"] != step]
-        keys = [(step, sampling.samples, sampling.temperature, index) for index in prompts.indices]
+        keys = [(step, sampling.samples, sampling.temperature, prompt.index) for prompt in prompts]
         has_all = all(key in self._by_prompt for key in keys)
         if group is not None:
             of_ranks = group.gather(has_all)
@@ -184,7 +185,7 @@ class RestoredCompletions:
         return [completion for key in keys for completion in self._by_prompt.pop(key)]
 
 
-class RestoredGeneration(Generation):
+class RestoredResponses(PendingCompletions):
     """Completions of a checkpoint, whose times are not known."""
 
 
@@ -212,7 +213,7 @@ class RestoringSampler:
         """Settings of the environment whose conversations the responses are; None without one."""
         return self.sampler.environment
 
-    def start(
+    def request(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -220,12 +221,12 @@ class RestoringSampler:
         version: int,
         on_finished: OnFinished | None = None,
         in_background: bool = False,
-    ) -> Generation:
-        """See :meth:`Sampler.start`."""
+    ) -> PendingCompletions:
+        """See :meth:`Sampler.request`."""
         completions = self.restored.pop(step, prompts, sampling, self.engine.group)
         if completions is not None:
-            return RestoredGeneration(lambda: completions)
-        return self.sampler.start(
+            return RestoredResponses(lambda: completions)
+        return self.sampler.request(
             prompts, sampling, step, version, on_finished=on_finished, in_background=in_background
         )
 
@@ -234,14 +235,14 @@ class RestoringSampler:
 class IdleTimes:
     """Fractions of the time in which trainer and engine do nothing, over the window since the last step's request."""
 
-    _generations: list[Generation] = field(default_factory=list)  # that may lie in the window
+    _pending: list[PendingCompletions] = field(default_factory=list)  # that may lie in the window
     _start: float | None = None
     _waited: float = 0.0  # seconds that the clock had counted at the start of the window
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[StepRequests]) -> None:
         """Count the time of requests as work of the engine; a request may be added twice."""
-        known = {id(generation) for generation in self._generations}
-        self._generations += [request.generation for request in requests if id(request.generation) not in known]
+        known = {id(pending) for pending in self._pending}
+        self._pending += [request.pending for request in requests if id(request.pending) not in known]
 
     def shares(self, clock: Clock) -> dict[str, float]:
         """Return the fractions of the window that ends now, and begin the next one; the first call returns nothing.
@@ -251,9 +252,9 @@ class IdleTimes:
         """
         now = time.perf_counter()
         start, waited = self._start, clock.total["time/generate_s"] - self._waited
-        busy = [(each.requested_at, each.finished_at or now) for each in self._generations]
+        busy = [(each.requested_at, each.finished_at or now) for each in self._pending]
         self._start, self._waited = now, clock.total["time/generate_s"]
-        self._generations = [each for each in self._generations if each.finished_at is None]
+        self._pending = [each for each in self._pending if each.finished_at is None]
         if start is None:
             return {}
         return {
@@ -273,13 +274,13 @@ def covered(intervals: Iterable[tuple[float, float]], start: float, end: float) 
     return total
 
 
-def _packed(request: Request) -> dict[str, Any]:
+def _packed(request: StepRequests) -> dict[str, Any]:
     completions = request.completions()
     return {
         "step": request.step,
         "samples": request.sampling.samples,
         "temperature": request.sampling.temperature,
-        "indices": list(request.prompts.indices),
+        "indices": [prompt.index for prompt in request.prompts],
         "tokens": [len(completion.token_ids) for completion in completions],
         "token_ids": torch.tensor([token for each in completions for token in each.token_ids], dtype=torch.int32),
         "logprobs": torch.tensor([value for each in completions for value in each.logprobs], dtype=torch.float32),

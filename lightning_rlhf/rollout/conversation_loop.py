@@ -27,7 +27,7 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError, counted
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished
-from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, ConversationRecord, Prompt, SamplingParams, TokenPrompt
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -39,24 +39,21 @@ class ConversationRequest:
     """Request of one conversation.
 
     Args:
-        prompt_ids: tokens of the prompt.
-        text: prompt as text.
-        messages: prompt as messages; empty for plain text.
-        row: columns of the prompt's row, for the environment.
+        prompt: prompt of the conversation.
         seed: seed of the environment, in [0, 2**63).
         turn_seeds: seed of each turn of the policy.
         sampling: sampling parameters, whose ``max_tokens`` limits the tokens after the prompt.
-        images: images of the prompt; None if the data have none.
     """
 
-    prompt_ids: list[int]
-    text: str
-    messages: list[Message]
-    row: dict[str, Any]
+    prompt: Prompt
     seed: int
     turn_seeds: tuple[int, ...]
     sampling: SamplingParams
-    images: PromptImages | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The prompt's row as an environment receives it: its columns, ``prompt`` as text, and ``messages``."""
+        return {**self.prompt.columns, "prompt": self.prompt.text, "messages": list(self.prompt.messages)}
 
 
 @dataclass
@@ -110,11 +107,7 @@ def request_turns(
         sampling: sampling parameters of each turn.
         seeds: seed of each turn.
     """
-    ids = [conversation.request for conversation in conversations]
-    images = [images for conversation in conversations if (images := conversation.images) is not None]
-    if images:
-        return engine.request_with_images(ids, sampling, seeds, images)
-    return engine.request(ids, sampling, seeds)
+    return engine.request([conversation.request for conversation in conversations], sampling, seeds)
 
 
 class ConversationLoop:
@@ -160,7 +153,7 @@ class ConversationLoop:
         """Run all conversations to their ends and return their completions in order."""
         self._count = len(requests)
         running = [
-            RunningConversation(i, each, Conversation(each.prompt_ids, self._limits(each), each.images))
+            RunningConversation(i, each, Conversation(each.prompt.tokens, self._limits(each)))
             for i, each in enumerate(requests)
         ]
         began = logged = time.monotonic()
@@ -340,8 +333,9 @@ class ConversationLoop:
         if reply.done:
             return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
         request, written = running.request, _as_messages(reply.messages, "user")
+        messages = list(request.prompt.messages)
         if not written:
-            last = request.messages[-1]["role"] if request.messages else "user"
+            last = messages[-1]["role"] if messages else "user"
             if self._settings.bridge != "plain" and last == "assistant":
                 return Fault("invalid", "reset() wrote nothing after a prompt that ends with words of the assistant")
             return reply
@@ -352,21 +346,22 @@ class ConversationLoop:
                 f"reset() returned {counted(len(shown), 'image')}, more than max_images {self._settings.max_images} of "
                 f"the environment",
             )
-        prompt = unexpanded = self._bridge.prompt(request.text, request.messages, written)
-        images = request.images
+        prompt = unexpanded = self._bridge.prompt(request.prompt.text, messages, written)
+        images = request.prompt.images
         if images is not None:
             if images.images or shown:
-                unexpanded = self._bridge.prompt(request.text, request.messages, written, expanded=False)
+                unexpanded = self._bridge.prompt(request.prompt.text, messages, written, expanded=False)
             images = replace(images, unexpanded_ids=tuple(unexpanded))
-        left = request.sampling.max_tokens - (len(prompt) - len(request.prompt_ids))
+        longer = len(prompt) - len(request.prompt.token_ids)
+        left = request.sampling.max_tokens - longer
         if left < 1:
             return Fault(
                 "invalid",
-                f"reset() returned messages that lengthen the prompt by {len(prompt) - len(request.prompt_ids)} "
-                f"tokens, but max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
+                f"reset() returned messages that lengthen the prompt by {longer} tokens, but "
+                f" max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
             )
         limits = replace(self._limits(request), max_response_tokens=left)
-        running.conversation = Conversation(prompt, limits, images, shown)
+        running.conversation = Conversation(TokenPrompt(prompt, images), limits, shown)
         running.messages += written
         return reply
 

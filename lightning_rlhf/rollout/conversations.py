@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.hosts import make_host
-from lightning_rlhf.environments.protocol import Environment, Message
+from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, serve
+from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished, PendingCompletions, serve
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
@@ -86,16 +86,12 @@ class ConversationSampler:
 
         return [
             ConversationRequest(
-                prompt_ids=prompts.token_ids[number],
-                text=prompts.texts[number],
-                messages=prompts.messages[number] if prompts.messages else [],
-                row=row_of(prompts, number),
-                seed=derive_seed(run, "environment", purpose, epoch, index),
-                turn_seeds=(seed(index, k), *(seed(index, k, turn) for turn in later_turns)),
+                prompt=prompt,
+                seed=derive_seed(run, "environment", purpose, epoch, prompt.index),
+                turn_seeds=(seed(prompt.index, k), *(seed(prompt.index, k, turn) for turn in later_turns)),
                 sampling=sampling,
-                images=prompts.images[number] if prompts.images else None,
             )
-            for number, index in enumerate(prompts.indices)
+            for prompt in prompts
             for k in range(samples)
         ]
 
@@ -141,21 +137,21 @@ class EnvironmentSampler(ResponseSampler):
         """Settings of the environment."""
         return self.conversations.settings
 
-    def _generation(
+    def _requested(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
         check: CompletionCheck,
         on_finished: OnFinished | None,
         in_background: bool,
-    ) -> Generation:
+    ) -> PendingCompletions:
         parameters = self.parameters(sampling)
         requests = self.conversations.requests(prompts, sampling.purpose, sampling.samples, parameters)
         handle = partial(self.conversations, check=check)
         begin = partial(serve, self.engine, requests, handle, check.before(on_finished))
         if in_background:
             return begin()
-        return Generation(lambda: begin().completions())
+        return PendingCompletions(lambda: begin().result())
 
     def close(self) -> None:
         """End the environments."""
@@ -216,15 +212,3 @@ def _has_reset(settings: EnvironmentSettings) -> bool:
     """Return whether the environment has a reset of its own, which can write the messages after those of a prompt."""
     reset = getattr(as_function(settings.factory), "reset", None)
     return reset not in (None, Environment.reset)
-
-
-def row_of(prompts: PromptBatch, number: int) -> dict[str, Any]:
-    """Return the row of a prompt as an environment receives it."""
-    messages = prompts.messages[number] if prompts.messages else []
-    columns = {name: values[number] for name, values in prompts.columns.items()}
-    return environment_row(columns, prompts.texts[number], messages)
-
-
-def environment_row(columns: Mapping[str, Any], text: str, messages: list[Message]) -> dict[str, Any]:
-    """Return the columns of a prompt's row, with its text as ``prompt`` and its chat messages as ``messages``."""
-    return {**columns, "prompt": text, "messages": messages}

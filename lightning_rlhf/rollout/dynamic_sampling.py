@@ -14,7 +14,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rollout.clock import sum_over_ranks
-from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
+from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.types import PromptBatch, Rollout
 
 
@@ -165,23 +165,23 @@ class WithContrast(Source):
     device: torch.device
     share_engine: bool
 
-    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
-        """Request the responses of the first round; see :meth:`Source.start`."""
-        first = prompts[: self.settings.prompts_per_step // self.ranks.size]
-        return replace(self.source.start(first, step, in_background), prompts=prompts)
+    def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
+        """Request the responses of the first round; see :meth:`Source.request`."""
+        first = self.settings.prompts_per_step // self.ranks.size
+        return replace(self.source.request(prompts[:first], step, in_background), later=prompts[first:])
 
-    def finish(self, requests: Requests) -> SampledRollout:
-        """Generate the other rounds; see :meth:`Source.finish`."""
+    def collect(self, requests: StepRequests) -> SampledRollout:
+        """Generate the other rounds; see :meth:`Source.collect`."""
+        assert requests.later is not None
         rounds: list[SampledRollout] = []
 
         def generate(prompts: PromptBatch) -> Rollout:
-            wanted = replace(requests, prompts=prompts)
-            if rounds:
-                wanted = self.source.start(prompts, requests.requests[0].step)
-            rounds.append(self.source.finish(wanted).scored())
+            requested = self.source.request(prompts, requests.step) if rounds else requests
+            rounds.append(self.source.collect(requested).scored())
             return rounds[-1].rollout
 
-        rollout, counts = self.settings(requests.prompts, generate, self.ranks.size, self._any_rank)
+        prompts = replace(requests.prompts, prompts=[*requests.prompts, *requests.later])
+        rollout, counts = self.settings(prompts, generate, self.ranks.size, self._any_rank)
         return SampledRollout(
             rollout,
             requests=tuple(request for each in rounds for request in each.requests),

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_rlhf.images.processor import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EngineTraits:
         shares_cores: whether the engine's process computes on the trainer's CPU cores, with the threads of the setup.
         gpu_fraction: fraction of the memory of each of its GPUs that the engine reserves; 0 if it has none.
         sleeps: whether ``sleep`` frees GPU memory; the weights are then lost, and the next push must contain all.
-        reads_images: whether the engine has :meth:`RolloutEngine.request_with_images`.
+        reads_images: whether the engine reads the images of prompts.
         restarts: whether the engine starts again after a failure; where weights were pushed meanwhile, responses that
             it generates again may have newer weights than were requested.
     """
@@ -186,7 +186,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """Start to generate one completion per prompt; requests of several calls are generated at the same time.
 
@@ -194,30 +194,13 @@ class RolloutEngine(ABC):
         generate at once.
 
         Args:
-            prompts: token ids.
+            prompts: sequences of token ids, with images if the engine ``reads_images`` and the data have some.
             sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
             seeds: one per prompt, in [0, 2**63).
 
         Returns:
             Futures of the completions, which raise :class:`EngineDied` if the engine has ended.
         """
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """Start to generate one completion per prompt as :meth:`request`; only for engines that read images.
-
-        Args:
-            prompts: token ids, in which each image has the tokens of its features.
-            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
-            seeds: one per prompt, in [0, 2**63).
-            images: images of each prompt.
-        """
-        raise NotImplementedError(f"{type(self).__name__} reads texts only, not images")
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the adapters; only for engines that swap adapters.

@@ -13,25 +13,25 @@ from typing import Any
 
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60
 
 OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
-_Request = tuple[list[int], int, SamplingParams, PromptImages | None]
+_Request = tuple[TokenPrompt, int, SamplingParams]
 Serve = Callable[[RolloutEngine, list[Any], OnFinished | None], list[Completion]]  # see serve()
 
 
-class Generation:
+class PendingCompletions:
     """Completions that an engine generates while its caller continues.
 
     Args:
         wait: function that waits for the completions and returns them in the order of the prompts; called once.
-        source: generation that this one is made of, whose times are then those of this one; None without one.
+        source: completions that these are made of, whose times are then those of these; None without them.
     """
 
-    def __init__(self, wait: Callable[[], list[Completion]], source: Generation | None = None) -> None:
+    def __init__(self, wait: Callable[[], list[Completion]], source: PendingCompletions | None = None) -> None:
         self._wait: Callable[[], list[Completion]] | None = wait
         self._source = source
         self._completions: list[Completion] = []
@@ -47,11 +47,11 @@ class Generation:
             known = self._source.finished_at
         return known or self._finished_at
 
-    def finish(self) -> None:
+    def mark_finished(self) -> None:
         """Set the time of the last completion, if it is not set."""
         self._finished_at = self._finished_at or time.perf_counter()
 
-    def completions(self) -> list[Completion]:
+    def result(self) -> list[Completion]:
         """Wait for the completions and return them.
 
         Raises:
@@ -60,7 +60,7 @@ class Generation:
         if self._wait is not None:
             self._completions = self._wait()
             self._wait = None
-            self.finish()
+            self.mark_finished()
         return self._completions
 
 
@@ -70,10 +70,9 @@ def generate(
     sampling: SamplingParams,
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
-    images: Sequence[PromptImages] = (),
 ) -> list[Completion]:
     """Return one completion per prompt, in their order; arguments and errors are those of :func:`submit`."""
-    return submit(engine, prompts, sampling, seeds, on_finished, images=images).completions()
+    return submit(engine, prompts, sampling, seeds, on_finished).result()
 
 
 def submit(
@@ -82,8 +81,7 @@ def submit(
     sampling: SamplingParams,
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
-    images: Sequence[PromptImages] = (),
-) -> Generation:
+) -> PendingCompletions:
     """Start to generate one completion per prompt with the weights of the last push.
 
     Later pushes do not change these completions, unless the engine mixes versions. All ranks that share the engine call
@@ -91,42 +89,37 @@ def submit(
 
     Args:
         engine: engine that was started.
-        prompts: token ids of each prompt.
+        prompts: token ids of each prompt, or prompts with images.
         sampling: sampling parameters, the same on all ranks that share the engine.
         seeds: one per prompt, in [0, 2**63).
         on_finished: callback with the index of a prompt and its completion as soon as that is finished, possibly in
             another thread, but one call at a time, on the first of the ranks that share the engine only. All calls have
-            returned when :meth:`Generation.completions` returns.
-        images: images of each prompt; empty if no prompt has any.
+            returned when :meth:`PendingCompletions.result` returns.
 
     Raises:
         EngineDied: the engine has ended.
     """
 
-    def request(requests: list[_Request], on_any: OnFinished | None) -> Generation:
-        different = list(dict.fromkeys([sampling, *(parameters for _, _, parameters, _ in requests)]))
+    def request(requests: list[_Request], on_any: OnFinished | None) -> PendingCompletions:
+        different = list(dict.fromkeys([sampling, *(parameters for _, _, parameters in requests)]))
         if len(different) > 1:
             raise UsageError(f"ranks that share an engine must have equal sampling parameters, got {different}")
-        ids = [prompt for prompt, _, _, _ in requests]
-        seeds_of_all = [seed for _, seed, _, _ in requests]
-        images_of_all = [images for _, _, _, images in requests if images is not None]
-        parameters = [sampling] * len(requests)
-        if images_of_all:
-            futures = engine.request_with_images(ids, parameters, seeds_of_all, images_of_all)
-        else:
-            futures = engine.request(ids, parameters, seeds_of_all)
+        of_all = [prompt for prompt, _, _ in requests]
+        futures = engine.request(of_all, [sampling] * len(requests), [seed for _, seed, _ in requests])
         return _gathered(engine, futures, on_any)
 
-    of_prompts: Sequence[PromptImages | None] = images or [None] * len(prompts)
-    requests = [
-        (list(prompt), seed, sampling, images) for prompt, seed, images in zip(prompts, seeds, of_prompts, strict=True)
-    ]
+    requests = [(as_token_prompt(prompt), seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
     return _for_all_ranks(engine, request, requests, on_finished)
+
+
+def as_token_prompt(prompt: Sequence[int]) -> TokenPrompt:
+    """Return a prompt that is given by its token ids, or as it is."""
+    return prompt if isinstance(prompt, TokenPrompt) else TokenPrompt(list(prompt))
 
 
 def serve(
     engine: RolloutEngine, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None
-) -> Generation:
+) -> PendingCompletions:
     """Generate one completion for each request with a function of the caller, which calls ``engine.request``.
 
     The function runs in a thread, on the first of the ranks that share the engine, for the requests of all of them. All
@@ -140,16 +133,16 @@ def serve(
         on_finished: callback as for :func:`submit`.
     """
 
-    def start(all_requests: list[Any], on_any: OnFinished | None) -> Generation:
+    def start(all_requests: list[Any], on_any: OnFinished | None) -> PendingCompletions:
         return _in_thread(lambda: handle(engine, all_requests, on_any))
 
     return _for_all_ranks(engine, start, requests, on_finished)
 
 
-def _in_thread(run: Callable[[], list[Completion]]) -> Generation:
+def _in_thread(run: Callable[[], list[Completion]]) -> PendingCompletions:
     """Call a function in a new thread; return the generation with its completions."""
     future: Future[list[Completion]] = Future()
-    generation = Generation(future.result)
+    pending = PendingCompletions(future.result)
 
     def call() -> None:
         try:
@@ -157,19 +150,19 @@ def _in_thread(run: Callable[[], list[Completion]]) -> Generation:
         except BaseException as error:  # raised again where the completions are read
             future.set_exception(error)
         else:
-            generation.finish()
+            pending.mark_finished()
             future.set_result(completions)
 
     threading.Thread(target=call, name="generation", daemon=True).start()
-    return generation
+    return pending
 
 
 def _gathered(
     engine: RolloutEngine, replies: Sequence[Future[Completion]], on_finished: OnFinished | None
-) -> Generation:
+) -> PendingCompletions:
     """Return the generation with the completions of some futures."""
     completions: list[Future[Completion]] = [Future() for _ in replies]
-    generation = Generation(lambda: wait_for(completions, engine))
+    pending = PendingCompletions(lambda: wait_for(completions, engine))
     missing = set(completions)
     one_at_a_time = threading.Lock()  # the replies of a server arrive in many threads
 
@@ -186,12 +179,12 @@ def _gathered(
             return
         missing.discard(future)
         if not missing:
-            generation.finish()
+            pending.mark_finished()
         future.set_result(completion)
 
     for index, reply in enumerate(replies):
         reply.add_done_callback(partial(on_reply, index))
-    return generation
+    return pending
 
 
 def wait_for(futures: Sequence[Future[Completion]], engine: RolloutEngine) -> list[Completion]:
@@ -217,10 +210,10 @@ def wait_for(futures: Sequence[Future[Completion]], engine: RolloutEngine) -> li
 
 def _for_all_ranks(
     engine: RolloutEngine,
-    start: Callable[[list[Any], OnFinished | None], Generation],
+    start: Callable[[list[Any], OnFinished | None], PendingCompletions],
     requests: Sequence[Any],
     on_finished: OnFinished | None,
-) -> Generation:
+) -> PendingCompletions:
     """Start the requests of all ranks that share the engine on the first one, identical ones of several ranks once.
 
     Args:
@@ -243,17 +236,17 @@ def _for_all_ranks(
             on_finished(index, completion)
 
     def results() -> list[list[Completion]]:
-        completions = iter(generation.completions())
+        completions = iter(pending.result())
         by_request = [[next(completions) for _ in of_rank] for of_rank in unique]
         return [by_request[unique.index(of_rank)] for of_rank in by_rank]
 
     if not group.is_first:
-        return Generation(lambda: group.scatter_from_first(list))
+        return PendingCompletions(lambda: group.scatter_from_first(list))
     try:
-        generation = start([request for of_rank in unique for request in of_rank], on_any_finished)
+        pending = start([request for of_rank in unique for request in of_rank], on_any_finished)
     except Exception as error:
-        generation = Generation(partial(_raise, error))
-    return Generation(lambda: group.scatter_from_first(results), generation)
+        pending = PendingCompletions(partial(_raise, error))
+    return PendingCompletions(lambda: group.scatter_from_first(results), pending)
 
 
 def _raise(error: Exception) -> list[Completion]:

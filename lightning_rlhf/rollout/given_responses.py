@@ -15,9 +15,10 @@ from lightning_rlhf.data.columns import is_unicode, source_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
+from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.clock import Clock
-from lightning_rlhf.rollout.source import Requests, SampledRollout, Source, assemble
-from lightning_rlhf.types import Completion, PromptBatch, Rollout
+from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
+from lightning_rlhf.types import Completion, ConversationTokens, PromptBatch, Rollout
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,10 @@ class GivenResponses:
     def positions(self, prompts: PromptBatch) -> list[int]:
         """Return the positions, in a batch, of the prompts whose responses are given."""
         positions = []
-        for position, row in enumerate(prompts.indices):
-            columns = {name: values[position] for name, values in prompts.columns.items()}
-            seed = derive_seed(run_seed(), "given", prompts.epoch, row)  # of 63 bits
+        for position, prompt in enumerate(prompts):
+            seed = derive_seed(run_seed(), "given", prompts.epoch, prompt.index)  # of 63 bits
             draw = (seed >> 10) / (1 << 53)  # uniform in [0, 1), exact in float64
-            if draw >= self.sampled_fraction(source_of(columns)):
+            if draw >= self.sampled_fraction(source_of(prompt.columns)):
                 positions.append(position)
         return positions
 
@@ -125,44 +125,41 @@ class WithGiven(Source):
     has_environment: bool = False
     is_agent: bool = False
 
-    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
-        """Request the responses that are not given; see :meth:`Source.start`."""
-        sampled, _ = self._divided(prompts)
-        return replace(self.sampling.start(sampled, step, in_background), prompts=prompts)
+    def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
+        """Request the responses that are not given; see :meth:`Source.request`."""
+        given = self.settings.positions(prompts)
+        sampled = sorted(set(range(len(prompts))) - set(given))
+        requests = self.sampling.request(prompts.take(sampled), step, in_background)
+        return replace(requests, given=prompts.take(given))
 
-    def finish(self, requests: Requests) -> SampledRollout:
-        """See :meth:`Source.finish`; waits for the rewards."""
-        sampled, with_response = self._divided(requests.prompts)
-        step = requests.requests[0].step
-        if not len(sampled):
+    def collect(self, requests: StepRequests) -> SampledRollout:
+        """See :meth:`Source.collect`; waits for the rewards."""
+        assert requests.given is not None
+        if not len(requests.prompts):
             # Other ranks may share the engine and its requests, and all ranks must log the same times.
             with self.clock("time/generate_s"):
-                requests.wait()
+                requests.completions()
             self.clock.add_name("time/reward_s")
-            return SampledRollout(self._given_rollout(with_response, step), requests=requests.requests)
-        result = self.sampling.finish(replace(requests, prompts=sampled)).scored()
-        rollout = replace(result.rollout, is_given=torch.zeros_like(result.rollout.truncated))
-        if len(with_response):
-            rollout = concatenate([rollout, self._given_rollout(with_response, step).to(rollout.prompt_ids.device)])
-        return replace(result, rollout=rollout)
-
-    def _divided(self, prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
-        """Return the prompts whose responses are sampled, and those whose responses are given."""
-        given_positions = self.settings.positions(prompts)
-        sampled_positions = sorted(set(range(len(prompts))) - set(given_positions))
-        return prompts.take(sampled_positions), prompts.take(given_positions)
+            return SampledRollout(self._given_rollout(requests.given, requests.step), requests=(requests,))
+        sampled = self.sampling.collect(requests).scored()
+        rollout = replace(sampled.rollout, is_given=torch.zeros_like(sampled.rollout.truncated))
+        if len(requests.given):
+            given = self._given_rollout(requests.given, requests.step)
+            rollout = concatenate([rollout, given.to(rollout.prompt_ids.device)])
+        return replace(sampled, rollout=rollout)
 
     def _given_rollout(self, prompts: PromptBatch, step: int) -> Rollout:
         """Return the given responses to some prompts, at least one, without rewards, on the CPU."""
         completions = []
-        for position, text in enumerate(prompts.columns[self.settings.column]):
-            has_messages = bool(prompts.messages and prompts.messages[position])
-            ids = self.data.tokenize(text)
+        for prompt in prompts:
+            ids = self.data.tokenize(prompt.columns[self.settings.column])
             if not ids or ids[-1] not in self.data.end_tokens:  # some data include the end token
-                ids = [*ids, self._end_of_message if has_messages else self._end_of_text]
+                ids = [*ids, self._end_of_message if prompt.messages else self._end_of_text]
             completions.append(Completion(ids, [0.0] * len(ids), "stop", step))
         rollout = assemble(prompts, completions, self.temperature)
         missing = torch.full((len(prompts),), math.nan)
+        starts = torch.zeros_like(rollout.response_mask) if self.is_agent else None
+        conversation = ConversationTokens(torch.zeros(rollout.response_ids.shape), starts)
         return replace(
             rollout,
             rewards=dict.fromkeys(self.rewards, missing),
@@ -170,8 +167,7 @@ class WithGiven(Source):
             position=rollout.position * self.samples,  # that of the first sampled response that it replaces
             is_given=torch.ones_like(rollout.truncated),
             skipped=torch.zeros_like(rollout.truncated),
-            step_rewards=torch.zeros(rollout.response_ids.shape) if self.has_environment else None,
-            text_starts=torch.zeros_like(rollout.response_mask) if self.is_agent else None,
+            conversation=conversation if self.has_environment else None,
         )
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
+from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.types import PromptBatch
 
 
@@ -23,19 +23,19 @@ class WithGreedy(Source):
     source: Source
     greedy: Source
 
-    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
-        """See :meth:`Source.start`."""
-        parts = [source.start(prompts, step, in_background) for source in (self.source, self.greedy)]
-        return Requests(prompts, tuple(request for part in parts for request in part.requests))
+    def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
+        """See :meth:`Source.request`."""
+        sampled = self.source.request(prompts, step, in_background)
+        return replace(sampled, greedy=self.greedy.request(prompts, step, in_background))
 
-    def finish(self, requests: Requests) -> SampledRollout:
-        """See :meth:`Source.finish`."""
-        *sampled, greedy = requests.requests
-        result = self.source.finish(replace(requests, requests=tuple(sampled)))
-        baseline = self.greedy.finish(replace(requests, requests=(greedy,))).scored()
+    def collect(self, requests: StepRequests) -> SampledRollout:
+        """See :meth:`Source.collect`."""
+        assert requests.greedy is not None
+        sampled = self.source.collect(requests)
+        baseline = self.greedy.collect(requests.greedy).scored()
         return replace(
-            result,
+            sampled,
             greedy=baseline.rollout,
-            requests=requests.requests,
-            reward_sums=(*result.reward_sums, *baseline.reward_sums),
+            requests=requests.all,
+            reward_sums=(*sampled.reward_sums, *baseline.reward_sums),
         )

@@ -12,10 +12,10 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
-from lightning_rlhf.rollout.conversations import conversation_sampler, row_of
+from lightning_rlhf.rollout.conversations import conversation_sampler
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 _MAX_TOKENS = 100_000  # more than a preview has
 _ANY_VOCABULARY = 1 << 31  # larger than that of any tokenizer
@@ -38,21 +38,11 @@ class _MadeUpTurns(RolloutEngine):
         """Ignore the weights: there is no model."""
 
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """Return the next turn, for one prompt."""
         turn = self._turns[0] if len(self._turns) == 1 else self._turns.pop(0)
         return finished([Completion(turn, [0.0] * len(turn), "stop", 0).cut(sampling[0].max_tokens)])
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """Return the next turn, for one prompt."""
-        return self.request(prompts, sampling, seeds)
 
 
 def example_calls(settings: EnvironmentSettings) -> list[str]:
@@ -107,14 +97,10 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequen
     sampler = conversation_sampler(settings, data)
     batch = data.collate(data.examples["train"][:1], numbers=[0], positions=[0], epoch=0)
     request = ConversationRequest(
-        prompt_ids=batch.token_ids[0],
-        text=batch.texts[0],
-        messages=batch.messages[0] if batch.messages else [],
-        row=row_of(batch, 0),
+        prompt=batch.prompts[0],
         seed=0,
         turn_seeds=tuple(range(settings.max_turns)),
         sampling=SamplingParams(_MAX_TOKENS),
-        images=batch.images[0] if batch.images else None,
     )
     turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
     try:

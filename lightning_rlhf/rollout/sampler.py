@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.generation import CompletionCheck, Generation, OnFinished, generate, submit
+from lightning_rlhf.rollout.generation import CompletionCheck, OnFinished, PendingCompletions, generate, submit
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
 
@@ -41,7 +41,7 @@ class Sampler(Protocol):
     def environment(self) -> EnvironmentSettings | None:
         """Settings of the environment whose conversations the responses are; None without one."""
 
-    def start(
+    def request(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -49,7 +49,7 @@ class Sampler(Protocol):
         version: int,
         on_finished: OnFinished | None = None,
         in_background: bool = False,
-    ) -> Generation:
+    ) -> PendingCompletions:
         """Request responses, grouped by prompt, each from a different seed. All ranks that share an engine.
 
         Args:
@@ -90,7 +90,7 @@ class ResponseSampler:
         """Settings of the environment whose conversations the responses are; None without one."""
         return None
 
-    def start(
+    def request(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -98,33 +98,32 @@ class ResponseSampler:
         version: int,
         on_finished: OnFinished | None = None,
         in_background: bool = False,
-    ) -> Generation:
-        """See :meth:`Sampler.start`."""
+    ) -> PendingCompletions:
+        """See :meth:`Sampler.request`."""
         traits = self.engine.traits
         check = CompletionCheck(self.max_tokens, version, self.vocabulary, traits.mixes_versions or traits.restarts)
-        generation = self._generation(prompts, sampling, check, on_finished, in_background)
+        pending = self._requested(prompts, sampling, check, on_finished, in_background)
 
         def checked() -> list[Completion]:
-            completions = generation.completions()
+            completions = pending.result()
             check.check_all(completions, len(prompts) * sampling.samples)
             return completions
 
-        return Generation(checked, generation)
+        return PendingCompletions(checked, pending)
 
-    def _generation(
+    def _requested(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
         check: CompletionCheck,
         on_finished: OnFinished | None,
         in_background: bool,
-    ) -> Generation:
-        ids = [ids for ids in prompts.token_ids for _ in range(sampling.samples)]
-        images = [images for images in prompts.images for _ in range(sampling.samples)]
-        arguments = ids, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished), images
+    ) -> PendingCompletions:
+        tokens = [prompt.tokens for prompt in prompts for _ in range(sampling.samples)]
+        arguments = tokens, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished)
         if in_background:
             return submit(self.engine, *arguments)
-        return Generation(partial(generate, self.engine, *arguments))
+        return PendingCompletions(partial(generate, self.engine, *arguments))
 
     def parameters(self, sampling: Sampling) -> SamplingParams:
         """Return the sampling parameters of the engine."""
@@ -143,4 +142,5 @@ def seeds_of(prompts: PromptBatch, sampling: Sampling) -> list[int]:
     """Return the seed of each response; validations have the same seeds every time."""
     epoch = prompts.epoch if sampling.purpose == "train" else 0
     run = run_seed()
-    return [derive_seed(run, sampling.purpose, epoch, i, k) for i in prompts.indices for k in range(sampling.samples)]
+    samples = range(sampling.samples)
+    return [derive_seed(run, sampling.purpose, epoch, prompt.index, k) for prompt in prompts for k in samples]

@@ -61,7 +61,7 @@ class Scorer:
         self._environment = environment
         self._started: Calls = {}
         self._completions: Sequence[Completion] = ()
-        self._finish: Callable[[], RolloutRewards] | None = None
+        self._wait: Callable[[], RolloutRewards] | None = None
 
     def add(self, index: int, completion: Completion) -> None:
         """Start scoring a completion before others are finished, if a reward function supports that.
@@ -71,9 +71,9 @@ class Scorer:
             completion: finished completion.
         """
         if self._executor.has_streaming:
-            self._started |= self._executor.start(index, self._columns([index], [completion]), self._state)
+            self._started |= self._executor.launch(index, self._columns([index], [completion]), self._state)
 
-    def begin(self, completions: Sequence[Completion]) -> None:
+    def launch(self, completions: Sequence[Completion]) -> None:
         """Start the reward functions for all completions.
 
         Args:
@@ -81,25 +81,25 @@ class Scorer:
         """
         columns = self._columns(range(len(completions)), completions)
         self._completions = completions
-        self._finish = self._executor.begin(columns, self._state, self._started)
+        self._wait = self._executor.launch_rest(columns, self._state, self._started)
 
-    def wait(self) -> RolloutRewards:
-        """Wait for the reward functions that :meth:`begin` has started, and return their results.
+    def results(self) -> RolloutRewards:
+        """Wait for the reward functions that :meth:`launch` has started, and return their results.
 
         Raises:
             RuntimeError: a reward function failed.
         """
-        assert self._finish is not None
-        scored = self._finish()
+        assert self._wait is not None
+        scored = self._wait()
         if self._environment is None:
             return scored
         of_failed = {"zero": 0.0, "skip": math.nan}.get(self._environment.on_error)
         return with_environment(scored, self._completions, of_failed)
 
     def score(self, completions: Sequence[Completion]) -> RolloutRewards:
-        """Score all completions, and return the results; see :meth:`begin` and :meth:`wait`."""
-        self.begin(completions)
-        return self.wait()
+        """Score all completions, and return the results; see :meth:`launch` and :meth:`results`."""
+        self.launch(completions)
+        return self.results()
 
     def add_rewards(self, rollout: Rollout, scored: RolloutRewards) -> Rollout:
         """Return a rollout with the results of the reward functions and their weighted sum, on its device."""
@@ -125,7 +125,7 @@ class Scorer:
             ValueError: a function fails.
         """
         end = [self._tokenizer.eos_token_id]
-        rows = self._prompts.token_ids * self._samples
+        rows = [prompt.token_ids for prompt in self._prompts] * self._samples
         responses = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(rows)]
         completions = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in responses]
         self._executor.dry_run(self._columns(range(len(completions)), completions))
@@ -136,20 +136,20 @@ class Scorer:
 
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""
-        prompts = self._prompts
-        numbers = [index // self._samples for index in indices]
+        prompts = [self._prompts.prompts[index // self._samples] for index in indices]
+        has_messages = any(prompt.messages for prompt in self._prompts)
         ids = [sampled_tokens(completion) for completion in completions]
         finished = [completion.finish_reason == "stop" for completion in completions]
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
         return {
             **({} if self._environment is None else _conversation_columns(completions, texts)),
-            "prompts": [prompts.texts[i] for i in numbers],
+            "prompts": [prompt.text for prompt in prompts],
             "completions": texts,
             "completion_ids": ids,
             "finished": finished,
             "end_tokens": end_tokens(self._tokenizer, ids, finished),
-            **{name: [values[i] for i in numbers] for name, values in prompts.columns.items()},
-            "messages": [prompts.messages[i] for i in numbers] if prompts.messages else [],
+            **{name: [prompt.columns[name] for prompt in prompts] for name in self._prompts.column_names},
+            "messages": [prompt.messages for prompt in prompts] if has_messages else [],
         }
 
 
@@ -277,7 +277,7 @@ def call_reward_functions(
     """
     firsts = [examples[:2] for examples in data.examples.values() if examples]
     batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
-    columns = sorted({name for batch in batches for name in batch.columns})
+    columns = sorted({name for batch in batches for name in batch.column_names})
     check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
     if environment is None:
         check_unread(rewards, data)

@@ -14,7 +14,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 
 class SharedEngine(RolloutEngine):
@@ -115,20 +115,10 @@ class SharedEngine(RolloutEngine):
         return self._running.run_on_first_with(parameters, self._engine.first_difference)
 
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`; only on the first rank."""
         return self._engine.request(prompts, sampling, seeds)
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request_with_images`; only on the first rank."""
-        return self._engine.request_with_images(prompts, sampling, seeds, images)
 
     def close(self) -> None:
         """End the engine; not collective."""

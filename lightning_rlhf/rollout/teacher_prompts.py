@@ -16,9 +16,9 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, GENERATED_COLUMNS
-from lightning_rlhf.rollout.source import Requests, SampledRollout, Source
+from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.strategies.roles import RoleStrategy
-from lightning_rlhf.types import PromptBatch, Rollout
+from lightning_rlhf.types import PaddedPrompts, Prompt, PromptBatch, Rollout
 
 TeacherPrompt = str | Callable[..., Sequence[Any]]
 
@@ -65,11 +65,12 @@ class TeacherPrompts:
             return self.make
         return None
 
-    def add(self, rollout: Rollout, columns: Mapping[str, Sequence[Any]]) -> Rollout:
+    def add(self, rollout: Rollout, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]]) -> Rollout:
         """Return a rollout with the prompts of the teacher.
 
         Args:
             rollout: B responses.
+            prompts: N prompts of the student, each of B / N responses.
             columns: values that reward functions can have as arguments, B each.
 
         Raises:
@@ -78,7 +79,8 @@ class TeacherPrompts:
         values = self._values(columns)
         if len(values) != len(rollout):
             raise RunError(f"teacher_prompt returned {len(values)} prompts for {len(rollout)} responses")
-        ids = [self._ids(value, row) for row, value in enumerate(values)]
+        samples = len(rollout) // len(prompts)
+        ids = [self._ids(value, row, prompts[row // samples]) for row, value in enumerate(values)]
         for row, (prompt, length) in enumerate(zip(ids, rollout.response_lengths.tolist(), strict=True)):
             if self.max_tokens is not None and len(prompt) + length > self.max_tokens:
                 raise RunError(
@@ -86,10 +88,7 @@ class TeacherPrompts:
                     f"the teacher accepts only {self.max_tokens}: make the prompt shorter"
                 )
         prompt_ids, prompt_lengths = pad_right(ids)
-        device = rollout.prompt_ids.device
-        return replace(
-            rollout, teacher_prompt_ids=prompt_ids.to(device), teacher_prompt_lengths=prompt_lengths.to(device)
-        )
+        return replace(rollout, teacher=PaddedPrompts(prompt_ids, prompt_lengths).to(rollout.prompt_ids.device))
 
     def _values(self, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
         """Return the texts or messages of all responses."""
@@ -101,11 +100,12 @@ class TeacherPrompts:
         except Exception as error:
             raise RunError(f"teacher_prompt failed: {type(error).__name__}: {error}") from error
 
-    def _ids(self, value: Any, row: int) -> list[int]:
-        """Return the tokens of the prompt of a response."""
+    def _ids(self, value: Any, row: int, prompt: Prompt) -> list[int]:
+        """Return the tokens of the teacher's prompt of a response; it has the tools of the student's prompt."""
         text = value
         if holds_messages(value):
-            chat = Chat(self.data.tokenizer, self.data.tools, self.data.chat_template_kwargs)
+            tools = list(prompt.tools) or self.data.tools
+            chat = Chat(self.data.tokenizer, tools, self.data.chat_template_kwargs)
             try:
                 messages = messages_of(value, "teacher's prompt", self.data.roles)
                 text = chat.render_prompt(messages, "teacher's prompt")
@@ -132,16 +132,16 @@ class WithTeacherPrompts(Source):
     prompts: TeacherPrompts
     roles: RoleStrategy
 
-    def start(self, prompts: PromptBatch, step: int, in_background: bool = False) -> Requests:
-        """See :meth:`Source.start`."""
-        return self.source.start(prompts, step, in_background)
+    def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
+        """See :meth:`Source.request`."""
+        return self.source.request(prompts, step, in_background)
 
-    def finish(self, requests: Requests) -> SampledRollout:
-        """See :meth:`Source.finish`."""
-        sampled = self.source.finish(requests)
-        (request,) = requests.requests
+    def collect(self, requests: StepRequests) -> SampledRollout:
+        """See :meth:`Source.collect`."""
+        sampled = self.source.collect(requests)
 
         def with_prompts() -> Rollout:
-            return self.prompts.add(sampled.rollout, request.scorer.columns(request.completions()))
+            columns = requests.scorer.columns(requests.completions())
+            return self.prompts.add(sampled.rollout, requests.prompts.prompts, columns)
 
         return replace(sampled, rollout=self.roles.run_on_group_leader(with_prompts))

@@ -26,7 +26,7 @@ from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.models.images import TextImages, generation_arguments, image_arguments
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 
 class TransformersEngine(RolloutEngine):
@@ -73,40 +73,25 @@ class TransformersEngine(RolloutEngine):
         """See :attr:`RolloutEngine.traits`."""
         return EngineTraits(reads_images=True)
 
+    @torch.no_grad()
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`."""
-        return self.request_with_images(prompts, sampling, seeds, ())
-
-    @torch.no_grad()
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request_with_images`."""
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             batch = slice(first, first + self._batch_size)
             limits = [parameters.max_tokens for parameters in sampling[batch]]
             longest = replace(sampling[first], max_tokens=max(limits))
-            sampled = self._generate_batch(prompts[batch], longest, seeds[batch], images[batch])
+            sampled = self._generate_batch(prompts[batch], longest, seeds[batch])
             cut = [completion.cut(limit) for completion, limit in zip(sampled, limits, strict=True)]
             if longest.echo:
-                of_prompts: Sequence[PromptImages | None] = images[batch] or [None] * len(cut)
-                cut = list(map(self._with_prompt, prompts[batch], cut, of_prompts))
+                cut = list(map(self._with_prompt, prompts[batch], cut))
             completions += cut
         return finished(completions)
 
     def _generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
+        self, prompts: Sequence[TokenPrompt], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         model: Any = self._running
         width = max(len(prompt) for prompt in prompts)
@@ -115,7 +100,7 @@ class TransformersEngine(RolloutEngine):
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         sampler = SeededSampler(sampling, seeds)
-        pictures = self._images(images)
+        pictures = self._images(prompts)
         output = model.generate(
             ids,
             attention_mask=attention_mask,
@@ -131,14 +116,15 @@ class TransformersEngine(RolloutEngine):
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
 
-    def _images(self, prompts: Sequence[PromptImages]) -> TextImages | None:
+    def _images(self, prompts: Sequence[TokenPrompt]) -> TextImages | None:
         """Return the images of prompts, each distinct one once; None without images."""
-        distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.images))
+        images = [prompt.encoded_images for prompt in prompts]
+        distinct = list(dict.fromkeys(image for of_prompt in images for image in of_prompt))
         if not distinct or self._processor is None:
             return None
-        numbers = torch.full((len(prompts), max(len(prompt.images) for prompt in prompts)), -1)
-        for row, prompt in enumerate(prompts):
-            numbers[row, : len(prompt.images)] = torch.tensor([distinct.index(image) for image in prompt.images]).long()
+        numbers = torch.full((len(prompts), max(map(len, images))), -1)
+        for row, of_prompt in enumerate(images):
+            numbers[row, : len(of_prompt)] = torch.tensor([distinct.index(image) for image in of_prompt]).long()
         tensors = [self._processor.tensors(image) for image in distinct]
         return TextImages(tensors, numbers).to(self._running.device)
 
@@ -147,11 +133,11 @@ class TransformersEngine(RolloutEngine):
         length = stops[0] + 1 if stops else len(row)
         return Completion(row[:length], logprobs[:length], "stop" if stops else "length", self._version)
 
-    def _with_prompt(self, prompt: Sequence[int], completion: Completion, images: PromptImages | None) -> Completion:
+    def _with_prompt(self, prompt: TokenPrompt, completion: Completion) -> Completion:
         """Return a completion that begins with the prompt, as :attr:`SamplingParams.echo` requests."""
         model: Any = self._running
         ids = torch.tensor([list(prompt)], device=model.device)
-        pictures = None if images is None else self._images([images])
+        pictures = self._images([prompt])
         arguments = {} if pictures is None else image_arguments(model, ids, pictures, None)
         logprobs = model(ids, use_cache=False, **arguments).logits[0, :-1].float().log_softmax(dim=-1)
         echoed = logprobs.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1).tolist()

@@ -10,22 +10,22 @@ from lightning_rlhf import GRPOModule
 from lightning_rlhf.callbacks import DynamicSampling
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
-from lightning_rlhf.types import PromptBatch
 from tests.callbacks.conftest import Run
 from tests.helpers import assert_close
-from tests.stand_ins import Response, TinyModel, rollout_of
+from tests.stand_ins import Response, TinyModel, prompt_batch, rollout_of
 
 
 def prompts(count):
-    return PromptBatch(list(range(count)), [[5]] * count, ["x"] * count, {})
+    return prompt_batch(list(range(count)), [[5]] * count, ["x"] * count, {})
 
 
 def rolling(rewards, requested_indices, size=2):
     """Return a rollout function with responses of growing length and the given rewards per prompt."""
 
     def roll(batch):
-        requested_indices.append(batch.indices)
-        rows = [Response([i], [1] * (i + 1), reward) for i in batch.indices for reward in rewards[i]]
+        indices = [prompt.index for prompt in batch]
+        requested_indices.append(indices)
+        rows = [Response([i], [1] * (i + 1), reward) for i in indices for reward in rewards[i]]
         rollout = rollout_of(rows)
         rollout.group[:] = torch.arange(len(batch)).repeat_interleave(size)
         return rollout

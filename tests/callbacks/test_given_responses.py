@@ -134,7 +134,7 @@ def test_conversations_have_given_responses_beside_them(tmp_path, on_policy):
     module = distil(tmp_path, GivenResponses(on_policy=on_policy), **options)
     rollout = module.last_step.experience.rollout
     assert rollout.is_given.sum() == (2 if isinstance(on_policy, dict) else 4)
-    assert not rollout.step_rewards[rollout.is_given].any()
+    assert not rollout.conversation.step_rewards[rollout.is_given].any()
     assert rollout.rewards["environment"][rollout.is_given].isnan().all()
     assert rollout.response_mask[rollout.is_given].sum() == rollout.response_lengths[rollout.is_given].sum()
 

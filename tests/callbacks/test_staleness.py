@@ -18,13 +18,13 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.ahead import RestoredCompletions
 from lightning_rlhf.rollout.engine import EngineTraits, finished
-from lightning_rlhf.rollout.generation import Generation
+from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampling
-from lightning_rlhf.rollout.source import Request, Requests
+from lightning_rlhf.rollout.source import StepRequests
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import Completion, PromptBatch
+from lightning_rlhf.types import Completion
 from tests.callbacks.conftest import ROWS
-from tests.stand_ins import ScriptedEngine
+from tests.stand_ins import ScriptedEngine, prompt_batch
 
 CORRECTION = {"correction": RolloutCorrection(level="token")}
 
@@ -252,9 +252,9 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
     made = echoing(run, 1, steps=2, loop={"max_response_tokens": 40})
     made.fit()
     sampler, module = made.loop._sampler, made.module
-    prompts = PromptBatch([0], [list(range(3, 10)) * 20], ["a"], {})
+    prompts = prompt_batch([0], [list(range(3, 10)) * 20], ["a"], {})
     response = Completion([4] * 30, [-1.0] * 30, "length", 0)
-    request = Request(0, prompts, Sampling(1, 1.0), Generation(lambda: [response]), scorer=None)
+    request = StepRequests(0, prompts, Sampling(1, 1.0), PendingCompletions(lambda: [response]), scorer=None)
     checked = []
     engine = ScriptedEngine([], tokenizer=None)
     engine.request = lambda texts, sampling, seeds: checked.append((texts, sampling[0])) or []
@@ -264,7 +264,7 @@ def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
             lambda _, rollout: rollout.rollout_logprobs,
         ):
             checks = PushChecks(replace(sampler, engine=engine, max_length=longest), module, 4, None)
-            checks.begin(request, version=1)
+            checks.launch(request, version=1)
         (texts, sampling), checked = checked[0], []
         assert [len(text) for text in texts] == [length]
         assert (texts[0][0], texts[0][-16:]) == (3, [4] * 16)
@@ -417,13 +417,13 @@ def test_resumed_run_trains_on_the_responses_requested_before_the_checkpoint(run
 
 @pytest.mark.parametrize("error", [EngineDied("it ended"), RunError("it ended"), ValueError("it ended")])
 def test_run_whose_requests_failed_is_saved_without_the_responses(run, caplog, error):
-    class Ended(Generation):
-        def completions(self):
+    class Ended(PendingCompletions):
+        def result(self):
             raise error
 
     made = run(loop={"max_staleness": 1}, trainer={"max_steps": 1}).fit()
-    prompts = PromptBatch([0], [[3]], ["a"], {})
-    made.loop.parts.ahead._requests[1] = Requests(prompts, (Request(1, prompts, Sampling(1, 1.0), Ended(list), None),))
+    prompts = prompt_batch([0], [[3]], ["a"], {})
+    made.loop.parts.ahead._requests[1] = StepRequests(1, prompts, Sampling(1, 1.0), Ended(list), None)
     made.loop.parts.ahead.take_snapshot()
     checkpoint = {}
     made.loop.complete_snapshot(checkpoint)
@@ -451,7 +451,7 @@ def test_ranks_that_request_together_use_completions_of_a_checkpoint_together(ot
     restored._by_prompt = {(3, 1, 1.0, index): [Completion([index], [0.0], "stop", 2)] for index in (5, 6)}
 
     def popped(step, *indices):
-        prompts = PromptBatch(list(indices), [[1]] * len(indices), ["a"] * len(indices), {})
+        prompts = prompt_batch(list(indices), [[1]] * len(indices), ["a"] * len(indices), {})
         completions = restored.pop(step, prompts, sampling, group)
         return completions and [completion.token_ids[0] for completion in completions]
 

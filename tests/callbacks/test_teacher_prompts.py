@@ -53,7 +53,7 @@ def prompts_of(module):
     parts = (
         (rollout.prompt_ids, rollout.prompt_lengths),
         (rollout.response_ids, rollout.response_lengths),
-        (rollout.teacher_prompt_ids, rollout.teacher_prompt_lengths),
+        (rollout.teacher.ids, rollout.teacher.lengths),
     )
     texts = ([row[:size] for row, size in zip(ids, lengths, strict=True)] for ids, lengths in parts)
     return list(zip(*(tokenizer.batch_decode(each, skip_special_tokens=True) for each in texts), strict=True))

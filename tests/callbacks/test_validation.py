@@ -21,10 +21,10 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.functional.samples import draw_sizes, wilson_interval
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.types import Completion, PromptBatch
+from lightning_rlhf.types import Completion
 from tests.callbacks.conftest import ROWS, exact
 from tests.helpers import assert_close, golden, normal, over_ranks
-from tests.stand_ins import Response, TinyModel, rollout_of
+from tests.stand_ins import Response, TinyModel, prompt_batch, rollout_of
 
 
 def alone(value):
@@ -38,7 +38,7 @@ def judged(rewards, lengths=None, truncated=None):
         Response([4], [5] * length, reward, truncated=cut)
         for reward, length, cut in zip(rewards, lengths, truncated, strict=True)
     ]
-    return PromptBatch([0, 1], [[4], [4]], ["a", "a"], {"answer": ["x", "y"]}), rollout_of(rows)
+    return prompt_batch([0, 1], [[4], [4]], ["a", "a"], {"answer": ["x", "y"]}), rollout_of(rows)
 
 
 def of_one(reward):
@@ -154,7 +154,7 @@ def test_changes_of_a_source_are_of_its_prompts(tokenizer):
     def of(values):
         validation = Validation(1, ["given"], "given", sources=["a", "b"])
         rollout = rollout_of([Response([3], [4], value) for value in values for _ in range(2)])
-        batch = PromptBatch(list(range(4)), [[3]] * 4, ["x"] * 4, {"source": ["a", "a", "b", "b"]})
+        batch = prompt_batch(list(range(4)), [[3]] * 4, ["x"] * 4, {"source": ["a", "a", "b", "b"]})
         validation.add(batch, rollout, tokenizer)
         return validation
 
@@ -278,7 +278,7 @@ def test_means_and_deviations_equal_those_of_verl(tokenizer):
         rewards = case["rewards"]
         rows = [Response([4], [5], reward) for reward in (0.0, *rewards)]
         validation = Validation(len(rewards), ["given"])
-        validation.add(PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows, dtype=torch.float64), tokenizer)
+        validation.add(prompt_batch([0], [[4]], ["a"], {}), rollout_of(rows, dtype=torch.float64), tokenizer)
         result = validation.metrics(ONE_RANK)
         assert_close(result["val/given_sampled"], case["mean"], rtol=1e-9)
         assert_close(result["val/given_sampled_std"], case["std"], rtol=1e-9)
@@ -321,7 +321,7 @@ def test_truncated_responses_count_with_their_reward(tokenizer):
 def responses_with_letters(words, rewards):
     """Return one prompt with a greedy response and samples that consist of the given letters."""
     rows = [Response([4], [4 + "abcdefg".index(word)], reward) for word, reward in zip(words, rewards, strict=True)]
-    return PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows)
+    return prompt_batch([0], [[4]], ["a"], {}), rollout_of(rows)
 
 
 def test_samples_vote_with_their_extracted_answers(tokenizer):
@@ -418,7 +418,7 @@ def validation_of(tokenizer, prompts, seed=7):
             Response([4], [4 + (3 * prompt + i) % 5] * (1 + i % 2), reward, truncated=i == 2)
             for i, reward in enumerate(rewards[prompt])
         ]
-        batch = PromptBatch([prompt], [[4]], ["a"], {"source": ["x" if prompt < 4 else "y"]})
+        batch = prompt_batch([prompt], [[4]], ["a"], {"source": ["x" if prompt < 4 else "y"]})
         validation.add(batch, rollout_of(rows), tokenizer)
         validation.add_scores(scores[prompt])
     return validation

@@ -53,7 +53,7 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.rollout.given_responses import GivenResponses
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams
 from tests.environments.worlds import CountsLetters, DrawsSome
 from tests.stand_ins import TinyModel, quiet_trainer
 from tests.vision_models import drawing
@@ -90,15 +90,6 @@ class SeededEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         return finished(self._drawn(item, seed) for item, seed in zip(sampling, seeds, strict=True))
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        return self.request(prompts, sampling, seeds)
 
     def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
         draw = torch.Generator().manual_seed(seed)

@@ -216,7 +216,7 @@ def test_responses_to_images_of_the_documented_server_are_correct(server, tmp_pa
         for version, sends_files in ((1, True), (2, False)):
             engine.update_weights(whole_tensors(role.lm), version)
             sent.clear()
-            completions = generate(engine, prompts, SAMPLING, range(40), images=images)
+            completions = generate(engine, prompts, SAMPLING, range(40))
             sets = {frozenset(image.sha256 for image in each.images) for each in images if each.images}
             assert sum(sent) <= sends_files * sum(map(len, sets))  # each once, not for each response
             assert any(sent) == sends_files
@@ -227,10 +227,10 @@ def test_responses_to_images_of_the_documented_server_are_correct(server, tmp_pa
                 for weights in role.parameters():
                     weights += 0.02 * torch.randn_like(weights)
         engine.update_weights(whole_tensors(role.lm), 3)
-        before = generate(engine, prompts, SAMPLING, range(40), images=images)
+        before = generate(engine, prompts, SAMPLING, range(40))
         post("/reset_mm_cache")  # as if the server had dropped the images
         sent.clear()
-        after = generate(engine, prompts, SAMPLING, range(40), images=images)
+        after = generate(engine, prompts, SAMPLING, range(40))
         assert any(sent)
         assert [each.token_ids for each in after] == [each.token_ids for each in before]
         assert_echo(engine, processor, role, prompts[:6], images[:6], atol=1e-4)

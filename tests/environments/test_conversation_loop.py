@@ -16,7 +16,7 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import Prompt, SamplingParams
 from tests.environments import worlds
 from tests.environments.spy import Spy
 from tests.stand_ins import VOCABULARY, ScriptedEngine, TinyModel
@@ -29,10 +29,7 @@ def requests(count, row=None, max_tokens=24, turns=8):
     sampling = SamplingParams(max_tokens, 1.0, stop_token_ids=(END,))
     return [
         ConversationRequest(
-            prompt_ids=[4 + i % 5, 3],
-            text="ab",
-            messages=[],
-            row=row or {},
+            prompt=Prompt([4 + i % 5, 3], "ab", columns=row or {}),
             seed=i // 2,
             turn_seeds=tuple(range(i * 9, i * 9 + turns)),
             sampling=sampling,
@@ -50,7 +47,7 @@ def converse():
         settings = EnvironmentSettings(**({"bridge": "plain", "max_turns": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version if isinstance(engine, ScriptedEngine) else 0, 10**6)
-        return serve(engine, requested, partial(samplers[-1], check=check), on_finished).completions()
+        return serve(engine, requested, partial(samplers[-1], check=check), on_finished).result()
 
     yield converse
     for sampler in samplers:
@@ -126,9 +123,7 @@ def test_tool_results_and_mistakes_are_messages(converse):
         engine = ScriptedEngine([output, "a"], tokenizer)
         settings = EnvironmentSettings(**tools, parser=parser, bridge="plain", max_turns=1)
         sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
-        (instance,) = serve(
-            engine, requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None
-        ).completions()
+        (instance,) = serve(engine, requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None).result()
         sampler.close()
         assert instance.conversation.tool_calls == 1
         assert instance.conversation.metrics == {"tool_errors": float(result != "v")}
@@ -152,7 +147,10 @@ def engine(tmp_path_factory):
 
 
 def small(count, **options):
-    return [replace(request, prompt_ids=[1 + request.prompt_ids[0] % 5]) for request in requests(count, **options)]
+    return [
+        replace(request, prompt=Prompt([1 + request.prompt.token_ids[0] % 5], "ab"))
+        for request in requests(count, **options)
+    ]
 
 
 @pytest.mark.quick_cases(1)
@@ -256,7 +254,7 @@ def test_thousand_conversations_leave_no_resources(options):
         before = present()
         engine = ScriptedEngine(["ab"], LETTERS)
         check = CompletionCheck(100, -1, 10**6)
-        result = serve(engine, requests(count), partial(sampler, check=check), None).completions()
+        result = serve(engine, requests(count), partial(sampler, check=check), None).result()
         assert len(result) == count
         environments = getattr(sampler.host, "_environments", None)  # of threads; processes end with theirs
         sampler.close()
@@ -287,7 +285,7 @@ def chat():
         samplers.append(ConversationSampler(settings, settings.make_bridge(tokenizer, {}), tokenizer))
         engine = Spy(tokenizer, list(texts))
         check = partial(samplers[-1], check=CompletionCheck(100, engine.version, 10**6))
-        return serve(engine, requested, check, None).completions(), tokenizer
+        return serve(engine, requested, check, None).result(), tokenizer
 
     yield chat
     for sampler in samplers:

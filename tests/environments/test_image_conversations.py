@@ -62,7 +62,7 @@ def test_logprobs_of_engine_and_trainer_are_equal(tmp_path, factory, bridge, eng
     rollout = module.last_step.experience.rollout
     assert not bool(rollout.response_mask.all())
     assert rollout.images is not None
-    assert int((rollout.images >= 0).sum()) > 0
+    assert int((rollout.images.numbers >= 0).sum()) > 0
 
 
 def run(tmp_path, name, rows, engine, **settings):
@@ -116,7 +116,7 @@ def test_pictures_of_an_environment(tmp_path, in_prompts, bridge, engine):
     written = [part["text"] for part in first["segments"] if part["from"] == "environment"]
     assert any("<image>" in text for text in written)
     assert not any("<image><image>" in text for text in written)
-    assert sorted(rollout.written_images) == sorted(
+    assert sorted(rollout.images.written) == sorted(
         {image.number for record in loop.conversations.values() for image in record.images}
     )
 

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -22,11 +21,13 @@ from lightning_rlhf.images.processor import load_processor
 from lightning_rlhf.images.reading import ImageSettings, read_image
 from lightning_rlhf.modules.echo import environment_mask
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
-from lightning_rlhf.rollout.generation import Generation
+from lightning_rlhf.rollout.assemble import assemble
+from lightning_rlhf.rollout.generation import PendingCompletions
 from lightning_rlhf.rollout.sampler import Sampling
-from lightning_rlhf.rollout.source import Request, assemble
+from lightning_rlhf.rollout.source import StepRequests
 from lightning_rlhf.rollout.vllm.requests import SentImages
-from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch, PromptImages
+from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, TokenPrompt
+from tests.stand_ins import prompt_batch
 from tests.vision_models import tokenizer, write_checkpoint
 
 
@@ -254,11 +255,11 @@ def test_template_that_rejects_parts_is_rejected_before_the_run(processor):
 
 
 def test_conversation_ends_where_an_image_would_be_too_many():
-    conversation = Conversation([1], Limits(5, 100, max_images=1), PromptImages((), (), (1,)))
+    conversation = Conversation(TokenPrompt([1], PromptImages((), (), (1,))), Limits(5, 100, max_images=1))
     conversation.add_turn(Completion([5], [0.0], "stop", 0))
     conversation.add_written([7, 7, 7], [encoded()], [7])
-    assert conversation.images.unexpanded_ids == (1, 5, 7)
-    assert conversation.images.images == (encoded(),)
+    assert conversation.request.images.unexpanded_ids == (1, 5, 7)
+    assert conversation.request.images.images == (encoded(),)
     assert conversation.written_images == ()
     conversation.add_turn(Completion([6], [0.0], "stop", 0))
     assert conversation.written_images == (encoded(),)
@@ -270,7 +271,7 @@ def test_conversation_ends_where_an_image_would_be_too_many():
 
 
 def test_tokens_of_an_image_count():
-    conversation = Conversation([1], Limits(5, 4, max_images=1), PromptImages((), (), (1,)))
+    conversation = Conversation(TokenPrompt([1], PromptImages((), (), (1,))), Limits(5, 4, max_images=1))
     conversation.add_turn(Completion([5], [0.0], "stop", 0))
     conversation.add_written([7, 7, 7], [encoded()], [7])
     assert conversation.stop == "tokens"
@@ -296,15 +297,15 @@ def completion(images=()):
 
 
 def prompts(numbers=(-1, -1)):
-    return PromptBatch([0], [[1, 2]], ["p"], {}, images=[PromptImages((), tuple(numbers), (1, 2))])
+    return prompt_batch([0], [[1, 2]], ["p"], {}, images=[PromptImages((), tuple(numbers), (1, 2))])
 
 
 def test_rollout_has_the_images_of_its_conversations():
     of_prompt = encoded(9).number
     rollout = assemble(prompts((of_prompt, -1, -1)), [completion([encoded(1), encoded(2)]), completion()])
-    assert rollout.images.tolist() == [[of_prompt, encoded(1).number, encoded(2).number], [of_prompt, -1, -1]]
-    assert rollout.written_images == {encoded(n).number: encoded(n) for n in (1, 2)}
-    assert rollout[[1]].written_images == rollout.written_images
+    assert rollout.images.numbers.tolist() == [[of_prompt, encoded(1).number, encoded(2).number], [of_prompt, -1, -1]]
+    assert rollout.images.written == {encoded(n).number: encoded(n) for n in (1, 2)}
+    assert rollout[[1]].images.written == rollout.images.written
 
 
 def test_prompts_with_other_images_are_not_shared():
@@ -317,21 +318,20 @@ def test_prompts_with_other_images_are_not_shared():
 
     one, two, three = encoded(1), encoded(2), encoded(3)
     rollout = assemble(prompts(), [record(one, two), record(one, three), record(two, three)])
-    assert rollout.prompt_images.tolist() == [1, 1, 1]
+    assert rollout.images.in_prompt.tolist() == [1, 1, 1]
     assert rollout.prompt_numbers()[0].tolist() == [0, 0, 2]
 
 
-@pytest.mark.parametrize("batch", [prompts((-1,)), PromptBatch([0], [[1, 2]], ["p"], {})])
+@pytest.mark.parametrize("batch", [prompts((-1,)), prompt_batch([0], [[1, 2]], ["p"], {})])
 def test_more_images_than_the_run_allows_are_an_error(batch):
     with pytest.raises(ValueError, match="has 2 images, more than max_images of the environment allows: resume with"):
         assemble(batch, [completion([encoded(1), encoded(2)])])
 
 
 def test_checkpoints_contain_the_images_of_conversations():
-    generation: Future = Future()
     completions = [completion([encoded(1), encoded(2), encoded(1)]), completion()]
-    generation = Generation(lambda: completions)
-    (packed,) = [_packed(Request(3, prompts(), Sampling(2, 1.0), generation, None))]
+    pending = PendingCompletions(lambda: completions)
+    (packed,) = [_packed(StepRequests(3, prompts(), Sampling(2, 1.0), pending, None))]
     buffer = io.BytesIO()
     torch.save(packed, buffer)
     buffer.seek(0)
@@ -341,7 +341,7 @@ def test_checkpoints_contain_the_images_of_conversations():
 
 
 def test_checkpoint_of_conversations_without_a_field_of_images_is_read():
-    packed = _packed(Request(3, prompts(), Sampling(1, 1.0), Generation(lambda: [completion()]), None))
+    packed = _packed(StepRequests(3, prompts(), Sampling(1, 1.0), PendingCompletions(lambda: [completion()]), None))
     for name in ("images", "encoded_images"):
         del packed["conversations"][0][name]
     ((_, restored),) = _unpacked(packed)
@@ -359,15 +359,15 @@ def test_engine_process_keeps_the_last_images_only():
     sent, held = SentImages(max_bytes=2 * size + 10), {}
     for step in range(20):
         of_step = [encoded(step), encoded(step + 1)]
-        message = sent.message([PromptImages((image,), (), ()) for image in of_step])
+        message = sent.message([TokenPrompt([], PromptImages((image,), (), ())) for image in of_step])
         message = json.loads(json.dumps(message))
         held |= {fields["sha256"]: EncodedImage.of_fields(fields) for fields in message.get("new", ())}
         for sha256 in message.get("dropped", ()):
             del held[sha256]
         assert {image.sha256 for image in of_step} <= set(held)
         assert len(held) <= 3
-    assert sent.message([PromptImages((encoded(20),), (), ())]) == {}
+    assert sent.message([TokenPrompt([], PromptImages((encoded(20),), (), ()))]) == {}
     # Another process also needs those of unfinished requests.
-    needed = sent.all([PromptImages((encoded(3),), (), ())])
+    needed = sent.all([TokenPrompt([], PromptImages((encoded(3),), (), ()))])
     assert {encoded(step).sha256 for step in (3, 20)} <= {fields["sha256"] for fields in needed}
     assert len(needed) == len(held) + 1

@@ -25,7 +25,7 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
 from lightning_rlhf.rollout.sampler import Sampling
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import Completion, ConversationRecord
+from lightning_rlhf.types import Completion, ConversationRecord, ConversationTokens, Prompt
 from tests.environments import worlds
 from tests.stand_ins import Response, TinyModel, fit, quiet_trainer, rollout_of
 
@@ -141,7 +141,7 @@ def test_reward_functions_get_the_whole_conversation(tmp_path):
     rollout = module.last_step.experience.rollout
     assert torch.equal(rollout.rewards["judged"], rollout.rewards["environment"])
     torch.testing.assert_close(rollout.reward, rollout.rewards["judged"] + 0.5 * rollout.rewards["in_messages"])
-    assert not rollout.step_rewards.any()  # the weight is 0
+    assert not rollout.conversation.step_rewards.any()  # the weight is 0
 
 
 def test_skipped_conversations_are_not_trained_on(tmp_path):
@@ -268,7 +268,7 @@ def test_conversations_are_restored_from_a_checkpoint():
     request = SimpleNamespace(
         step=7,
         sampling=Sampling(2, 1.0),
-        prompts=SimpleNamespace(indices=[4]),
+        prompts=[Prompt([1], "a", index=4)],
         completions=lambda: [saved, plain],
     )
     ((key, completions),) = _unpacked(_packed(request))
@@ -284,7 +284,7 @@ def test_log_has_the_parts_of_a_response():
     rollout = rollout_of([Response([1], ids, policy=mask), Response([1], [*ids, 2])])
     rewards = torch.zeros(rollout.response_ids.shape)
     rewards[0, 1] = 0.5
-    parts = segments_of(tokenizer, replace(rollout, step_rewards=rewards), 0)["segments"]
+    parts = segments_of(tokenizer, replace(rollout, conversation=ConversationTokens(rewards)), 0)["segments"]
     assert parts == [
         {"from": "policy", "text": "ab", "reward": 0.5},
         {"from": "environment", "text": "cd"},

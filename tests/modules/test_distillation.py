@@ -17,6 +17,7 @@ from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.advantages import TeacherLogRatio
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from lightning_rlhf.objectives.group_advantages import RLOO
+from lightning_rlhf.types import PaddedPrompts
 from tests.helpers import assert_close
 from tests.models.architectures import tiny
 from tests.stand_ins import TINY_LLAMA, HandOver, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
@@ -214,7 +215,7 @@ PROMPTS = [[5, 3, 9, 9, 1][: 1 + number] for number in range(len(ROWS) - 1)] + [
 def with_teacher_prompts():
     rollout = rollout_of(ROWS, dtype=torch.float64, temperature=0.7)
     ids, lengths = pad_right(PROMPTS)
-    return replace(rollout, teacher_prompt_ids=ids, teacher_prompt_lengths=lengths)
+    return replace(rollout, teacher=PaddedPrompts(ids, lengths))
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -9,6 +9,7 @@ import torch
 from lightning_rlhf import ECHOModule, GRPOModule
 from lightning_rlhf.modules.echo import environment_mask
 from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.types import ConversationTokens
 from tests.helpers import assert_close
 from tests.stand_ins import TinyModel, fit, responses, rollout_of
 
@@ -76,7 +77,8 @@ def test_first_token_of_a_branch_is_not_predicted():
     starts = torch.zeros_like(rollout.response_mask)
     row = next(number for number, written in enumerate(WRITTEN) if any(written))
     starts[row, WRITTEN[row].index(True)] = True
-    mask, before = environment_mask(replace(rollout, text_starts=starts)), environment_mask(rollout)
+    branched = replace(rollout, conversation=ConversationTokens(torch.zeros_like(rollout.rollout_logprobs), starts))
+    mask, before = environment_mask(branched), environment_mask(rollout)
     assert torch.equal(mask, before & ~starts)
     assert mask.sum() == before.sum() - 1
 

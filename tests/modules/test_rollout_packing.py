@@ -11,7 +11,7 @@ from lightning_rlhf.batching.packing import pack_texts
 from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from lightning_rlhf.modules.text_layout import breaks_of
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.types import Rollout
+from lightning_rlhf.types import ConversationTokens, Rollout
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of
 
@@ -148,7 +148,7 @@ def branched(joined=True):
     for row, start in enumerate(starts):
         if start is not None:
             marks[row, start] = True
-    return replace(rollout, text_starts=marks)
+    return replace(rollout, conversation=ConversationTokens(torch.zeros_like(rollout.rollout_logprobs), marks))
 
 
 def sampled_scores(module, rollout):
@@ -172,7 +172,7 @@ def test_texts_in_one_row_are_computed_as_if_they_were_separate(packed):
         assert other.abs().max() > 0.1
     last = torch.cat([apart.truncated.new_tensor([False, True] * 2 + [True]).repeat(4)])
     assert_close(module.scores(joined), module.scores(apart)[last], rtol=0, atol=2e-5)
-    without = module.actor_scores("actor", replace(joined, text_starts=None)).logprobs[joined.response_mask]
+    without = module.actor_scores("actor", replace(joined, conversation=None)).logprobs[joined.response_mask]
     assert (without - sampled_scores(module, apart)[0]).abs().max() > 1e-3
 
 

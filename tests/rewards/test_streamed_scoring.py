@@ -12,11 +12,12 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.source import assemble
-from lightning_rlhf.types import Completion, PromptBatch
+from lightning_rlhf.types import Completion
+from tests.stand_ins import prompt_batch
 
 FILE = Path(__file__).with_name("streamed.py")
 TOKENIZER = CharacterTokenizer("abcdefg").load()
-BATCH = PromptBatch([0, 1, 2], [[4], [5, 6], [7]], ["a", "bc", "d"], {"ground_truth": ["ab", "c", "g"]})
+BATCH = prompt_batch([0, 1, 2], [[4], [5, 6], [7]], ["a", "bc", "d"], {"ground_truth": ["ab", "c", "g"]})
 WORDS = ["ab", "c", "", "gggg", "abc", "f", "de", "a", "c", "gf", "fg", "b"]
 # Functions of streamed.py, with their options.
 FUNCTIONS = {"of_all": {}, "one_by_one": {}, "timed": {"timeout_s": 30.0}, "several": {}, "awaited": {}}

@@ -101,7 +101,7 @@ def submitted(engine, rank):
     engine.update_weights(Parameters(), 8)
     second = submit(engine, [[5]], SAMPLING, [2])
     wrong = submit(engine, [[5]], SamplingParams(8 + rank), [2])
-    results = [(item.completions()[0].token_ids, item.completions()[0].policy_version) for item in (first, second)]
+    results = [(item.result()[0].token_ids, item.result()[0].policy_version) for item in (first, second)]
     return [*results, error_of(wrong.completions), engine.traits.overlaps]
 
 
@@ -179,7 +179,7 @@ def converse():
         return ConversationRequest([number], "", [], {"turns": turns}, 0, (4, 5, 6, 7), sampling)
 
     def run(requests):
-        result = serve(engine, requests, partial(sampler, check=check)).completions()
+        result = serve(engine, requests, partial(sampler, check=check)).result()
         return [(len(item.conversation.turn_ends), item.token_ids, item.policy_version) for item in result]
 
     different = [requested(4, 1), requested(5, 3)] if rank == 0 else [requested(6, 2)]

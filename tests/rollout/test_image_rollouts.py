@@ -1,5 +1,7 @@
 """Rollouts with images: engines see the trainer's tokens and pictures, and give its log-probs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import PromptImages, SamplingParams
+from lightning_rlhf.types import PromptImages, SamplingParams, TokenPrompt
 from tests.helpers import assert_close
 from tests.vision_models import drawing, write_checkpoint
 
@@ -37,8 +39,8 @@ def prompts_of(processor, count):
         def tokens(written):
             return processor.tokenizer(written, add_special_tokens=False)["input_ids"]
 
-        prompts.append(tokens(processor.expand(text, shown)))
         images.append(PromptImages(shown, tuple(range(len(shown))), tuple(tokens(text))))
+        prompts.append(TokenPrompt(tokens(processor.expand(text, shown)), images[-1]))
     return prompts, images
 
 
@@ -88,7 +90,7 @@ def test_transformers_generates_with_the_logprobs_of_the_trainer(name, tmp_path)
     engine = started(TransformersEngine(batch_size=4), tmp_path, processor, source)
     engine.update_weights(whole_tensors(role.lm), 0)
     prompts, images = prompts_of(processor, 7)
-    completions = generate(engine, prompts, SAMPLING, range(7), images=images)
+    completions = generate(engine, prompts, SAMPLING, range(7))
     expected = logprobs_of(role, processor, prompts, images, completions)
     for completion, logprobs in zip(completions, expected, strict=True):
         assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5)
@@ -100,9 +102,7 @@ def test_transformers_generates_with_the_logprobs_of_the_trainer(name, tmp_path)
 def assert_echo(engine, processor, role, prompts, images, atol):
     """Assert that the log-probs of the prompts' tokens are the trainer's, with a probability for every token."""
     excluded, role.never_sampled = role.never_sampled, ()
-    echoed = generate(
-        engine, prompts, SamplingParams(1, echo=True, never_sampled=(4,)), range(len(prompts)), images=images
-    )
+    echoed = generate(engine, prompts, SamplingParams(1, echo=True, never_sampled=(4,)), range(len(prompts)))
     for prompt, shown, completion in zip(prompts, images, echoed, strict=True):
         assert completion.token_ids[:-1] == prompt[1:]
         ids = torch.tensor([prompt])
@@ -139,7 +139,7 @@ def running(tmp_path_factory):
 def test_logprobs_of_200_responses_are_those_of_the_trainer(running):
     engine, processor, role = running
     prompts, images = prompts_of(processor, 200)
-    completions = generate(engine, prompts, SAMPLING, range(200), images=images)
+    completions = generate(engine, prompts, SAMPLING, range(200))
     expected = logprobs_of(role, processor, prompts, images, completions)
     gaps = [
         (torch.tensor(completion.logprobs) - logprobs).abs().max()
@@ -160,8 +160,8 @@ def test_each_image_is_sent_once(running):
     engine._running.command = lambda kind, **fields: sent.append(fields) or command(kind, **fields)
     try:
         engine._sent_images._sent.clear()
-        generate(engine, prompts, SAMPLING, range(6), images=images)
-        generate(engine, prompts, SAMPLING, range(6, 12), images=images)
+        generate(engine, prompts, SAMPLING, range(6))
+        generate(engine, prompts, SAMPLING, range(6, 12))
     finally:
         engine._running.command = command
     (message,) = sent
@@ -173,11 +173,11 @@ def test_each_image_is_sent_once(running):
 def test_the_same_seeds_give_the_same_responses_and_other_images_give_others(running):
     engine, processor, _ = running
     prompts, images = prompts_of(processor, 3)
-    one = generate(engine, prompts, SAMPLING, range(3), images=images)
-    two = generate(engine, prompts[::-1], SAMPLING, [2, 1, 0], images=images[::-1])[::-1]
+    one = generate(engine, prompts, SAMPLING, range(3))
+    two = generate(engine, prompts[::-1], SAMPLING, [2, 1, 0])[::-1]
     assert [c.token_ids for c in one] == [c.token_ids for c in two]
     other = PromptImages((IMAGES[3],), (0,), images[0].unexpanded_ids)
-    (changed,) = generate(engine, prompts[:1], SAMPLING, [0], images=[other])
+    (changed,) = generate(engine, [replace(prompts[0], images=other)], SAMPLING, [0])
     assert changed.logprobs != one[0].logprobs
 
 
@@ -186,13 +186,13 @@ def test_the_same_seeds_give_the_same_responses_and_other_images_give_others(run
 def test_weights_of_the_image_encoder_are_pushed(running):
     engine, processor, role = running
     prompts, images = prompts_of(processor, 3)
-    before = generate(engine, prompts, SAMPLING, range(3), images=images)
+    before = generate(engine, prompts, SAMPLING, range(3))
     weights = next(p for name, p in role.named_parameters() if "vision" in name and p.ndim == 2)
     before_change = weights.detach().clone()
     with torch.no_grad():
         weights.mul_(1.5)
     engine.update_weights(whole_tensors(role.lm), 1)
-    after = generate(engine, prompts, SAMPLING, range(3), images=images)
+    after = generate(engine, prompts, SAMPLING, range(3))
     expected = logprobs_of(role, processor, prompts, images, after)
     assert after[0].logprobs != before[0].logprobs
     assert after[1].logprobs == before[1].logprobs  # without an image
@@ -201,7 +201,7 @@ def test_weights_of_the_image_encoder_are_pushed(running):
     with torch.no_grad():
         weights.copy_(before_change)
     engine.update_weights(whole_tensors(role.lm), 2)
-    again = generate(engine, prompts, SAMPLING, range(3), images=images)
+    again = generate(engine, prompts, SAMPLING, range(3))
     assert [completion.logprobs for completion in again] == [completion.logprobs for completion in before]
 
 
@@ -209,10 +209,10 @@ def test_weights_of_the_image_encoder_are_pushed(running):
 @real_vllm
 def test_a_prompt_that_vllm_expands_otherwise_is_an_error_and_the_engine_continues(running):
     engine, processor, _ = running
-    prompts, images = prompts_of(processor, 3)
+    prompts, _ = prompts_of(processor, 3)
     with pytest.raises(RunError, match=r"vLLM expands a prompt with 1 images to \d+ tokens and the trainer to"):
-        generate(engine, [prompts[0][:-1]], SAMPLING, [0], images=images[:1])
-    assert generate(engine, prompts, SAMPLING, range(3), images=images)
+        generate(engine, [replace(prompts[0], token_ids=prompts[0][:-1])], SAMPLING, [0])
+    assert generate(engine, prompts, SAMPLING, range(3))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from lightning_rlhf.expected_errors import EngineDied, RunError
-from lightning_rlhf.rollout.generation import CompletionCheck, Generation, generate, submit
+from lightning_rlhf.rollout.generation import CompletionCheck, PendingCompletions, generate, submit
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -24,9 +24,9 @@ PROMPTS = prompts_of(24)
 
 def test_generation_waits_only_once():
     waits = []
-    generation = Generation(lambda: waits.append(1) or [Completion([1], [-1.0], "stop", 0)])
+    generation = PendingCompletions(lambda: waits.append(1) or [Completion([1], [-1.0], "stop", 0)])
     assert generation.finished_at is None
-    assert generation.completions() is generation.completions()
+    assert generation.result() is generation.result()
     assert len(waits) == 1
     assert generation.finished_at >= generation.requested_at
 
@@ -39,7 +39,7 @@ def test_engine_in_the_trainer_process_generates_immediately(tmp_path):
     finished = []
     generation = submit(engine, PROMPTS[:4], SAMPLING, range(4), lambda *result: finished.append(result))
     pushed(engine, source_of(seed=2), version=2)
-    assert generation.completions() == expected
+    assert generation.result() == expected
     assert finished == list(enumerate(expected))
     assert not engine.traits.overlaps
 
@@ -102,10 +102,10 @@ def test_push_waits_for_earlier_responses(engines):
     generation = submit(engine, PROMPTS, SAMPLING, range(24))
     second = pushed(engine, source_of(seed=2), version=2)  # returns while the engine generates
     later = submit(engine, PROMPTS, SAMPLING, range(24))
-    assert generation.completions() == expected
+    assert generation.result() == expected
     assert largest_gap(first, PROMPTS, expected) < 1e-5
-    assert {completion.policy_version for completion in later.completions()} == {2}
-    assert largest_gap(second, PROMPTS, later.completions()) < 1e-5
+    assert {completion.policy_version for completion in later.result()} == {2}
+    assert largest_gap(second, PROMPTS, later.result()) < 1e-5
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_completions_are_passed_on_before_all_are_finished(engines):
         time.sleep(0.001)
 
     generation = submit(engines.tied, PROMPTS, SAMPLING, range(24), on_finished)
-    completions = generation.completions()
+    completions = generation.result()
     assert [calls[index] for index in range(24)] == completions
     assert generation.requested_at < times[0] < generation.finished_at  # the first is passed on before the last exists
 
@@ -135,7 +135,7 @@ def test_error_of_the_callback_is_raised_when_the_completions_are_read(engines):
         raise RunError(f"no {index}")
 
     with pytest.raises(RunError, match="no 0"):
-        submit(engines.tied, PROMPTS[:2], SAMPLING, range(2), fail).completions()
+        submit(engines.tied, PROMPTS[:2], SAMPLING, range(2), fail).result()
     assert generate(engines.tied, PROMPTS[:1], SAMPLING, [0])
 
 
@@ -155,7 +155,7 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
         generation = submit(engine, PROMPTS, longest, range(24))
         generate(engine, PROMPTS[:1], SamplingParams(5), [24])  # after 5 of the 150 tokens of the others
         engine.update_weights(parameters_of(second), 2)
-        mixed = generation.completions()
+        mixed = generation.result()
         after = generate(engine, PROMPTS, SAMPLING, range(24))
     finally:
         engine.close()
@@ -189,7 +189,7 @@ def test_death_of_the_engine_is_raised_when_the_completions_are_read(tmp_path):
         generation = submit(engine, PROMPTS, SamplingParams(150), range(24))
         engine._running.process.kill()
         with pytest.raises(EngineDied, match="killed by signal 9"):
-            generation.completions()
+            generation.result()
     finally:
         engine.close()
 

@@ -24,7 +24,7 @@ from lightning_rlhf.expected_errors import EngineDied, ExpectedError, RunError
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_tokens
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import SamplingParams, TokenPrompt
 from tests.rollout.engines import parameters_of, setup_of, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -612,11 +612,11 @@ def test_weights_are_not_replaced_before_a_worker_that_was_started_again_has_loa
         for version in (1, 2):
             engine.update_weights([(n, torch.full_like(p, version)) for n, p in parameters.items()], version)
             if version == 1:
-                responses = engine.request([[1] * 300], [SamplingParams(300)], [0])
+                responses = engine.request([TokenPrompt([1] * 300)], [SamplingParams(300)], [0])
                 die(engine._process)
                 while not engine.restarted:
                     time.sleep(0.01)
-        responses += engine.request([[1]], [SamplingParams(300)], [0])
+        responses += engine.request([TokenPrompt([1])], [SamplingParams(300)], [0])
         assert [(each.result(WAIT).policy_version, each.result().logprobs[0]) for each in responses] == [
             (1, -1),
             (2, -2),
@@ -638,7 +638,9 @@ def test_engine_that_dies_asleep_is_started_again_with_the_next_push(tmp_path, m
     try:
         for version in (1, 2):
             engine.update_weights(parameters, version)
-            assert engine.request([[1]], [SamplingParams(1)], [0])[0].result(WAIT).policy_version == version
+            assert (
+                engine.request([TokenPrompt([1])], [SamplingParams(1)], [0])[0].result(WAIT).policy_version == version
+            )
             engine.sleep()
             pid = die(engine._process)
             assert wait_for_end(pid, 5)

@@ -40,7 +40,7 @@ def converse(engine, requested, version=0, on_finished=None, **settings):
     sampler = ConversationSampler(settings, PlainBridge(TOKENIZER), TOKENIZER)
     check = CompletionCheck(120, version, ARCHITECTURE["vocab_size"])
     try:
-        return serve(engine, requested, partial(sampler, check=check), on_finished).completions()
+        return serve(engine, requested, partial(sampler, check=check), on_finished).result()
     finally:
         sampler.close()
 

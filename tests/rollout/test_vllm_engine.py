@@ -32,7 +32,7 @@ from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.scorer import Scorer
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import PromptBatch, SamplingParams
+from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import (
     END,
     MAX_TOKENS,
@@ -45,6 +45,7 @@ from tests.rollout.engines import (
     source_of,
 )
 from tests.rollout.in_process import InProcessVLLMEngine
+from tests.stand_ins import prompt_batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SLOW = Path(__file__).parents[1] / "rewards" / "streamed.py"
@@ -101,7 +102,7 @@ def test_on_finished_is_called_once_per_response_when_it_is_finished(engines):
 def test_rewards_are_computed_while_vllm_generates_the_rest(engines):
     pushed(engines.tied, source_of())
     prompts = prompts_of(32)
-    batch = PromptBatch(list(range(32)), prompts, ["p"] * 32, {})
+    batch = prompt_batch(list(range(32)), prompts, ["p"] * 32, {})
     tokenizer = CharacterTokenizer("".join(chr(ord("A") + i) for i in range(57))).load()
     sampling = SamplingParams(150, stop_token_ids=(END,))
     reward = RewardFunction(f"{SLOW}:a_tenth_of_a_second", timeout_s=30.0)
@@ -340,7 +341,7 @@ def test_engine_in_the_trainer_process_gives_equal_results_and_restores_the_rand
         import numpy, torch
         from lightning_rlhf.rollout.generation import generate
         from tests.rollout.in_process import InProcessVLLMEngine
-        from lightning_rlhf.types import PromptBatch, SamplingParams
+        from lightning_rlhf.types import SamplingParams
         from tests.rollout.engines import *
 
         if __name__ == "__main__":

@@ -17,7 +17,7 @@ from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.agents.endpoint import AgentEndpoint, Body, RefusedRequest
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest, RunningConversation
-from lightning_rlhf.types import Completion
+from lightning_rlhf.types import Completion, TokenPrompt
 
 
 @dataclass(eq=False)
@@ -148,10 +148,11 @@ class AgentLoop(ConversationLoop):
                 raise _too_long("no token is left for another turn")
             return
         prompt = self._bridge.conversation(messages, tools)
-        left = len(running.request.prompt_ids) + running.request.sampling.max_tokens - len(prompt)
+        left = len(running.request.prompt.token_ids) + running.request.sampling.max_tokens - len(prompt)
         if left < 1:
             raise _too_long(f"the messages have {len(prompt)} tokens")
-        running.conversation = Conversation(prompt, replace(self._limits(running.request), max_response_tokens=left))
+        limits = replace(self._limits(running.request), max_response_tokens=left)
+        running.conversation = Conversation(TokenPrompt(prompt), limits)
 
     def _turn_budget(self, running: RunningConversation) -> int:
         """Return the largest number of tokens of the next turn."""

@@ -363,9 +363,10 @@ def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, di
         For each text: its content with the trained part marked, and its numbers of tokens and trained tokens.
     """
     if isinstance(batch, PromptBatch):
-        ids = batch.token_ids[0]
+        (prompt,) = batch
+        ids = prompt.token_ids
         text = _marked(ids, [False] * len(ids), tokenizer, spans(ids))
-        columns = {name: str(values[0]) for name, values in batch.columns.items() if name != "images"}
+        columns = {name: str(value) for name, value in prompt.columns.items() if name != "images"}
         return {"prompt": {"text": text, "tokens": len(ids), "trained": 0, "columns": columns}}
     if isinstance(batch, PreferenceBatch):
         texts = {"chosen": batch.chosen, "rejected": batch.rejected}

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_rlhf.data.answers import MaskedText
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.prompts import Prompt
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import counted
+from lightning_rlhf.types import Prompt
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from lightning_rlhf.extras.commands.options import ROLES_HELP, command_parser, p
 from lightning_rlhf.extras.commands.response_backends import (
     Conversations,
     EngineBackend,
-    Prompt,
     Response,
     ResponseBackend,
     ResponseRequest,
+    RowPrompt,
     ServerBackend,
     prompts_digest,
 )
@@ -222,7 +222,7 @@ def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int
     return len(prompts)
 
 
-def _check_columns(prompts: list[Prompt]) -> None:
+def _check_columns(prompts: list[RowPrompt]) -> None:
     """Validate that no column of the prompts has the name of an output column."""
     for name in OUTPUT_COLUMNS:
         if any(name in prompt.row for prompt in prompts):
@@ -230,7 +230,7 @@ def _check_columns(prompts: list[Prompt]) -> None:
 
 
 def _generate(
-    backend: ResponseBackend, prompts: list[Prompt], file: ResponsesFile, options: argparse.Namespace
+    backend: ResponseBackend, prompts: list[RowPrompt], file: ResponsesFile, options: argparse.Namespace
 ) -> None:
     """Generate the responses to the prompts after the last row of a file, and write them batch by batch."""
     n = options.n
@@ -260,7 +260,7 @@ def _generate(
         print(f"{file.done} of {len(prompts)} prompts, {tokens} tokens, {speed:.0f} tokens/s", flush=True)
 
 
-def _row(prompt: Prompt, responses: list[Response]) -> dict[str, Any]:
+def _row(prompt: RowPrompt, responses: list[Response]) -> dict[str, Any]:
     counts = {PROMPT_TOKENS: len(prompt.ids)} if prompt.ids else {}
     return {
         **prompt.row,

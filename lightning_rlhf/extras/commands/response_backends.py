@@ -41,14 +41,14 @@ from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
-from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
+from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve
 from lightning_rlhf.rollout.scorer import last_turn, sampled_tokens
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION
-from lightning_rlhf.types import Completion, ConversationRecord, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, ConversationRecord, Prompt, PromptImages, SamplingParams, TokenPrompt
 
 _SERVER_SECONDS = 3600.0  # time limit of one response, and of retries while a server is busy
 _TRIES = 8
@@ -62,7 +62,7 @@ _UNLIMITED = 1 << 30
 _FINGERPRINT_BYTES = 1 << 12  # bytes of each tensor in the digest
 
 
-class Prompt(NamedTuple):
+class RowPrompt(NamedTuple):
     """A prompt with its row, the columns for an environment, and the images for an engine.
 
     For a server, ``ids`` and ``columns`` are empty, and either ``text`` or ``messages``, which have the images.
@@ -100,7 +100,7 @@ class ResponseRequest:
         environment_seed: seed of the environment, which all responses to a prompt share.
     """
 
-    prompt: Prompt
+    prompt: RowPrompt
     seed: int
     environment_seed: int
 
@@ -170,7 +170,7 @@ class EngineBackend:
         as_messages: bool = False,
         images: ImageSettings | None = None,
         roles: Mapping[str, str] | None = None,
-    ) -> list[Prompt]:
+    ) -> list[RowPrompt]:
         """Read the prompts of a source; a prompt that leaves no tokens for a response is a bad row.
 
         Args:
@@ -251,10 +251,8 @@ class EngineBackend:
     def generate(self, requests: Sequence[ResponseRequest]) -> list[Response]:
         """Generate one response for each request."""
         if self._sampler is None:
-            prompts = [request.prompt.ids for request in requests]
-            images = [] if self._images is None else [_images_of(request.prompt) for request in requests]
-            seeds = [request.seed for request in requests]
-            completions = generate(self._engine, prompts, self._sampling, seeds, images=images)
+            prompts = [TokenPrompt(request.prompt.ids, request.prompt.images) for request in requests]
+            completions = generate(self._engine, prompts, self._sampling, [request.seed for request in requests])
         else:
             completions = self._converse(self._sampler, requests)
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
@@ -270,19 +268,21 @@ class EngineBackend:
         later_turns = range(1, sampler.settings.max_turns)
         conversations = [
             ConversationRequest(
-                prompt_ids=request.prompt.ids,
-                text=request.prompt.text,
-                messages=request.prompt.messages,
-                row=environment_row(request.prompt.columns, request.prompt.text, request.prompt.messages),
+                prompt=Prompt(
+                    request.prompt.ids,
+                    request.prompt.text,
+                    columns=request.prompt.columns,
+                    messages=request.prompt.messages,
+                    images=None if self._images is None else _images_of(request.prompt),
+                ),
                 seed=request.environment_seed,
                 turn_seeds=(request.seed, *(derive_seed(request.seed, turn) for turn in later_turns)),
                 sampling=self._sampling,
-                images=None if self._images is None else _images_of(request.prompt),
             )
             for request in requests
         ]
         check = CompletionCheck(self._sampling.max_tokens, DIRECTORY_VERSION, self._config.get_text_config().vocab_size)
-        return serve(self._engine, conversations, partial(sampler, check=check)).completions()
+        return serve(self._engine, conversations, partial(sampler, check=check)).result()
 
     def close(self) -> None:
         """End the environments and the engine."""
@@ -309,10 +309,17 @@ class _PromptRows(PromptDataModule):
     def convert(self, fields: Fields) -> Any:
         prompt = super().convert(fields)
         row = _as_json(fields.row, self.image_settings if prompt.images else None)
-        return Prompt(row, prompt.text, prompt.ids, prompt.messages, columns=prompt.columns, images=prompt.images)
+        return RowPrompt(
+            row,
+            prompt.text,
+            prompt.token_ids,
+            list(prompt.messages),
+            columns=dict(prompt.columns),
+            images=prompt.images,
+        )
 
 
-def _images_of(prompt: Prompt) -> PromptImages:
+def _images_of(prompt: RowPrompt) -> PromptImages:
     return prompt.images or PromptImages((), (), tuple(prompt.ids))
 
 
@@ -408,13 +415,13 @@ class ServerBackend:
         as_messages: bool = False,
         images: ImageSettings | None = None,
         roles: Mapping[str, str] | None = None,
-    ) -> list[Prompt]:
+    ) -> list[RowPrompt]:
         """See :meth:`EngineBackend.read_prompts`."""
         finder = Columns(columns, (*PromptDataModule.field_candidates, *TEMPLATE_FIELDS))
         report = RowReport("prompts")
         settings = images or ImageSettings()
 
-        def convert(row: Row) -> Prompt:
+        def convert(row: Row) -> RowPrompt:
             fields = finder.find(row)
             name = "messages" if "messages" in fields else "prompt"
             if as_messages:
@@ -425,7 +432,7 @@ class ServerBackend:
             if isinstance(value, str):
                 if column_images:
                     raise BadRow("a text with images cannot be sent to a server: set --as-messages")
-                return Prompt(_as_json(row), fields.text(name), [], [], {})
+                return RowPrompt(_as_json(row), fields.text(name), [], [], {})
             read = image_reader(settings, report.location)
             messages = with_images(messages_of(value, "prompt", roles), column_images, read, is_answer=False)
             unsent = [name for name in ("tools", "chat_template_kwargs", "system", "history") if fields.get(name)]
@@ -435,7 +442,7 @@ class ServerBackend:
                 messages = messages[:-1]
             if not messages or messages[-1]["role"] == "assistant":
                 raise BadRow("a prompt that ends with the assistant's words cannot be sent to a server: use --model")
-            return Prompt(_as_json(row, settings if images_of(messages) else None), "", [], messages, {})
+            return RowPrompt(_as_json(row, settings if images_of(messages) else None), "", [], messages, {})
 
         prompts, report = use_rows(source, report.name, convert, on_bad_row, report=report)
         print(report)
@@ -453,7 +460,7 @@ class ServerBackend:
 
         return asyncio.run(request_all())
 
-    async def _request(self, prompt: Prompt, seed: int) -> Response:
+    async def _request(self, prompt: RowPrompt, seed: int) -> Response:
         route = "chat/completions" if prompt.messages else "completions"
         body = {
             "model": self._model,
@@ -526,7 +533,7 @@ def _in_base64(value: Any, images: ImageSettings) -> str:
 ResponseBackend = EngineBackend | ServerBackend
 
 
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
+def prompts_digest(prompts: Sequence[RowPrompt]) -> str:
     """Return a digest of prompts and rows, to detect changed input when a file is continued."""
     total = hashlib.blake2b(digest_size=16)
     for prompt in prompts:

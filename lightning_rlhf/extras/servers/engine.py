@@ -35,7 +35,7 @@ from lightning_rlhf.rollout.vllm.requests import (
     vocabulary_of,
 )
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 log = logging.getLogger(__name__)
 _COMPARED_KEYS = (
@@ -386,7 +386,7 @@ class VLLMServerEngine(RolloutEngine):
             return
         text = [3 + token % max(self._vocabulary - 3, 1) for token in range(length)]
         sampling = SamplingParams(1, echo=True)
-        (request,) = as_requests([text], [sampling], [0])
+        (request,) = as_requests([TokenPrompt(text)], [sampling], [0])
         logprobs = self._post(server, request).logprobs[: len(text) - 1]
         self._proof = self._proof or logprobs
         gap = max(abs(ours - theirs) for ours, theirs in zip(logprobs, self._proof, strict=True))
@@ -402,37 +402,17 @@ class VLLMServerEngine(RolloutEngine):
         return label_of(self._run_id, self._version)
 
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`; each request has a separate connection.
 
         A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
+        Images that the server has are not sent again.
         """
-        return self._send(prompts, sampling, seeds, ())
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request_with_images`; images that the server has are not sent again."""
-        return self._send(prompts, sampling, seeds, images)
-
-    def _send(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
         servers = self._running  # raises before start()
-        requests = as_requests(prompts, sampling, seeds, images)
-        of_requests = [of_prompt.images for of_prompt in images] or [()] * len(requests)
         sent = [
-            self._threads.submit(self._generate, servers, request, of_request)
-            for request, of_request in zip(requests, of_requests, strict=True)
+            self._threads.submit(self._generate, servers, request, prompt.encoded_images)
+            for request, prompt in zip(as_requests(prompts, sampling, seeds), prompts, strict=True)
         ]
         self._generating.update(sent)
         for future in sent:

@@ -35,10 +35,9 @@ from lightning_rlhf.rollout.vllm.requests import (
 )
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess, Restarts
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 log = logging.getLogger(__name__)
-_NO_IMAGES = PromptImages((), (), ())
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
 
 
@@ -119,7 +118,7 @@ class VLLMEngine(RolloutEngine):
         self._silent_seconds = silent_seconds
         self._kept: int | None = None  # version of the weights that the sender has completely
         self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
-        self._generating: dict[Future[Completion], PromptImages] = {}
+        self._generating: dict[Future[Completion], TokenPrompt] = {}
         self._sender = WeightSender()
         self._sent_images, self._sending_images = SentImages(), threading.Lock()
         self._reads_texts_only = False  # with a vision-language model
@@ -365,25 +364,15 @@ class VLLMEngine(RolloutEngine):
         return in_dtype(self._published(parameters), self._dtype)
 
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+        self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`."""
-        return self.request_with_images(prompts, sampling, seeds, ())
-
-    def request_with_images(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        images: Sequence[PromptImages],
-    ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request_with_images`; each image is sent to the process once."""
+        """See :meth:`RolloutEngine.request`; each image is sent to the process once."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
-        self._generating.update(zip(completions, images or [_NO_IMAGES] * len(prompts), strict=True))
+        self._generating.update(zip(completions, prompts, strict=True))
         with self._sending_images:  # requests of another thread with the same images follow
-            if message := self._sent_images.message(images):
+            if message := self._sent_images.message(prompts):
                 self._running.command("images", **message)
-        replies = self._running.generate(as_requests(prompts, sampling, seeds, images))
+        replies = self._running.generate(as_requests(prompts, sampling, seeds))
         for completion, reply in zip(completions, replies, strict=True):
             reply.add_done_callback(partial(self._on_reply, completion))
         return completions

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.heads import EXCLUDED
-from lightning_rlhf.types import Completion, PromptImages, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 T = TypeVar("T")
 # vLLM 0.32 rejects higher temperatures, and silently uses 0.01 for lower ones.
@@ -37,20 +37,17 @@ def check_temperature(sampling: SamplingParams) -> None:
 
 
 def as_requests(
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    images: Sequence[PromptImages] = (),
+    prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return one request per prompt, with the names of vLLM's sampling parameters."""
     requests = [
         {"prompt": list(prompt), "sampling": _fields(parameters), "seed": seed}
         for prompt, parameters, seed in zip(prompts, sampling, seeds, strict=True)
     ]
-    for request, of_prompt in zip(requests, images, strict=False):
-        if of_prompt.images:
-            request["images"] = [image.sha256 for image in of_prompt.images]
-            request["unexpanded"] = list(of_prompt.unexpanded_ids)
+    for request, prompt in zip(requests, prompts, strict=True):
+        if prompt.images is not None and prompt.images.images:
+            request["images"] = [image.sha256 for image in prompt.images.images]
+            request["unexpanded"] = list(prompt.images.unexpanded_ids)
     return requests
 
 
@@ -87,14 +84,14 @@ class SentImages:
         self._sent: OrderedDict[str, EncodedImage] = OrderedDict()
         self._lock = threading.Lock()
 
-    def message(self, images: Sequence[PromptImages]) -> dict[str, Any]:
+    def message(self, prompts: Sequence[TokenPrompt]) -> dict[str, Any]:
         """Return the fields of the message before requests with some images; empty if the process has all of them.
 
         Returns:
             ``new``, the fields of the images that the process does not have, and ``dropped``, the SHA-256 of those that
             no request uses any more.
         """
-        distinct = {image.sha256: image for prompt in images for image in prompt.images}
+        distinct = {image.sha256: image for prompt in prompts for image in prompt.encoded_images}
         with self._lock:
             new = [image.as_fields() for sha256, image in distinct.items() if sha256 not in self._sent]
             for sha256, image in distinct.items():
@@ -109,15 +106,15 @@ class SentImages:
                     dropped.append(sha256)
         return {"new": new, "dropped": dropped} if new else {}
 
-    def all(self, images: Sequence[PromptImages]) -> list[dict[str, Any]]:
+    def all(self, prompts: Sequence[TokenPrompt]) -> list[dict[str, Any]]:
         """Return the fields of the images that another process needs: those that the process has, and further ones.
 
         Args:
-            images: images of the requests that are not finished, of which the process may have dropped some.
+            prompts: prompts of the requests that are not finished, of which the process may have dropped some.
         """
         with self._lock:
             sent = dict(self._sent)
-        needed = {image.sha256: image for prompt in images for image in prompt.images}
+        needed = {image.sha256: image for prompt in prompts for image in prompt.encoded_images}
         return [image.as_fields() for image in (needed | sent).values()]
 
 

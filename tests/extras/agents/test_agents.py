@@ -59,7 +59,7 @@ def converse():
         settings = EnvironmentSettings(**({"max_turns": 4, "timeout_s": 60.0, "concurrency": 4} | settings))
         samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
         check = CompletionCheck(100, engine.version, 10**6)
-        return serve(engine, requested, partial(samplers[-1], check=check), None).completions()
+        return serve(engine, requested, partial(samplers[-1], check=check), None).result()
 
     yield converse
     for sampler in samplers:

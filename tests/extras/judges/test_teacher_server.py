@@ -19,7 +19,7 @@ from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.modules.remote_teachers import results
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import TopTokens
+from lightning_rlhf.types import PaddedPrompts, TopTokens
 from tests.distributed.tasks import share_of_a, with_pictures
 from tests.extras.servers.stub_server import StubServer
 from tests.helpers import assert_close
@@ -282,7 +282,7 @@ def test_copies_of_a_module_share_the_server():
 
 def test_prompt_of_the_teacher_is_sent(stubs):
     rollout = rollout_of(ROWS)
-    longer = replace(rollout, teacher_prompt_ids=torch.full((5, 2), 4), teacher_prompt_lengths=torch.full((5,), 2))
+    longer = replace(rollout, teacher=PaddedPrompts(torch.full((5, 2), 4), torch.full((5,), 2)))
     distilled(TeacherServer([stubs[0].url]), longer)
     prompts = [body["prompt"] for path, body in stubs[0].requested if path == "/v1/completions"]
     assert sorted(prompts) == sorted([4, 4, *row.tokens] for row in ROWS)

@@ -33,7 +33,7 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from lightning_rlhf.types import PromptImages, SamplingParams
+from lightning_rlhf.types import PromptImages, SamplingParams, TokenPrompt
 from tests.environments.worlds import Echo
 from tests.extras.servers.stub_server import valid_server
 from tests.rollout.engines import setup_of, source_of
@@ -117,11 +117,11 @@ def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub
         return status, {**response, "prompt_token_ids": [4, 9, 9, 5]}
 
     stub.answers["/inference/v1/generate"] = generate_with_images
-    images = [PromptImages((image,), (0,), (4, 9, 5))]
-    generate(engine, [[4, 9, 9, 5]] * 5, SAMPLING, range(5), images=images * 5)
-    generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
+    prompt = TokenPrompt([4, 9, 9, 5], PromptImages((image,), (0,), (4, 9, 5)))
+    generate(engine, [prompt] * 5, SAMPLING, range(5))
+    generate(engine, [prompt], SAMPLING, [0])
     known.clear()
-    generate(engine, [[4, 9, 9, 5]], SAMPLING, [0], images=images)
+    generate(engine, [prompt], SAMPLING, [0])
     bodies = [body for path, body in stub.requested if path.endswith("generate")]
     urls = [body["content_parts"][0]["url"] for body in bodies]
     assert urls == [image.data_url(), *[None] * 7, image.data_url()]
@@ -130,7 +130,7 @@ def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub
     assert first == {**same, "max_tokens": 1, "prompt_logprobs": None}
     assert {tuple(body["token_ids"]) for body in bodies} == {(4, 9, 5)}
     with pytest.raises(RunError, match=r"expands a prompt with 1 images to 4 tokens and the trainer to 5; token 3"):
-        generate(engine, [[4, 9, 9, 9, 5]], SAMPLING, [0], images=images)
+        generate(engine, [replace(prompt, token_ids=[4, 9, 9, 9, 5])], SAMPLING, [0])
 
 
 def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
@@ -183,12 +183,12 @@ def test_push_waits_for_previously_requested_responses(engine, stub):
     engine.update_weights(PARAMETERS, 8)
     assert generation.finished_at is not None
     assert "/pause?mode=wait" in stub.paths()[stub.paths().index("/inference/v1/generate") :]
-    assert [(completion.token_ids, completion.policy_version) for completion in generation.completions()] == [
+    assert [(completion.token_ids, completion.policy_version) for completion in generation.result()] == [
         ([5], 7),
         ([6, 6], 7),
     ]
-    assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.completions()))
-    assert submit(engine, [[5]], SAMPLING, [1]).completions()[0].policy_version == 8
+    assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.result()))
+    assert submit(engine, [[5]], SAMPLING, [1]).result()[0].policy_version == 8
 
 
 def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
@@ -211,7 +211,7 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
         ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)
     ]
     generation = serve(engine, requested, partial(sampler, check=CompletionCheck(9, 7, 20)))
-    rows = generation.completions()
+    rows = generation.result()
     sampler.close()
     bodies = [body for path, body in stub.requested if path.endswith("generate")]
     assert len(bodies) == 2 * len(requested)
@@ -384,7 +384,7 @@ def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0, got 3"):
         engine.check(SamplingParams(1, 3.0))
     with pytest.raises(RuntimeError, match="not running"):
-        engine.request([[5]], [SAMPLING], [0])
+        engine.request([TokenPrompt([5])], [SAMPLING], [0])
 
 
 def test_unreachable_server_is_retried_until_the_timeout(make):

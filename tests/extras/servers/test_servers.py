@@ -19,7 +19,7 @@ from lightning_rlhf.extras.servers.client import VLLMServer
 from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.extras.servers.servers import Addresses
 from lightning_rlhf.rollout.generation import generate, submit
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import SamplingParams, TokenPrompt
 from tests.extras.servers.stub_server import valid_server
 from tests.rollout.engines import setup_of, source_of
 
@@ -117,7 +117,7 @@ def test_a_server_that_ends_costs_its_share_and_no_response(engine, stubs, caplo
     until(lambda: min(shares(stubs)) > 0)
     stubs[0].close()
     stubs[0].answers[ROUTE] = None  # its open connections break
-    assert [completion.token_ids for completion in generation.completions()] == prompts(40)
+    assert [completion.token_ids for completion in generation.result()] == prompts(40)
     assert engine.restarted == 1
     before = shares(stubs)
     generate(engine, prompts(10), SAMPLING, range(10))
@@ -394,7 +394,7 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_pa
 def test_requests_of_a_closed_engine_are_not_sent_again(engine, stubs):
     for stub in stubs:
         slowly(stub, 0.5)
-    futures = engine.request(prompts(10), [SAMPLING] * 10, list(range(10)))
+    futures = engine.request([TokenPrompt(prompt) for prompt in prompts(10)], [SAMPLING] * 10, list(range(10)))
     until(lambda: sum(shares(stubs)) == 10)
     engine.close()
     for future in futures:

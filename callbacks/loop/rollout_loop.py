@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least
 from lightning_rlhf.callbacks.loop.rollout_parts import RolloutParts, make_parts, make_sampler
 from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
 from lightning_rlhf.callbacks.loop.rollout_validation import RolloutValidation, ValidationSettings
 from lightning_rlhf.callbacks.loop.run_engine import RunEngine
 from lightning_rlhf.callbacks.loop.step_metrics import rollout_metrics
-from lightning_rlhf.callbacks.loop.validation import AnswerExtractor, Validation
+from lightning_rlhf.callbacks.loop.validation import Validation
 from lightning_rlhf.compat import is_taking_snapshot
-from lightning_rlhf.data.prompts import PromptDataModule
-from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.executor import RewardExecutor
-from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.gpu_memory import limit_gpu_memory
 from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import SampledRollout, conversations_of
-from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.rollout.weights import check_finite
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.types import ConversationRecord, PromptBatch, Rollout, SamplingParams
@@ -40,7 +31,7 @@ _REQUESTS = "lightning_rlhf_requests"  # name in checkpoints
 _READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
 
 
-class RolloutLoop(Callback):
+class RolloutLoop(RolloutSettings, Callback):
     """Generates with the newest weights before each training step and passes the rollout to the module.
 
     Args:
@@ -77,52 +68,11 @@ class RolloutLoop(Callback):
     """
 
     provides_rollouts = True
+    max_response_tokens: int
     _configured_tokens: int | None = None  # max_response_tokens during fast_dev_run, whose responses are shorter
 
-    def __init__(
-        self,
-        rewards: list[RewardFunction] | None = None,
-        engine: RolloutEngine | Literal["auto"] = "auto",
-        group_size: int = 1,
-        max_response_tokens: int = 256,
-        temperature: float = 1.0,
-        val_samples: int = 1,
-        val_metric: str | None = None,
-        val_answer: AnswerExtractor | None = None,
-        validate_at_ends: bool = True,
-        check_rows: int = 4,
-        max_logprob_diff: float | None = None,
-        stop_token_ids: list[int] | None = None,
-        dynamic_sampling: DynamicSampling | None = None,
-        max_staleness: int = 0,
-        environment: EnvironmentSettings | None = None,
-        teacher_prompt: TeacherPrompt | None = None,
-        given_responses: GivenResponses | None = None,
-    ) -> None:
-        check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
-        check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
-        if not temperature > 0:
-            raise UsageError(f"temperature must be positive, got {temperature}")
-        if max_logprob_diff is not None and not max_logprob_diff > 0:
-            raise UsageError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
-        self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards or []]
-        self.reward_executor = RewardExecutor(self.rewards)
-        self.group_size = group_size
-        self.max_response_tokens = max_response_tokens
-        self.temperature = temperature
-        self.val_samples = val_samples
-        self.val_metric = val_metric
-        self.val_answer = val_answer
-        self.validate_at_ends = validate_at_ends
-        self.check_rows = check_rows
-        self.max_logprob_diff = max_logprob_diff
-        self.stop_token_ids = list(stop_token_ids or [])
-        self.dynamic_sampling = dynamic_sampling
-        self.max_staleness = max_staleness
-        self.environment = environment
-        self.teacher_prompt = teacher_prompt
-        self.given_responses = given_responses
-        self._engine_choice = engine
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._engine: RunEngine | None = None
         self._sampler: ResponseSampler | None = None
         self._parts: RolloutParts | None = None
@@ -173,39 +123,17 @@ class RolloutLoop(Callback):
         if trainer.fast_dev_run:
             self._configured_tokens = self.max_response_tokens
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
-        settings = self.settings
-        settings.check(trainer, pl_module, self.reward_executor)
-        settings.check_engine(self.chosen_engine, trainer, pl_module)
+        self.check(trainer, pl_module)
+        self.check_engine(trainer, pl_module)
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
-        self._engine = RunEngine(self._engine_choice, trainer, pl_module, sampling, self.max_staleness)
-        self._sampler = make_sampler(settings, trainer, pl_module, self._engine)
-        self._parts = make_parts(
-            settings, trainer, pl_module, engine=self._engine, sampler=self._sampler, executor=self.reward_executor
-        )
+        self._engine = RunEngine(self.engine, trainer, pl_module, sampling, self.max_staleness)
+        self._sampler = make_sampler(self, trainer, pl_module, self._engine)
+        self._parts = make_parts(self, trainer, pl_module, engine=self._engine, sampler=self._sampler)
         self._engine.start(trainer)
         if self._engine.uses_gpu:
             self._parts.weights.let_engine_sleep()
         self._add_validation(trainer)
-
-    @property
-    def settings(self) -> RolloutSettings:
-        """Settings of the rollouts."""
-        return RolloutSettings(
-            rewards=self.rewards,
-            group_size=self.group_size,
-            max_response_tokens=self.max_response_tokens,
-            temperature=self.temperature,
-            stop_token_ids=tuple(self.stop_token_ids),
-            check_rows=self.check_rows,
-            max_logprob_diff=self.max_logprob_diff,
-            dynamic_sampling=self.dynamic_sampling,
-            max_staleness=self.max_staleness,
-            environment=self.environment,
-            val_metric=self.val_metric,
-            teacher_prompt=self.teacher_prompt,
-            given_responses=self.given_responses,
-        )
 
     def _add_validation(self, trainer: Any) -> None:
         """Add the callback that validates after this one, in place of that of an earlier run."""
@@ -213,7 +141,7 @@ class RolloutLoop(Callback):
             trainer.callbacks.remove(self._validation)
         settings = ValidationSettings(
             samples=self.val_samples,
-            rewards=list(self.settings.reward_weights),
+            rewards=list(self.reward_weights),
             metric=self.val_metric,
             answer=self.val_answer,
             at_ends=self.validate_at_ends,
@@ -240,7 +168,7 @@ class RolloutLoop(Callback):
             self.max_response_tokens = self._configured_tokens
             self._configured_tokens = None
         # Responses that arrive until the engine is closed would start processes of rewards again.
-        for part in (self._engine, self._sampler, self.reward_executor, *self.rewards):
+        for part in (self._engine, self._sampler, self.reward_executor, *self.reward_executor.functions):
             if part is not None:
                 part.close()
 
@@ -272,18 +200,9 @@ class RolloutLoop(Callback):
         return self._parts
 
     @property
-    def engine(self) -> RolloutEngine | None:
+    def running_engine(self) -> RolloutEngine | None:
         """Engine of the run; None before :meth:`setup`."""
-        if self._engine is None:
-            return None
-        return self._engine.engine
-
-    @property
-    def chosen_engine(self) -> RolloutEngine | None:
-        """Engine of the configuration; None if :meth:`setup` chooses it."""
-        if self._engine_choice == "auto":
-            return None
-        return self._engine_choice
+        return None if self._engine is None else self._engine.engine
 
     @property
     def engine_description(self) -> str:
@@ -291,10 +210,6 @@ class RolloutLoop(Callback):
         if self._engine is None:
             return ""
         return self._engine.description
-
-    def prompts_per_step(self, data: PromptDataModule) -> int:
-        """Return the number of prompts that a step trains on."""
-        return self.settings.prompts_per_step(data)
 
     @property
     def validation(self) -> Validation | None:

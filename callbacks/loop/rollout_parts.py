@@ -11,14 +11,13 @@ from lightning.pytorch import Trainer
 
 from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.engine_comparison import PushChecks, check_first_rows
-from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings, actor_ends
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
 from lightning_rlhf.callbacks.loop.run_engine import RunEngine
 from lightning_rlhf.data.resumable import ResumableLoader
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSampler
 from lightning_rlhf.rollout.clock import Clock
@@ -73,7 +72,7 @@ def make_sampler(settings: RolloutSettings, trainer: Trainer, module: RLHFModule
         "tokenizer": tokenizer,
         "max_tokens": settings.max_response_tokens,
         "max_length": engine.max_length,
-        "stop_token_ids": tuple(dict.fromkeys([*data.end_tokens, *actor_ends(module), *settings.stop_token_ids])),
+        "stop_token_ids": tuple(dict.fromkeys([*data.end_tokens, *settings.further_ends(module)])),
         "vocabulary": vocab_size(module.sources["actor"]),
         "never_sampled": module.image_tokens,
     }
@@ -88,7 +87,6 @@ def make_parts(
     module: RLHFModule,
     engine: RunEngine,
     sampler: ResponseSampler,
-    executor: RewardExecutor,
 ) -> RolloutParts:
     """Make the parts of the rollouts: each feature wraps the source before it.
 
@@ -98,7 +96,6 @@ def make_parts(
         module: module of the run.
         engine: engine of the run.
         sampler: sampler of the responses.
-        executor: executor of the reward functions.
     """
     roles, device = module.role_strategy, trainer.strategy.root_device
     clock = Clock()
@@ -109,7 +106,7 @@ def make_parts(
     sampled = RolloutSource(
         sampler=RestoringSampler(sampler, restored, engine.engine) if settings.max_staleness else sampler,
         sampling=Sampling(settings.group_size, settings.temperature),
-        executor=executor,
+        executor=settings.reward_executor,
         weights=weights,
         roles=roles,
         progress=lambda step, prompts: TrainerState(step, trainer.max_steps, float(prompts.epoch)),

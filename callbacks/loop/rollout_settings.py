@@ -6,11 +6,12 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-from lightning_rlhf.callbacks.loop.checks import tensor_ranks
+from lightning_rlhf.callbacks.loop.checks import check_at_least, tensor_ranks
+from lightning_rlhf.callbacks.loop.validation import AnswerExtractor
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import generation_ends
 from lightning_rlhf.environments.settings import EnvironmentSettings
@@ -31,36 +32,55 @@ log = logging.getLogger(__name__)
 _TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
 
 
-def actor_ends(module: RLHFModule) -> list[int]:
-    """Return the tokens at which the generation settings of the actor's source end responses."""
-    return generation_ends(getattr(module.sources["actor"], "path", None))
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class RolloutSettings:
-    """Settings of the rollouts of a run; see RolloutLoop for their meaning."""
+    """Settings of the rollouts of a run; see :class:`RolloutLoop` for their meaning."""
 
-    rewards: list[RewardFunction]
-    group_size: int
-    max_response_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    check_rows: int
-    max_logprob_diff: float | None
-    dynamic_sampling: DynamicSampling | None
-    max_staleness: int
-    environment: EnvironmentSettings | None
-    val_metric: str | None
-    teacher_prompt: TeacherPrompt | None
-    given_responses: GivenResponses | None
+    rewards: list[RewardFunction] | None = None
+    engine: RolloutEngine | Literal["auto"] = "auto"
+    group_size: int = 1
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    val_samples: int = 1
+    val_metric: str | None = None
+    val_answer: AnswerExtractor | None = None
+    validate_at_ends: bool = True
+    check_rows: int = 4
+    max_logprob_diff: float | None = None
+    stop_token_ids: list[int] | None = None
+    dynamic_sampling: DynamicSampling | None = None
+    max_staleness: int = 0
+    environment: EnvironmentSettings | None = None
+    teacher_prompt: TeacherPrompt | None = None
+    given_responses: GivenResponses | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            group_size=self.group_size,
+            max_response_tokens=self.max_response_tokens,
+            val_samples=self.val_samples,
+        )
+        check_at_least(0, check_rows=self.check_rows, max_staleness=self.max_staleness)
+        if not self.temperature > 0:
+            raise UsageError(f"temperature must be positive, got {self.temperature}")
+        if self.max_logprob_diff is not None and not self.max_logprob_diff > 0:
+            raise UsageError(f"max_logprob_diff must be positive or null, got {self.max_logprob_diff}")
+        rewards = self.rewards or []
+        self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards]
+        self.reward_executor = RewardExecutor(self.rewards)
 
     @property
     def reward_weights(self) -> dict[str, float]:
         """Weight of each reward by its name."""
-        weights = {reward.label: reward.weight for reward in self.rewards}
+        weights = {reward.label: reward.weight for reward in self.reward_executor.functions}
         if self.environment is None:
             return weights
         return {**weights, ENVIRONMENT: self.environment.weight}
+
+    def further_ends(self, module: RLHFModule) -> list[int]:
+        """Return the tokens beside the tokenizer's that end responses: those of the actor's source and of the options."""
+        return [*generation_ends(getattr(module.sources["actor"], "path", None)), *(self.stop_token_ids or [])]
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
@@ -68,18 +88,17 @@ class RolloutSettings:
             return data.batch_size
         return self.dynamic_sampling.prompts_per_step
 
-    def check(self, trainer: Trainer, module: RLHFModule, executor: RewardExecutor) -> None:
-        """Validate the settings against module and data; warn about doubtful ones.
+    def check(self, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate the settings against module and data, and call the rewards once; warn about doubtful settings.
 
         Args:
             trainer: trainer of the run.
             module: module of the run.
-            executor: executor of the reward functions, which are called once.
 
         Raises:
             ValueError: the settings are incompatible.
         """
-        data = trainer.datamodule
+        data, rewards = trainer.datamodule, self.reward_executor.functions
         if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
             raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
         callbacks: list[Any] = trainer.callbacks
@@ -90,7 +109,7 @@ class RolloutSettings:
             raise UsageError(
                 "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
             )
-        if self.environment is not None and ENVIRONMENT in [reward.label for reward in self.rewards]:
+        if self.environment is not None and ENVIRONMENT in [reward.label for reward in rewards]:
             raise UsageError(
                 f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"
             )
@@ -110,7 +129,7 @@ class RolloutSettings:
                 "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
                 "callbacks=lightning_rlhf.callbacks.complete([...])"
             )
-        warnings = [data.ignored_tools, data.end_token_warning([*actor_ends(module), *self.stop_token_ids])]
+        warnings = [data.ignored_tools, data.end_token_warning(self.further_ends(module))]
         if self.environment is None and not trainer.fast_dev_run:
             warnings.append(data.length_warning(self.max_response_tokens))
         for warning in filter(None, warnings):
@@ -121,9 +140,9 @@ class RolloutSettings:
         check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
         roles = {f"the {name}": source for name, source in module.sources.items()}
         check_positions(roles, data.longest_text_tokens, self.max_response_tokens, module.has_pairs)
-        check_reward_functions(self.rewards, executor, data, self.environment)
+        check_reward_functions(rewards, self.reward_executor, data, self.environment)
         if self.environment is None and not trainer.fast_dev_run:
-            for warning in answer_warnings(self.rewards, data):
+            for warning in answer_warnings(rewards, data):
                 log.warning(warning)
 
     def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
@@ -149,14 +168,14 @@ class RolloutSettings:
         longest = sys.maxsize if trainer.fast_dev_run else self.max_response_tokens
         responses.check(trainer.datamodule, longest)
 
-    def check_engine(self, engine: RolloutEngine | None, trainer: Trainer, module: RLHFModule) -> None:
-        """Validate the engine of the configuration, None if it is not chosen yet; warn about uncorrected staleness.
+    def check_engine(self, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate the engine of the configuration, if it is chosen there; warn about uncorrected staleness.
 
         Raises:
             ValueError: ranks that have the same prompts have different engines.
         """
         splitting = tensor_ranks(trainer, module)
-        if engine is not None and engine.traits.ranks % splitting:
+        if self.engine != "auto" and self.engine.traits.ranks % splitting:
             raise UsageError(
                 f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
                 f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"

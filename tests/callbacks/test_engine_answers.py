@@ -51,7 +51,7 @@ def changed(**fields):
 )
 def test_invalid_completion_ends_the_run_before_the_update(run, change, message):
     made = run()
-    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change)
+    made.loop.engine = Faulty(made.engine.texts, made.engine.tokenizer, change)
     with pytest.raises(RuntimeError, match=message):
         made.fit()
     assert made.trainer.global_step == 0
@@ -59,7 +59,7 @@ def test_invalid_completion_ends_the_run_before_the_update(run, change, message)
 
 def test_missing_completion_ends_the_run(run):
     made = run()
-    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [])
+    made.loop.engine = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [])
     with pytest.raises(RuntimeError, match=r"the engine returned \d completions for \d prompts"):
         made.fit()
 

@@ -152,7 +152,7 @@ def test_lost_weight_raises_an_error_with_its_name(run):
     assert "(allowed: 0.001, max_logprob_diff)" in str(error.value)
     assert str(error.value).endswith(f"the first parameter that differs is {name}")
     assert made.trainer.global_step == 1
-    assert made.loop.engine._model is None  # closed
+    assert made.loop.running_engine._model is None  # closed
 
 
 def test_lost_weight_is_distinguished_from_a_different_computation(run):
@@ -285,7 +285,7 @@ def test_transformers_accepts_a_temperature_that_vllm_rejects(run):
 
 def test_trial_run_limits_the_response_length(run):
     made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
-    assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.requested] == [16]
+    assert [sampling.max_tokens for sampling, _, _ in made.loop.running_engine.requested] == [16]
     assert made.loop.max_response_tokens == 200  # of a later run with this callback
 
 
@@ -297,7 +297,7 @@ def test_auto_engine_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
     caplog.set_level("INFO", "lightning_rlhf")
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     made = run(loop={"engine": "auto"}).fit()
-    assert isinstance(made.loop.engine, TransformersEngine)
+    assert isinstance(made.loop.running_engine, TransformersEngine)
     output = [record.getMessage() for record in caplog.records if "Rollouts by" in record.getMessage()]
     assert output == ["Rollouts by TransformersEngine: vLLM is not installed."]
 

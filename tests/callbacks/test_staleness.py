@@ -85,7 +85,7 @@ def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
         **{"model": CORRECTION, **parts},
     )
     if engine is not None:
-        made.loop._engine_choice = made.engine = engine(made.engine.texts, made.engine.tokenizer)
+        made.loop.engine = made.engine = engine(made.engine.texts, made.engine.tokenizer)
     made.fit()
     made.recorder = recorder
     return made
@@ -182,7 +182,7 @@ def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
         callbacks=[recorder := Recorder()],
         **parts,
     )
-    made.loop._engine_choice = made.engine = Echoing(damaged)
+    made.loop.engine = made.engine = Echoing(damaged)
     made.recorder = recorder
     torch.manual_seed(0)
     return made
@@ -221,7 +221,7 @@ def test_repeatedly_corrupted_push_reports_the_parameter(run):
                     self._running.model.layers[1].self_attn.o_proj.weight.zero_()
 
     made = echoing(run, 2)
-    made.loop._engine_choice = Damaged()
+    made.loop.engine = Damaged()
     with pytest.raises(RuntimeError, match=r"the push of step 1.*differs is model.layers.1.self_attn.o_proj.weight"):
         made.fit()
 

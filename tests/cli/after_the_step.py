@@ -25,14 +25,14 @@ class RecordAfterStep(Callback):
         (loop,) = (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
         loop.parts.weights.sync(trainer.global_step)
         actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
-        sampled = generate(loop.engine, PROMPTS, SamplingParams(12), range(4))
-        likeliest = generate(loop.engine, PROMPTS, SamplingParams(12, temperature=0), range(4))
+        sampled = generate(loop.running_engine, PROMPTS, SamplingParams(12), range(4))
+        likeliest = generate(loop.running_engine, PROMPTS, SamplingParams(12, temperature=0), range(4))
         RECORDED.update(
             gap=largest_gap(actor, PROMPTS, sampled),
             gap_before=largest_gap(self.before, PROMPTS, sampled),
             engine=[list(completion.token_ids) for completion in likeliest],
             actor=[greedy(actor, prompt, 12) for prompt in PROMPTS],
-            difference=loop.engine.first_difference(pl_module.role_strategy.iter_full_params("actor")),
+            difference=loop.running_engine.first_difference(pl_module.role_strategy.iter_full_params("actor")),
             moved=[name for name, value in actor.lm.named_parameters() if not torch.equal(value, before[name])],
         )
 

@@ -53,7 +53,7 @@ def test_documented_options_of_engine_and_export_are_valid(cli, tmp_path, monkey
     assert "ref" not in made[0].model.sources
     callbacks = made[0].trainer.callbacks
     (loop,) = (callback for callback in callbacks if isinstance(callback, RolloutLoop))
-    assert isinstance(loop._engine_choice, VLLMAdapterEngine)
+    assert isinstance(loop.engine, VLLMAdapterEngine)
     assert [callback.adapter for callback in callbacks if isinstance(callback, HFExport)] == [True]
 
 

@@ -96,7 +96,7 @@ def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, p
     shared = (options or {}).get("tensor_parallel_size", 1)
     for callback in callbacks:
         if shared > 1:
-            callback._engine_choice = SharedEngine(callback._engine_choice, ranks=shared)
+            callback.engine = SharedEngine(callback.engine, ranks=shared)
     record, shards, strategies = Record(), RecordShards(), []
     for _ in range(2 if again else 1):
         strategies.append("rlhf_single" if options is None else Watched(**options))

@@ -195,7 +195,7 @@ def limits(monkeypatch, kind, tmp_path):
     """Return the calls of an engine in a run of two steps with a validation, and the limits of the trainer's memory."""
     run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
     engine = kind(run.engine.texts, run.engine.tokenizer)
-    run.loop._engine_choice = engine
+    run.loop.engine = engine
     monkeypatch.setattr(run_engine, "visible_gpu", lambda device: ("0",))
     for module in (rollout_loop, run_engine, weights):
         monkeypatch.setattr(module, "limit_gpu_memory", lambda device, fraction: engine.calls.append(fraction))
@@ -220,7 +220,7 @@ def test_sleeping_engine_frees_all_memory_during_training_and_receives_every_pus
 def test_sleeping_engine_receives_the_same_weights_again_after_a_validation(monkeypatch, tmp_path):
     run = Run(tmp_path, data={"val": InMemory(ROWS)}, trainer={"max_steps": 1})
     engine = Sleeping(run.engine.texts, run.engine.tokenizer)
-    run.loop._engine_choice = engine
+    run.loop.engine = engine
     run.fit()
     pushes = [call for call in engine.calls if call.startswith(("update", "sleep"))]
     assert pushes == ["update_weights 0", "sleep", "update_weights 0", "sleep", "update_weights 1", "sleep"]

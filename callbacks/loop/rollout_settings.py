@@ -79,7 +79,7 @@ class RolloutSettings:
         return {**weights, ENVIRONMENT: self.environment.weight}
 
     def further_ends(self, module: RLHFModule) -> list[int]:
-        """Return the tokens beside the tokenizer's that end responses: those of the actor's source and of the options."""
+        """Return the tokens that end responses in addition to the tokenizer's: the source's and the option's."""
         return [*generation_ends(getattr(module.sources["actor"], "path", None)), *(self.stop_token_ids or [])]
 
     def prompts_per_step(self, data: PromptDataModule) -> int:

@@ -149,4 +149,4 @@ class FirstForward(OldScores):
         _, _, metrics = self.module.corrected(old, rollout, mask)
         ref = experience.ref_logprobs if self.module.has_ref else old
         experience = replace(experience, old_logprobs=old, ref_logprobs=ref, entropies=entropies)
-        return replace(evaluation, experience=experience, metrics=metrics)
+        return replace(evaluation, experience=experience, metrics={**evaluation.metrics, **metrics})

@@ -77,10 +77,7 @@ class TensorBatch:
     def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
         """Return the rows with the given indices, or those for which a mask is True."""
         index = torch.as_tensor(rows)
-        if index.dtype == torch.bool:
-            index = index.nonzero().squeeze(1)
-        else:
-            index = index.long()
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
         return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
 

@@ -145,10 +145,7 @@ class Console(Callback):
             for name, n in module.parameter_counts().items()
         ]
         threads = f"{module.device.type}, {counted(torch.get_num_threads(), 'thread')}"
-        if module.device.type == "cuda":
-            device = torch.cuda.get_device_name()
-        else:
-            device = threads
+        device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}", *frozen_weights(module)]
         if trainer.world_size > 1:
             nodes = counted(trainer.num_nodes, "node")
@@ -284,10 +281,7 @@ def remaining_time(steps: float, seconds: Collection[float], limit: float = math
         return ""
     if limit < total:
         return f"{limit / 60:.0f} minutes left of max_time: about {limit / median(seconds):.0f} more steps"
-    if total < 7200:
-        duration = f"{total / 60:.0f} minutes"
-    else:
-        duration = f"{total / 3600:.1f} hours"
+    duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     return (
         f"{counted(steps, 'step')} left: about {duration}, at {median(seconds):.3g} s for a step, without validations"
     )
@@ -404,10 +398,7 @@ def unused_validation(trainer: Any, steps: float) -> str:
 def reward_model_accuracy(module: RLHFModule) -> list[str]:
     """Return a line about the accuracies that were exported with the reward model, if any."""
     source = module.sources.get("reward_model")
-    if isinstance(source, Pretrained):
-        path = Path(source.path) / "metrics.json"
-    else:
-        path = Path()
+    path = Path(source.path) / "metrics.json" if isinstance(source, Pretrained) else Path()
     if not path.is_file():
         return []
     exported = json.loads(path.read_text())

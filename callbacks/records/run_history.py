@@ -63,10 +63,7 @@ class RunHistory:
 
         Until as many steps have followed them, it is compared with the first step.
         """
-        if len(self.recent) >= 2 * FIRST_STEPS:
-            first = self.first
-        else:
-            first = self.first[:1]
+        first = self.first if len(self.recent) >= 2 * FIRST_STEPS else self.first[:1]
         means, deviations = (values_of(first, name) for name in ("reward/mean", "reward/std"))
         return bool(means and deviations) and reward > fmean(means) + fmean(deviations) / 2
 

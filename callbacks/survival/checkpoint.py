@@ -211,10 +211,7 @@ class RunCheckpoint(ModelCheckpoint):
     @property
     def saved_step(self) -> int | None:
         """Step of the newest finished checkpoint of this run; None without one."""
-        if self.path.is_file():
-            newest = self._saved_step
-        else:
-            newest = manifest.step_of(self.path)
+        newest = self._saved_step if self.path.is_file() else manifest.step_of(self.path)
         if newest in self._own_steps:
             return newest
         return None

@@ -127,10 +127,7 @@ class Judgements(Problems):
         """Yield the rows with their locations."""
         for number, (generator, a, b) in enumerate(self.draw()):
             is_correct = generator.random() < 0.5
-            if is_correct:
-                answer = worked_answer(a, b)
-            else:
-                answer = _near_miss(generator, a, b)
+            answer = worked_answer(a, b) if is_correct else _near_miss(generator, a, b)
             yield f"judgement {number}", {"prompt": f"{a:03d}+{b:03d}=", "completion": answer, "label": is_correct}
 
 

@@ -257,10 +257,7 @@ class Columns:
                 continue
             filled, empty = list[tuple[str, str]](), list[tuple[str, str]]()
             for pair in candidates:
-                if pair[1] in mapped:
-                    value = _MISSING
-                else:
-                    value = _find_value(row, pair[1])
+                value = _MISSING if pair[1] in mapped else _find_value(row, pair[1])
                 if value is not _MISSING and not _has_no_tools(pair, value):
                     # Formats with fixed columns, such as parquet, store missing values of a row as null.
                     (empty if value is None else filled).append(pair)

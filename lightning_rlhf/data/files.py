@@ -114,10 +114,7 @@ def _expand_url(url: str) -> list[str]:
         if glob.has_magic(_without_query(path)):
             paths = filesystem.glob(path)
         else:
-            if filesystem.isdir(path):
-                paths = filesystem.ls(path, detail=False)
-            else:
-                paths = [path]
+            paths = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
         return [filesystem.unstrip_protocol(name) for name in paths if filesystem.isfile(name)]
     except (OSError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
         raise UsageError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error

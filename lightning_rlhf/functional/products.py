@@ -136,12 +136,6 @@ class _Linear(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         gradient = gradient.contiguous()  # that of a sum has strides of 0
         rows = gradient.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            of_states = linear(gradient, weight.T)
-        else:
-            of_states = None
-        if ctx.needs_input_grad[1]:
-            of_weight = linear(rows.T, states.flatten(0, -2).T)
-        else:
-            of_weight = None
+        of_states = linear(gradient, weight.T) if ctx.needs_input_grad[0] else None
+        of_weight = linear(rows.T, states.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
         return of_states, of_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None

@@ -342,10 +342,7 @@ class FromConfig:
     def _build(self, find_class: FindClass, config: PretrainedConfig) -> PreTrainedModel:
         auto = find_class(config)
         check_attention_package(config)
-        if self.seed is None:
-            seed = derive_seed(run_seed(), "initial weights")
-        else:
-            seed = self.seed
+        seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
             try:

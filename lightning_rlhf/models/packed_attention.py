@@ -111,10 +111,7 @@ def packed_attention(
     Raises:
         NotImplementedError: the architecture needs a mask, dropout, sinks, a bias or a cache.
     """
-    if is_causal is None:
-        causal = getattr(module, "is_causal", True)
-    else:
-        causal = is_causal
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if not causal or dropout or attention_mask is not None or unsupported:
         raise NotImplementedError(
@@ -314,10 +311,7 @@ def _visible(before: int, window: int | None, dtype: torch.dtype, device: torch.
     with torch.inference_mode(False):  # a validation may make it, and training use it
         keys = torch.arange(-before, width - before, dtype=torch.int32, device=device)
         distance = torch.arange(_BLOCK, dtype=torch.int32, device=device).unsqueeze(1) - keys
-        if window is None:
-            hidden = distance < 0
-        else:
-            hidden = (distance < 0) | (distance >= window)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         return torch.zeros(_BLOCK, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 

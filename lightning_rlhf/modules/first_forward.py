@@ -73,10 +73,7 @@ class FirstForward(OldScores):
             rollout: rows of this rank.
             seed: seed of the order of the rows.
         """
-        if module.data_ranks.size > 1:
-            rows = rollout.map(module.data_ranks.gather)
-        else:
-            rows = rollout
+        rows = rollout.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rollout
         rows = rows[rows.position.argsort(stable=True)]
         if len(rows.position.unique()) < len(rows):  # ranks that number their rows from 0
             return None

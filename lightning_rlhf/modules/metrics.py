@@ -38,10 +38,7 @@ class MeanAccumulator:
         """
         values = values.detach().double()
         # values[mask] would make the host wait for a GPU, to learn how many there are.
-        if mask is None:
-            count = values.new_full((), values.numel())
-        else:
-            count = mask.sum().double()
+        count = values.new_full((), values.numel()) if mask is None else mask.sum().double()
         total = (values if mask is None else values.masked_fill(~mask, 0)).sum()
         self._add_total(name, torch.stack([total, count]))
 

@@ -435,10 +435,7 @@ class RLHFModule(RoleModule):
         """
         if isinstance(received, Rollout):
             received = StepRollout(received)
-        if received.greedy is None:
-            greedy = None
-        else:
-            greedy = received.greedy.to(self.device)
+        greedy = None if received.greedy is None else received.greedy.to(self.device)
         self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 
     @property

@@ -58,14 +58,8 @@ class ClippedPolicyLoss(PolicyLoss):
         """
         advantages = tokens.advantages
         ratio = torch.exp(tokens.log_ratio)
-        if self.clip_range_low is None:
-            low = self.clip_range
-        else:
-            low = self.clip_range_low
-        if self.clip_range_high is None:
-            high = self.clip_range
-        else:
-            high = self.clip_range_high
+        low = self.clip_range if self.clip_range_low is None else self.clip_range_low
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         unclipped = -advantages * ratio
         clipped = -advantages * ratio.clamp(1 - low, 1 + high)
         loss = torch.maximum(unclipped, clipped)

@@ -40,10 +40,7 @@ class PairwiseLoss:
         Returns:
             (B,) nats.
         """
-        if margin is None:
-            difference = chosen - rejected
-        else:
-            difference = chosen - rejected - margin
+        difference = chosen - rejected if margin is None else chosen - rejected - margin
         return -logsigmoid(difference) + self.center_coef * (chosen + rejected) ** 2
 
 

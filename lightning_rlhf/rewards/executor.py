@@ -197,10 +197,7 @@ class RewardExecutor:
         if function.is_async:
             return self._loop.submit(_evaluate_within_limit(function, columns, indices))
         if function.scores_singly:
-            if function.thread_safe:
-                threads = self._threads
-            else:
-                threads = self._single_thread
+            threads = self._threads if function.thread_safe else self._single_thread
             return threads.submit(function.evaluate, columns, indices)
         done = Future[RewardResult]()
         done.set_result(function.evaluate(columns, indices))

@@ -180,10 +180,7 @@ class RewardFunction:
     @cached_property
     def is_async(self) -> bool:
         """Whether the function must be awaited."""
-        if isinstance(self.target, partial):
-            function = self.target.func
-        else:
-            function = self.target
+        function = self.target.func if isinstance(self.target, partial) else self.target
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     @property

@@ -398,10 +398,7 @@ class ConversationLoop:
 
     def _raise(self, fault: Fault) -> None:
         name = self._settings.factory
-        if isinstance(name, str):
-            shown = name
-        else:
-            shown = getattr(name, "__name__", repr(name))
+        shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
         if self._settings.on_error == "raise":
             advice = ""
             if fault.kind != "invalid":  # every conversation would fail

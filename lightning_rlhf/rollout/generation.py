@@ -41,10 +41,7 @@ class PendingCompletions:
     @property
     def finished_at(self) -> float | None:
         """Time of the last completion, as of ``time.perf_counter()``; None if it is not finished, or not known."""
-        if self._source is None:
-            known = self._finished_at
-        else:
-            known = self._source.finished_at
+        known = self._finished_at if self._source is None else self._source.finished_at
         return known or self._finished_at
 
     def mark_finished(self) -> None:

@@ -189,10 +189,7 @@ def verified(path: Path) -> Path:
             )
         if not path.exists():
             raise MissingFileError(f"no checkpoint at {path}")
-        if _VERSION.fullmatch(path.name) and exists(path.parent):
-            folder = path.parent
-        else:
-            folder = path
+        folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
         if not exists(folder):
             raise _without_manifest(path, folder)
         content = read(folder)

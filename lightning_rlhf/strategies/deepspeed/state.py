@@ -148,10 +148,7 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
         if number % ranks.world_size() == ranks.rank():
             tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
         del values
-    if pieces is None:
-        settings = None
-    else:
-        settings = settings_of(pieces.inner, pieces.groups(named))
+    settings = None if pieces is None else settings_of(pieces.inner, pieces.groups(named))
     return RoleState(tensors, settings, copied=True)
 
 

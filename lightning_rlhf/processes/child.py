@@ -1,7 +1,7 @@
 """A child process of this one: its environment, its process group, its log, its end, and words for its exit.
 
-This file imports only the standard library, so that workers start fast. Something new that needs a process has about
-40 lines: ``tests/processes/example.py`` is a server that is started, asked, ended and reported.
+This file imports only the standard library, so that workers start fast. A new supervised process takes about 40 lines,
+such as ``tests/processes/example.py``, which is started, asked, reported if it dies, and ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process in its own session, so that Ctrl-C does not reach it, and that is killed with all that it started.
+    """A process in its own session: Ctrl-C does not reach it, and it can be killed with all that it started.
 
     Args:
         command: program and arguments.

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 OURS = "LIGHTNING_RLHF_SET"  # variable that lists the names set here, to distinguish them from the user's
-# Prefixes of the variables that torchrun, SLURM and MPI set for the processes of a run.
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # NVIDIA, WSL; AMD's kfd is not supported
 
 

@@ -27,6 +27,7 @@ FLOORS = (
     {"metrics"},
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above
+    {"processes"},  # starts child processes
     {"calls"},  # runs user code
     {"images"},
     {"data", "models"},

@@ -36,11 +36,11 @@ def test_failed_check_is_reported_and_the_next_one_runs(monkeypatch, capsys):
         4: "print('never reached')",
     }
     monkeypatch.setattr(gpu_acceptance, "POINTS", {n: (f"point{n}", 10 if n != 3 else 2) for n in answers})
-    popen = subprocess.Popen
+    child = separate_process.Child
     monkeypatch.setattr(
-        separate_process.subprocess,
-        "Popen",
-        lambda command, **options: popen([sys.executable, "-c", answers[int(command[-1])]], **options),
+        separate_process,
+        "Child",
+        lambda command, *options, **named: child([sys.executable, "-c", answers[int(command[-1])]], *options, **named),
     )
     began = time.monotonic()
     assert gpu_acceptance.main(["--points", "1", "2", "3", "--device", "cuda"]) == 1

@@ -18,13 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
+from lightning_rlhf.processes import child
 
-# A function that uses torch.distributed would otherwise join the trainer's process group; a preloaded allocator is
-# chosen for the trainer.
-_LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD",
-)  # fmt: skip
 _MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
@@ -42,9 +37,7 @@ def mark_trainer() -> None:
 
 def describe_exit(code: int) -> str:
     """Describe the exit code of a worker process."""
-    if code < 0:
-        return f"killed by signal {-code}"
-    return f"exit code {0 if code == _EXIT_CODE_FOR_0 else code}"
+    return child.describe_exit(0 if code == _EXIT_CODE_FOR_0 else code)
 
 
 # -- the following runs in a worker process ------------------------------------------------------------------
@@ -57,9 +50,8 @@ def prepare_worker() -> None:
     os.environ[_WORKER_VARIABLE] = str(os.getpid())
     if sys.platform == "linux":
         _start_guard(os.getpid(), os.getppid())
-    for name in list(os.environ):
-        if name in _LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
-            del os.environ[name]
+    for name in os.environ.keys() - child.inherited_environment().keys():
+        del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.stdout = BoundedOutput(sys.stdout)
     sys.stderr = BoundedOutput(sys.stderr)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.processes.waiting import results_logged
 from lightning_rlhf.types import Rollout, TopTokens
-
-log = logging.getLogger(__name__)
-_HEARTBEAT_SECONDS = 60
 
 
 class RemoteTeacher(ABC):
@@ -60,17 +57,10 @@ def results(pending: Sequence[Future[TopTokens]], width: int, count: int) -> Top
     Raises:
         RuntimeError: a server does not answer, or rejects a text.
     """
-    waiting = set(pending)
-    while waiting:
-        done, waiting = wait(waiting, timeout=_HEARTBEAT_SECONDS, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if waiting:
-            log.info("Waiting for the teacher's log-probabilities of %d of %d texts.", len(waiting), len(pending))
+    by_row = results_logged(pending, "texts with the teacher's log-probabilities")
     shape = max(1, len(pending)), width, count
     total = TopTokens(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape[:2]))
-    for row, future in enumerate(pending):
-        tokens = future.result()
+    for row, tokens in enumerate(by_row):
         for padded, values in zip(vars(total).values(), vars(tokens).values(), strict=True):
             padded[row, : len(values)] = values
     return total

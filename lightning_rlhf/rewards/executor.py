@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +17,12 @@ from lightning_rlhf.calls.loop import GRACE_S, EventLoopThread
 from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.calls.workers import timeout_message
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.processes.waiting import wait_logged
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rewards.results import AbortRun, RewardFailure, RewardOutput, RewardResult
 from lightning_rlhf.rewards.workers import RewardWorkers
 
-log = logging.getLogger(__name__)
 _THREADS = 16
-_LOG_INTERVAL_S = 60
 _SHOWN_CHARACTERS = 80  # longest column value in a message
 MetricSums = dict[str, tuple[float, float]]  # by metric name: the sum and the number of its terms
 Calls = dict[tuple[str, int], Future[RewardResult]]  # calls for single completions, by reward name and index
@@ -205,17 +202,11 @@ class RewardExecutor:
 
     def results(self, function: RewardFunction, calls: Sequence[Future[RewardResult]]) -> list[RewardResult]:
         """Wait for calls and return their results in order; log the number of pending calls every minute."""
-        start = time.monotonic()
         limit = math.inf
         if function.is_async and function.timeout_s is not None:
             limit = function.timeout_s + GRACE_S
-        while missing := wait(calls, min(_LOG_INTERVAL_S, limit)).not_done:
-            seconds = time.monotonic() - start
-            if seconds >= limit:
-                self._loop.abandon()
-                break
-            progress = f"{len(missing)} of {len(calls)}"
-            log.info("Waiting for %s calls of reward %s for %.0f s.", progress, function.label, seconds)
+        if wait_logged(calls, f"calls of reward {function.label}", seconds=limit):
+            self._loop.abandon()
         results = [self._result(function, call) for call in calls]
         directory = os.getcwd()
         if results and directory != self._working_directory:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.processes.waiting import results_logged
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
-
-log = logging.getLogger(__name__)
-_HEARTBEAT_SECONDS = 60
 
 OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
 _Request = tuple[TokenPrompt, int, SamplingParams]
@@ -190,19 +187,7 @@ def wait_for(futures: Sequence[Future[Completion]], engine: RolloutEngine) -> li
     Raises:
         EngineDied: the engine has ended.
     """
-    began = time.monotonic()
-    pending = set(futures)
-    while pending:
-        _, pending = wait(pending, timeout=_HEARTBEAT_SECONDS, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done() and (error := future.exception()) is not None:
-                raise error  # not by future.result(): the traceback should end in this package
-        if pending:
-            seconds = time.monotonic() - began
-            log.info(
-                "Waiting for %d of %d completions for %.0f s%s.", len(pending), len(futures), seconds, engine.source
-            )
-    return [future.result() for future in futures]
+    return results_logged(futures, "completions", engine.source)
 
 
 def _for_all_ranks(

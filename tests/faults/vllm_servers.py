@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import yaml
 
-from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
+from lightning_rlhf.processes.child import LAUNCHER_PREFIXES
 from tests.distributed.launch import ROOT, free_port
 
 _OPTIONS = [

@@ -41,10 +41,10 @@ FAULTS = {
     "exits_with_nothing": "raised SystemExit: ",
     "ends_its_process": "ended its worker process (exit code 0)",
     "ends_its_process_with_seven": "ended its worker process (exit code 7)",
-    "kills_its_process": "ended its worker process (killed by signal 9)",
-    "terminates_its_process": "ended its worker process (killed by signal 15)",
-    "aborts": "ended its worker process (killed by signal 6)",
-    "reads_from_nowhere": "ended its worker process (killed by signal 11)",
+    "kills_its_process": "ended its worker process (killed by signal 9 (SIGKILL), often because memory ran out)",
+    "terminates_its_process": "ended its worker process (killed by signal 15 (SIGTERM))",
+    "aborts": "ended its worker process (killed by signal 6 (SIGABRT))",
+    "reads_from_nowhere": "ended its worker process (killed by signal 11 (SIGSEGV))",
     "recurses": "raised RecursionError: maximum recursion depth exceeded",
     "returns_text": "returned '1.0' for completion 1, expected a finite number, or None where it does not apply",
     "returns_nan": "returned nan for completion 1",
@@ -133,7 +133,7 @@ def test_calls_lost_with_a_broken_pool_are_repeated_once(executor, monkeypatch):
     futures = [executor.submit(executor.functions[0], row, [index]) for index, row in enumerate(rows)]
     first, *others = executor.results(executor.functions[0], futures)
     assert not unread
-    assert first.message == "ended its worker process (killed by signal 6)"
+    assert first.message == "ended its worker process (killed by signal 6 (SIGABRT))"
     assert [other.values for other in others] == [[1.0], [1.0]]
 
 

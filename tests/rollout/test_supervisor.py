@@ -158,7 +158,7 @@ def test_silent_exit_is_reported_with_the_end_of_the_log(start, arguments, messa
 
 def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "engine.tmp"
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MAX_SOCKET_PATH", len(str(folder)) + 37)
+    monkeypatch.setattr("lightning_rlhf.processes.child._MOST_SOCKET_PATH_BYTES", len(str(folder)) + 37)
     folder.mkdir(parents=True)
     (folder / "vllm_dist_of_a_dead_run").touch()
     engine = start()
@@ -171,7 +171,7 @@ def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_remov
 
 def test_path_too_long_for_sockets_uses_the_system_folder_for_temporary_files(start, tmp_path, monkeypatch, caplog):
     folder = tmp_path / "new" / "engine.tmp"
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MAX_SOCKET_PATH", len(str(folder)) + 36)
+    monkeypatch.setattr("lightning_rlhf.processes.child._MOST_SOCKET_PATH_BYTES", len(str(folder)) + 36)
     monkeypatch.setenv("TMPDIR", "/tmp")
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
@@ -179,8 +179,7 @@ def test_path_too_long_for_sockets_uses_the_system_folder_for_temporary_files(st
     engine.ready.result(WAIT)
     assert psutil.Process(engine.process.pid).environ()["TMPDIR"] == "/tmp"
     assert not folder.exists()
-    length = len(str(folder)) + 37
-    assert f"paths of sockets in {folder} would have {length} bytes (at most {length - 1})." in caplog.text
+    assert f"paths of sockets in {folder} would be 1 bytes too long." in caplog.text
 
 
 def test_first_missing_module_in_the_log_is_reported(start):
@@ -293,7 +292,7 @@ def test_error_of_the_reading_thread_raises_for_all_waiting_callers(start, monke
 
 
 def test_waiting_is_logged_with_reason_and_duration_until_the_answers_arrive(start, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.3)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
     engine = start(slow=1.5)
@@ -319,7 +318,7 @@ def test_waiting_is_logged_with_reason_and_duration_until_the_answers_arrive(sta
 
 
 def test_engine_that_dies_during_a_wait_raises(start, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.1)
     engine = start(slow=0.5, exit=3)
     with pytest.raises(EngineDied, match="exit code 3"):
         engine.results([engine.ready], "the engine to be ready")

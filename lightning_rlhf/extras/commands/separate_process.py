@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from lightning_rlhf.processes.child import Child, describe_exit
 
 _RESULT = "result of the check: "
 _SHOWN_CHARACTERS = 500  # of the output of a process without a result
@@ -44,22 +43,14 @@ def run_apart(
     began = time.monotonic()
     # A file, because a child that outlives the process would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = Child(command, environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         failure = ""
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             failure = f"killed after {seconds:.0f} s"
         finally:
-            _kill_group(process)
+            process.kill_group()
         output.seek(0)
         text = output.read()
     results = [line.removeprefix(_RESULT) for line in text.splitlines() if line.startswith(_RESULT)]
@@ -67,11 +58,4 @@ def run_apart(
     if results and not failure:
         return json.loads(results[-1]), "", elapsed
     end = " ".join(text.split())[-_SHOWN_CHARACTERS:]
-    return None, f"{failure or f'exit code {process.returncode}'}; {end or 'no output'}", elapsed
-
-
-def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and those that it started, unless they left its session."""
-    with suppress(ProcessLookupError):  # all have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return None, f"{failure or describe_exit(process.wait())}; {end or 'no output'}", elapsed

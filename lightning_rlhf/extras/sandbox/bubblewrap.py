@@ -22,6 +22,7 @@ from lightning_rlhf.extras.sandbox.cgroup import control_group, delegated_group
 from lightning_rlhf.extras.sandbox.process import communicate, kill_session
 from lightning_rlhf.extras.sandbox.protocol import Limits, ProgramResult, SandboxFault, SandboxUnavailable
 from lightning_rlhf.extras.sandbox.seccomp import filter_program
+from lightning_rlhf.processes.child import Child
 
 _NOBODY = 65534  # user id
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -168,9 +169,7 @@ class BubblewrapSandbox:
             seconds=result.seconds,
         )
 
-    def _launch(
-        self, source: str, limits: Limits, group: Path | None, alive: IO[bytes]
-    ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    def _launch(self, source: str, limits: Limits, group: Path | None, alive: IO[bytes]) -> tuple[Child, IO[bytes]]:
         """Start a program in its control group.
 
         Returns:
@@ -208,7 +207,7 @@ class BubblewrapSandbox:
                 raise
         return process, status
 
-    def _start(self, arguments: list[str], limits: Limits, descriptors: list[int]) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: list[str], limits: Limits, descriptors: list[int]) -> Child:
         bwrap = find_bwrap()
         if bwrap is None:
             raise SandboxUnavailable(f"bubblewrap is not installed: {_INSTALL}")
@@ -216,16 +215,15 @@ class BubblewrapSandbox:
         # Root is exempt from the process limit, and could do more damage through a kernel bug.
         user: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
         try:
-            return subprocess.Popen(
+            return Child(
                 [bwrap, *_ISOLATION, *self._files, *scratch, *arguments],
+                {},
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=descriptors,
                 cwd="/",
-                env={},
-                start_new_session=True,
                 **user,
             )
         except OSError as error:

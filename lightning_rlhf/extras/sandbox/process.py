@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
 
+from lightning_rlhf.processes.child import Child
+
 _CHUNK_BYTES = 2**16
 
 
@@ -39,7 +41,7 @@ class ProcessResult:
 
 
 def communicate(
-    process: subprocess.Popen[bytes],
+    process: Child,
     stdin: bytes,
     extra_pipes: dict[str, IO[bytes]],
     seconds: float,
@@ -98,13 +100,13 @@ def communicate(
     return result
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
+def kill_session(process: Child) -> None:
     """Kill a process that leads a session, and its children in the session.
 
     During bubblewrap's setup, its ``--die-with-parent`` is not yet in effect, so its child would survive it.
     """
     if process.returncode is None:  # not yet waited for, so the process id cannot have been reused
-        os.killpg(process.pid, signal.SIGKILL)
+        process.signal_group(signal.SIGKILL)
 
 
 def _write(pipe: int, unsent: memoryview) -> memoryview:
@@ -126,7 +128,7 @@ def _read(pipe: int, buffer: bytearray) -> bool:
     return not chunk
 
 
-def _wait_or_kill(process: subprocess.Popen[bytes], result: ProcessResult, seconds: float) -> None:
+def _wait_or_kill(process: Child, result: ProcessResult, seconds: float) -> None:
     if not (result.timed_out or result.truncated):
         try:
             result.exit_code = process.wait(result.remaining(seconds))

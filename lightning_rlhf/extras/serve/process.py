@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -22,11 +21,10 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.serve.limits import Limits
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS
+from lightning_rlhf.processes.child import Child, bytes_too_long
 
 _CLOSE_SECONDS = 15.0
 _CPU_BATCH_TOKENS = 4096
-_TMPDIR_CHARACTERS = 56  # a socket's path may have 107 characters; our folder's name has 14, vLLM's socket names 37
-_LOG_TAIL = 2000
 # Variables that open routes, allow code from requests, or add a second key.
 _NOT_INHERITED = (
     "VLLM_API_KEY", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION",
@@ -133,29 +131,22 @@ class ServerProcess:
         secrets: Collection[str] = (),
         command: tuple[str, ...] = (sys.executable, "-m", "lightning_rlhf.extras.serve.server"),
     ) -> None:
-        if len(tempfile.gettempdir()) > _TMPDIR_CHARACTERS:
+        directory = tempfile.gettempdir()
+        if (excess := bytes_too_long(f"{directory}/rlhf-12345678")) > 0:
             raise UsageError(
-                f"the path {tempfile.gettempdir()} is too long for sockets: set TMPDIR to a path of at most "
-                f"{_TMPDIR_CHARACTERS} characters"
+                f"the path {directory} is too long for sockets: set TMPDIR to a path of at most "
+                f"{len(directory) - excess} characters"
             )
         self.log = log
-        output = _opened(log)
+        _check_writable(log)
         self.folder = Path(tempfile.mkdtemp(prefix="rlhf-"))  # mode 0700
         inherited = {name: value for name, value in os.environ.items() if name not in {*secrets, *_NOT_INHERITED}}
         environment = {**inherited, **engine_environment(inherited, torch.cuda.is_available())}
         for name in _NOT_INHERITED:
             environment.pop(name, None)
         environment["VLLM_RPC_BASE_PATH"] = str(self.folder)  # not in a folder that other users can read
-        with output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,  # Ctrl-C in the terminal goes to the parent only
-            )
+        descriptors = [listening.fileno()]
+        self.process = Child(command, environment, log=log, stdin=subprocess.PIPE, pass_fds=descriptors)
         settings = {
             "folder": str(self.folder),
             "descriptor": listening.fileno(),
@@ -175,7 +166,7 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return the last lines of the log."""
-        return self.log.read_text(errors="replace")[-_LOG_TAIL:].strip()
+        return self.process.log_tail()
 
     def close(self) -> None:
         """End the process and its children; may be called twice."""
@@ -184,17 +175,13 @@ class ServerProcess:
             return
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_CLOSE_SECONDS)
-        with suppress(ProcessLookupError):  # the whole group has usually ended already
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.end(_CLOSE_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _opened(log: Path) -> IO[bytes]:
+def _check_writable(log: Path) -> None:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return log.open("wb")
+        log.open("wb").close()
     except OSError as error:
         raise UsageError(f"cannot write the log {log}: {error.strerror}; choose another with --log") from error

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, as_completed
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -17,7 +15,6 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
-T = TypeVar("T")
 # vLLM 0.32 rejects higher temperatures, and silently uses 0.01 for lower ones.
 _LOWEST_TEMPERATURE = 0.01
 _HIGHEST_TEMPERATURE = 2.0
@@ -176,20 +173,3 @@ def check_tokens(token_ids: Sequence[int], request: dict[str, Any], vocabulary: 
         raise RunError(f"{len(token_ids)} tokens for a request of at most {len(echoed) + sampling['max_tokens']}")
     if unknown := [token for token in token_ids[len(echoed) :] if not 0 <= token < vocabulary]:
         raise RunError(f"token {unknown[0]}; the actor has tokens 0 to {vocabulary - 1}")
-
-
-def as_completed_with_heartbeat(futures: Collection[Future[T]], seconds: float) -> Iterator[Future[T] | None]:
-    """Yield each future when it is done, and None at intervals while others are pending.
-
-    Args:
-        futures: futures in any state.
-        seconds: interval in seconds.
-    """
-    pending = set(futures)
-    while pending:
-        try:
-            for future in as_completed(pending, timeout=seconds):
-                pending.discard(future)
-                yield future
-        except FutureTimeoutError:
-            yield None

@@ -7,10 +7,8 @@ import itertools
 import json
 import logging
 import os
-import queue
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,33 +17,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.expected_errors import EngineDied, RunError
-from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
-from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
+from lightning_rlhf.processes.child import Child, bytes_too_long, describe_exit, inherited_environment
+from lightning_rlhf.processes.waiting import results_logged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A launcher's variables would make the child join the trainer's torch.distributed group, the seed would reseed it, and
-# preloaded libraries, such as an allocator, are those that the trainer needs.
-_NOT_INHERITED = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
-)  # fmt: skip
+_SEED_VARIABLE = "PL_GLOBAL_SEED"  # of the trainer, which would reseed the child
 _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
-_HEARTBEAT_SECONDS = 60
 _POLL_SECONDS = 0.5  # between looks at a worker that sends nothing
 _WINDOW_SECONDS = 3600.0  # in which restarts are counted
-_LOG_TAIL = 2000
-_MAX_SOCKET_PATH = 107  # longest path of a unix socket in bytes
-_SOCKET_NAME_BYTES = 37  # bytes of vLLM's names of sockets, a slash and a UUID
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
@@ -108,7 +98,6 @@ class EngineProcess:
         log_file: Path,
         restarts: Restarts | None = None,
     ) -> None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log = log_file
         self._temporary = log_file.absolute().with_suffix(".tmp")
         self._module = module
@@ -134,23 +123,16 @@ class EngineProcess:
     def _start(self, messages: Iterable[dict[str, Any]] = ()) -> None:
         """Start a child, and send it its arguments and further messages."""
         ours, theirs = socket.socketpair()
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _NOT_INHERITED and not name.startswith(LAUNCHER_PREFIXES)
-        }
-        with self._log.open("ab" if self.restarted else "wb") as output, theirs:
-            self.process = subprocess.Popen(
+        with theirs:
+            self.process = Child(
                 [sys.executable, "-m", self._module, str(theirs.fileno())],
-                env={**inherited, **self._environment, **_temporary_files(self._temporary)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                inherited_environment([_SEED_VARIABLE]) | self._environment | _temporary_files(self._temporary),
+                log=self._log,
+                append=self.restarted > 0,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._writer = _Writer(self._connection)
+        self._writer = DaemonThreads(1, "messages to the engine")
         self._is_starting, self._began = True, time.monotonic()
         for message in ({"kind": "start", "arguments": self._arguments}, *messages):
             self._send(message)
@@ -191,18 +173,12 @@ class EngineProcess:
             self._send({"kind": "add", "requests": requests})
         return futures
 
-    def results(
-        self,
-        futures: Sequence[Future[T]],
-        description: str,
-        on_result: Callable[[int, T], None] | None = None,
-    ) -> list[T]:
+    def results(self, futures: Sequence[Future[T]], description: str) -> list[T]:
         """Wait for all futures without a time limit; log a line every minute.
 
         Args:
             futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`, or derived from them.
             description: description of the futures for the log, after "Waiting for".
-            on_result: callback with the index of a future and its result, called as soon as it is available.
 
         Returns:
             The results, in the order of the futures.
@@ -211,22 +187,7 @@ class EngineProcess:
             EngineDied: the engine has ended.
             RuntimeError: the worker reported an error.
         """
-        began = time.monotonic()
-        indices = {future: index for index, future in enumerate(futures)}
-        for future in as_completed_with_heartbeat(indices, _HEARTBEAT_SECONDS):
-            if future is None:
-                count = f"{len(indices)} of {len(futures)} " if len(futures) > 1 else ""
-                seconds = time.monotonic() - began
-                log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, description, seconds, self._log)
-            else:
-                index = indices.pop(future)
-                if on_result is not None and future.exception() is None:
-                    on_result(index, future.result())
-        for future in futures:
-            error = future.exception()
-            if error is not None:
-                raise error  # not by future.result(): the traceback should end in this package
-        return [future.result() for future in futures]
+        return results_logged(futures, description, f"; the engine's log is {self._log}")
 
     def close(self) -> None:
         """End the worker, and kill it if it is still starting or does not end in time."""
@@ -235,39 +196,17 @@ class EngineProcess:
             if self.ready.done():
                 self._send({"kind": "close"})
             else:
-                self._kill()
-        try:
-            self.process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._kill()
+                self.process.kill_group()
+        self.process.end(_CLOSE_SECONDS, _GROUP_SECONDS)
         self._reader.join(_CLOSE_SECONDS)  # before closing: a new file could reuse the descriptor it reads from
         self._close_connection()
         _remove(self._temporary)
 
     def _close_connection(self) -> None:
         """Close the connection to a worker that has ended."""
-        self._writer.end()
+        wait([self._writer.submit(lambda: None)], _CLOSE_SECONDS)  # until all messages are written
+        self._writer.close()
         self._connection.close()
-
-    def _kill(self) -> int:
-        """Kill the worker's process group and return the worker's exit code."""
-        self._signal_group(signal.SIGKILL)
-        return self.process.wait()
-
-    def _signal_group(self, number: int) -> bool:
-        """Send a signal to the worker's process group; return whether the group exists."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def _end_group(self) -> None:
-        """End the worker's remaining children."""
-        deadline = time.monotonic() + _GROUP_SECONDS
-        while self._signal_group(0) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._signal_group(signal.SIGKILL)
 
     def _new_future(self, identity: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
         """Return the future of a command or request; called with the lock, so that none is added after the death."""
@@ -279,7 +218,8 @@ class EngineProcess:
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
-            self._writer.send(json.dumps(message).encode())
+            # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
+            self._writer.submit(self._connection.send_bytes, json.dumps(message).encode())
 
     def _read(self) -> None:
         death: EngineDied | None = None
@@ -287,12 +227,12 @@ class EngineProcess:
             while True:
                 reason = self._receive()
                 death = self._describe(reason)
-                self._end_group()
+                self.process.end(_CLOSE_SECONDS, _GROUP_SECONDS)
                 if not self._start_again(death):
                     break
         finally:
             self._fail_all(death or self._describe(None))
-            self._end_group()
+            self.process.end(_CLOSE_SECONDS, _GROUP_SECONDS)
 
     def _receive(self) -> str | None:
         """Handle the messages of the worker until it ends; return the reason, if it is known."""
@@ -307,7 +247,7 @@ class EngineProcess:
                     if silent >= longest and self.ready.done():
                         allowed = "silent_seconds and three first starts" if self._is_starting else "silent_seconds"
                         reason = f"it did nothing for {round(longest, 1):g} s ({allowed})"
-                        self._kill()
+                        self.process.kill_group()
                     continue
                 silent = 0.0
                 message = json.loads(self._connection.recv_bytes())
@@ -315,7 +255,7 @@ class EngineProcess:
         except (EOFError, OSError):
             return reason
         except (ValueError, TypeError, KeyError, RunError) as error:
-            self._kill()
+            self.process.kill_group()
             return f"it sent an invalid message ({type(error).__name__}: {error})"
 
     def _handle(self, message: dict[str, Any]) -> str | None:
@@ -386,18 +326,17 @@ class EngineProcess:
     def _describe(self, reason: str | None) -> EngineDied:
         """Return the error of a worker that has ended, after its end."""
         try:
-            code = self.process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
-            code = self._kill()
-        cause = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
-        try:
+            cause = describe_exit(self.process.wait(_CLOSE_SECONDS))
+        except subprocess.TimeoutExpired:
+            self.process.kill_group()
+            cause = "it still ran after the end of the connection, and was killed by the trainer (SIGKILL)"
+        cause, text = reason or cause, ""
+        with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")
-        except OSError:
-            text = ""
         missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
         if missing and missing[1] not in cause:
             cause = f"{missing[1]} (the first missing module in its log), then {cause}"
-        tail = "" if reason else text[-_LOG_TAIL:].strip()
+        tail = "" if reason else self.process.log_tail()
         shown = f", and ends:\n{tail}" if tail else ""
         return EngineDied(f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}")
 
@@ -412,49 +351,19 @@ class EngineProcess:
                 future.set_exception(death)
 
 
-class _Writer:
-    """Thread that writes messages to a worker in their order.
-
-    Args:
-        connection: connection to the worker.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="messages to the engine", daemon=True)
-        self._thread.start()
-
-    def send(self, message: bytes) -> None:
-        """Queue a message."""
-        self._messages.put(message)
-
-    def end(self) -> None:
-        """End the thread, after the worker."""
-        self._messages.put(None)
-        self._thread.join(_CLOSE_SECONDS)
-
-    def _write(self) -> None:
-        # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
-        with contextlib.suppress(OSError):
-            while (message := self._messages.get()) is not None:
-                self._connection.send_bytes(message)
-
-
 def _temporary_files(directory: Path) -> dict[str, str]:
     """Create a directory for temporary files; return the environment variables that set it.
 
     If a socket in it would have too long a path, there are no variables, and the directory of the system is used.
     """
     _remove(directory)
-    longest = len(os.fsencode(directory)) + _SOCKET_NAME_BYTES
-    if longest > _MAX_SOCKET_PATH:
+    if (excess := bytes_too_long(directory)) > 0:
         log.info(
-            "Temporary files of the engine are in %s: paths of sockets in %s would have %d bytes (at most %d).",
-            tempfile.gettempdir(), directory, longest, _MAX_SOCKET_PATH,
+            "Temporary files of the engine are in %s: paths of sockets in %s would be %d bytes too long.",
+            tempfile.gettempdir(), directory, excess,
         )  # fmt: skip
         return {}
-    directory.mkdir(exist_ok=True)  # where it could not be removed
+    directory.mkdir(parents=True, exist_ok=True)  # it is there where it could not be removed
     # Compiled code stays where later runs find it.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     return {"TMPDIR": str(directory), "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -480,8 +389,3 @@ def remove_temporary_files(logs: Path, ranks: int) -> None:
         number = directory.stem.removeprefix("rank")
         if number.isdecimal() and int(number) >= ranks:
             _remove(directory)
-
-
-def _signal_name(number: int) -> str:
-    names = {member.value: member.name for member in signal.Signals}
-    return f"signal {number} ({names.get(number, 'unnamed')})"

@@ -12,17 +12,16 @@ failed and the process ends).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from lightning_rlhf.processes.child import end_with_parent
+
 _ALIVE_SECONDS = 10.0
 _NEED_IDLE_ENGINE = ("load", "open_buffers", "load_part", "finish_parts", "swap", "sleep", "trace")
 
@@ -33,7 +32,7 @@ def main(descriptor: int) -> int:
     Args:
         descriptor: inherited file descriptor of the socket.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the trainer
+    end_with_parent()
     connection = Connection(descriptor)
 
     def send(kind: str, **fields: Any) -> None:

@@ -124,12 +124,12 @@ def test_rows_of_other_lengths_are_padded():
 
 
 def test_waiting_is_logged_and_a_failure_is_raised_at_once(monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.extras.judges.teacher_server._HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.05)
     late, never = Future(), Future()
     threading.Timer(0.3, late.set_exception, [RuntimeError("the server is gone")]).start()
     with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="the server is gone"):
         results([*finished(2), late, never], 4, 2)
-    assert "Waiting for the teacher's log-probabilities of 2 of 3 texts." in caplog.text
+    assert "Waiting for 2 of 3 texts with the teacher's log-probabilities for 0 s." in caplog.text
 
 
 def test_request_is_sent_again_to_a_restarted_server(stubs):

@@ -416,7 +416,7 @@ def test_broken_connection_raises_immediately(engine, stub):
 
 
 def test_hanging_server_raises_after_the_timeout_and_waiting_is_logged(engine, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.generation._HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     monkeypatch.setattr(engine._running.members[0].server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")

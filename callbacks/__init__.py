@@ -11,8 +11,6 @@ if __name__ != "lightning_rlhf.callbacks":
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
-    from lightning_rlhf.callbacks.loop.entropy_control import EntropyControl as EntropyControl
-    from lightning_rlhf.callbacks.loop.kl_control import KLControl as KLControl
     from lightning_rlhf.callbacks.loop.policy_check import PolicyCheck as PolicyCheck
     from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
     from lightning_rlhf.callbacks.records.console import Console as Console
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
     from lightning_rlhf.callbacks.survival.hf_export import HFExport as HFExport
     from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
+    from lightning_rlhf.extras.algorithms.entropy_control import EntropyControl as EntropyControl
+    from lightning_rlhf.extras.algorithms.kl_control import KLControl as KLControl
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
     from lightning_rlhf.extras.report.summary import Report as Report
     from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _HOME = {
     "Console": "lightning_rlhf.callbacks.records.console",
     "DynamicSampling": "lightning_rlhf.rollout.dynamic_sampling",
-    "EntropyControl": "lightning_rlhf.callbacks.loop.entropy_control",
+    "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
     "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
     "HFExport": "lightning_rlhf.callbacks.survival.hf_export",
     "HealthChecks": "lightning_rlhf.callbacks.records.health",
-    "KLControl": "lightning_rlhf.callbacks.loop.kl_control",
+    "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
     "MetricsCSV": "lightning_rlhf.callbacks.records.metrics_csv",
     "PolicyCheck": "lightning_rlhf.callbacks.loop.policy_check",
     "Report": "lightning_rlhf.extras.report.summary",

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from lightning_rlhf.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_rlhf.data.prompts import PromptDataModule as PromptDataModule
     from lightning_rlhf.data.unpaired import UnpairedDataModule as UnpairedDataModule
+    from lightning_rlhf.extras.algorithms.distillation import DistillationModule as DistillationModule
+    from lightning_rlhf.extras.algorithms.echo import ECHOModule as ECHOModule
+    from lightning_rlhf.extras.algorithms.kto import KTOModule as KTOModule
+    from lightning_rlhf.extras.algorithms.mixture import MixtureModule as MixtureModule
+    from lightning_rlhf.extras.algorithms.response_pairs import OnlineDPOModule as OnlineDPOModule
+    from lightning_rlhf.extras.algorithms.response_pairs import REBELModule as REBELModule
     from lightning_rlhf.models.loading import FromConfig as FromConfig
     from lightning_rlhf.models.loading import Pretrained as Pretrained
     from lightning_rlhf.modules.algorithms import CISPOModule as CISPOModule
@@ -28,14 +34,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.algorithms import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.algorithms import RLOOModule as RLOOModule
     from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
-    from lightning_rlhf.modules.distillation import DistillationModule as DistillationModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
-    from lightning_rlhf.modules.echo import ECHOModule as ECHOModule
-    from lightning_rlhf.modules.kto import KTOModule as KTOModule
-    from lightning_rlhf.modules.mixture import MixtureModule as MixtureModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
-    from lightning_rlhf.modules.response_pairs import OnlineDPOModule as OnlineDPOModule
-    from lightning_rlhf.modules.response_pairs import REBELModule as REBELModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
     from lightning_rlhf.modules.rlhf import RLHFModule as RLHFModule
     from lightning_rlhf.modules.sft import SFTModule as SFTModule
@@ -52,7 +52,7 @@ _HOME = {
     "Pretrained": "lightning_rlhf.models.loading",
     "CISPOModule": "lightning_rlhf.modules.algorithms",
     "DAPOModule": "lightning_rlhf.modules.algorithms",
-    "DistillationModule": "lightning_rlhf.modules.distillation",
+    "DistillationModule": "lightning_rlhf.extras.algorithms.distillation",
     "DPOModule": "lightning_rlhf.modules.dpo",
     "DrGRPOModule": "lightning_rlhf.modules.algorithms",
     "GMPOModule": "lightning_rlhf.modules.algorithms",
@@ -60,13 +60,13 @@ _HOME = {
     "GRPOModule": "lightning_rlhf.modules.algorithms",
     "GSPOModule": "lightning_rlhf.modules.algorithms",
     "IPOModule": "lightning_rlhf.modules.algorithms",
-    "ECHOModule": "lightning_rlhf.modules.echo",
-    "KTOModule": "lightning_rlhf.modules.kto",
-    "MixtureModule": "lightning_rlhf.modules.mixture",
-    "OnlineDPOModule": "lightning_rlhf.modules.response_pairs",
+    "ECHOModule": "lightning_rlhf.extras.algorithms.echo",
+    "KTOModule": "lightning_rlhf.extras.algorithms.kto",
+    "MixtureModule": "lightning_rlhf.extras.algorithms.mixture",
+    "OnlineDPOModule": "lightning_rlhf.extras.algorithms.response_pairs",
     "OPOModule": "lightning_rlhf.modules.algorithms",
     "PPOModule": "lightning_rlhf.modules.ppo",
-    "REBELModule": "lightning_rlhf.modules.response_pairs",
+    "REBELModule": "lightning_rlhf.extras.algorithms.response_pairs",
     "RLHFModule": "lightning_rlhf.modules.rlhf",
     "RLOOModule": "lightning_rlhf.modules.algorithms",
     "ReMaxModule": "lightning_rlhf.modules.algorithms",

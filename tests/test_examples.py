@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.rules import gsm8k_strict
+from lightning_rlhf.extras.rewards.rules import gsm8k_strict
 from lightning_rlhf.rollout.engine import RolloutEngine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

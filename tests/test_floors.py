@@ -42,7 +42,8 @@ FLOORS = (
 )
 DOORS = {"__init__", "__main__"}  # of the package: they name what lies inside, and nothing inside imports them
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-PUBLIC_NAMES = ("lightning_rlhf.callbacks", "lightning_rlhf.environments")  # tables of names, which may name an extra
+# Tables of public names, which may name an extra.
+PUBLIC_NAMES = ("lightning_rlhf", "lightning_rlhf.callbacks", "lightning_rlhf.environments")
 FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 
 

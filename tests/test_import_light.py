@@ -30,7 +30,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_worker_of_environments_loads_nothing_heavy():
-    code = "import lightning_rlhf.environments.live, lightning_rlhf.environments.tools; "
+    code = "import lightning_rlhf.environments.live, lightning_rlhf.extras.environments.tools; "
     assert not loaded_after(f"{code}from lightning_rlhf.environments import Reply, Tools") & (ENGINES | HEAVY)
 
 

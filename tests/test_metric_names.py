@@ -28,8 +28,8 @@ from lightning_rlhf.callbacks.records import throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective
 from lightning_rlhf.extras.report.definitions import definitions, expanded
-from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.protocol import ToolError as ToolError
     from lightning_rlhf.environments.protocol import Turn as Turn
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
-    from lightning_rlhf.environments.tools import StatefulTools as StatefulTools
-    from lightning_rlhf.environments.tools import Tools as Tools
+    from lightning_rlhf.extras.environments.tools import StatefulTools as StatefulTools
+    from lightning_rlhf.extras.environments.tools import Tools as Tools
     from lightning_rlhf.extras.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
 _MODULES = {
@@ -28,12 +28,12 @@ _MODULES = {
     "JSONToolCalls": "lightning_rlhf.environments.parsers",
     "MarkedToolCalls": "lightning_rlhf.environments.parsers",
     "Reply": "lightning_rlhf.environments.protocol",
-    "StatefulTools": "lightning_rlhf.environments.tools",
+    "StatefulTools": "lightning_rlhf.extras.environments.tools",
     "TokenizerToolCalls": "lightning_rlhf.environments.parsers",
     "ToolCall": "lightning_rlhf.environments.protocol",
     "ToolCallParser": "lightning_rlhf.environments.parsers",
     "ToolError": "lightning_rlhf.environments.protocol",
-    "Tools": "lightning_rlhf.environments.tools",
+    "Tools": "lightning_rlhf.extras.environments.tools",
     "Turn": "lightning_rlhf.environments.protocol",
     "VLLMToolCalls": "lightning_rlhf.extras.environments.vllm_parser",
 }

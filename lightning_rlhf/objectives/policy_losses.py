@@ -2,7 +2,7 @@
 
 The module sums and divides (:mod:`lightning_rlhf.objectives.aggregation`). Losses of whole responses are in
 :mod:`lightning_rlhf.objectives.sequence_policy_losses`, losses that select tokens of the whole mini-batch in
-:mod:`lightning_rlhf.objectives.covariance_policy_losses`.
+:mod:`lightning_rlhf.extras.algorithms.covariance_policy_losses`.
 
 Everywhere r = exp(logprobs - old_logprobs), whose logarithm is clamped to [-20, 20], and sg stops the gradient.
 """

@@ -12,7 +12,7 @@ from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
-from lightning_rlhf.modules.distillation import Divergence
+from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.environments import worlds

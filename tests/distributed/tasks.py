@@ -41,10 +41,10 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.extras.algorithms.distillation import Divergence
+from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective, TeacherObjective
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective, TeacherObjective
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean
 from lightning_rlhf.objectives.corrections import RolloutCorrection

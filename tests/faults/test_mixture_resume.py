@@ -7,7 +7,7 @@ import pytest
 from tests.faults.runs import assert_same, output, ppo, rows
 
 pytestmark = pytest.mark.slow
-OBJECTIVES = "lightning_rlhf.modules.mixture."
+OBJECTIVES = "lightning_rlhf.extras.algorithms.mixture."
 
 
 def mixture(directory, max_staleness):

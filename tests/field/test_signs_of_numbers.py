@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rlhf.extras.judges.endpoint import Endpoint
 from lightning_rlhf.extras.judges.judge import JudgeReward
-from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
+from lightning_rlhf.extras.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 MINUS = ["-", "\u2212", "\uff0d", "\u2011"]
 
@@ -45,7 +45,7 @@ def test_mathematical_answers_have_signs(math_reward, text, gold, reward):
 @pytest.fixture(scope="module")
 def math_reward():
     pytest.importorskip("math_verify")
-    from lightning_rlhf.rewards.math import MathReward
+    from lightning_rlhf.extras.rewards.math import MathReward
 
     reward = MathReward(workers=1)
     yield reward

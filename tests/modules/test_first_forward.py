@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, RLHFModule
+from lightning_rlhf.extras.algorithms.covariance_policy_losses import ClipCovLoss
+from lightning_rlhf.extras.algorithms.response_pairs import OnlineDPOModule
 from lightning_rlhf.modules.first_forward import FirstForward
-from lightning_rlhf.modules.response_pairs import OnlineDPOModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling

@@ -139,7 +139,7 @@ def test_every_combination_steps_independent_of_micro_batches(estimator):
 
 def test_matrix_holds_all_objectives():
     # BestAgainstWorst marks responses for online DPO, which combines with no policy loss; NoAdvantages has no loss.
-    # TeacherLogRatio needs a teacher, AdvantagesBySource sources: tests/modules/test_distillation.py, test_mixture.py.
+    # TeacherLogRatio needs a teacher, AdvantagesBySource sources: tests/extras/algorithms has them.
     others = {BestAgainstWorst, NoAdvantages, TeacherLogRatio, AdvantagesBySource}
     assert set(concrete_objectives(AdvantageEstimator)) - others == {type(estimator) for estimator in ESTIMATORS}
     assert len(LOSSES) >= 14

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_rlhf import DistillationModule, FromConfig, GRPOModule, PPOModule, Pretrained
+from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.models.lora import LoRA, is_adapter
-from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from tests.helpers import assert_close
 from tests.models.architectures import tiny

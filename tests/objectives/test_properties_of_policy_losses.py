@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_rlhf.extras.algorithms.covariance_policy_losses import HighEntropyLoss, KLCovLoss
 from lightning_rlhf.objectives.aggregation import (
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
@@ -17,10 +18,10 @@ from lightning_rlhf.objectives.aggregation import (
     TokenSum,
 )
 from lightning_rlhf.objectives.base import PolicyLoss
-from lightning_rlhf.objectives.covariance_policy_losses import HighEntropyLoss, KLCovLoss
 from lightning_rlhf.objectives.policy_losses import (
     DROLoss,
 )
+from tests.extras.algorithms import test_covariance_policy_losses as covariance
 from tests.helpers import (
     assert_close,
     concrete_objectives,
@@ -31,7 +32,6 @@ from tests.helpers import (
     seeds,
     with_garbage,
 )
-from tests.objectives import test_covariance_policy_losses as covariance
 from tests.objectives import test_sequence_policy_losses as sequence
 from tests.objectives import test_token_policy_losses as token
 

@@ -68,8 +68,8 @@ def test_callable_object_is_a_reward_function():
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        ("lightning_rlhf.rewards.text:Length", {"leas": 1}, "missing a required argument: 'least'"),
-        ("lightning_rlhf.rewards.text:ExactMatch", {"tags": "b"}, "got an unexpected keyword argument 'tags'"),
+        ("lightning_rlhf.extras.rewards.text:Length", {"leas": 1}, "missing a required argument: 'least'"),
+        ("lightning_rlhf.extras.rewards.text:ExactMatch", {"tags": "b"}, "got an unexpected keyword argument 'tags'"),
         (right, {"bonuses": 2.0}, "got an unexpected keyword argument 'bonuses'"),
     ],
 )

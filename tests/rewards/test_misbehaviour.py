@@ -19,9 +19,9 @@ from pebble.pool.process import PoolManager
 
 from lightning_rlhf.calls import guard
 from lightning_rlhf.calls.guard import SCAN_SECONDS
+from lightning_rlhf.extras.rewards.sources import BySource
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rewards.sources import BySource
 from tests.rewards.daemons import start_daemon
 
 FILE = Path(__file__).with_name("misbehaving.py")

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from lightning_rlhf.calls.threads import DaemonThreads
+from lightning_rlhf.extras.rewards.sources import BySource
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.results import AbortRun
-from lightning_rlhf.rewards.sources import BySource
 
 HANGING = """
 import time
@@ -132,7 +132,7 @@ def test_closing_a_reward_closes_its_function():
 
 def test_math_workers_end_with_the_run():
     pytest.importorskip("math_verify")
-    from lightning_rlhf.rewards.math import MathReward
+    from lightning_rlhf.extras.rewards.math import MathReward
 
     before = len(multiprocessing.active_children())
     reward = RewardFunction(MathReward(workers=1))

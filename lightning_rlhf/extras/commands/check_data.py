@@ -28,6 +28,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
 from lightning_rlhf.extras.commands.data_images import DataImages, ImageSpan
+from lightning_rlhf.extras.commands.preview import example_calls, preview
 from lightning_rlhf.extras.commands.run_config import (
     ConfigCLI,
     loop_arguments,
@@ -42,7 +43,6 @@ from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
-from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns, read_columns
 from lightning_rlhf.run_checks import check_val_metric
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch

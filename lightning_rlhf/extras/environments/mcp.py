@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, Turn
-from lightning_rlhf.environments.tools import time_limits
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
+from lightning_rlhf.extras.environments.tools import time_limits
 from lightning_rlhf.images.bad import BadImage
 from lightning_rlhf.images.reading import ImageSettings, read_image
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.environments.protocol import Environment, Reply, Turn
-from lightning_rlhf.environments.tools import Tools
+from lightning_rlhf.extras.environments.tools import Tools
 
 _NO_TOOLS = ("reset", "get_reward", "close")
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.calls.loop import EventLoopThread
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.extras.algorithms.remote_teachers import RemoteTeacher
 from lightning_rlhf.extras.judges.endpoint import Client, Endpoint, Request
-from lightning_rlhf.modules.remote_teachers import RemoteTeacher
 from lightning_rlhf.types import Rollout, TopTokens
 
 log = logging.getLogger(__name__)

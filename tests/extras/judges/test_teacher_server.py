@@ -14,9 +14,9 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.distillation import Divergence
+from lightning_rlhf.extras.algorithms.remote_teachers import results
 from lightning_rlhf.extras.judges.teacher_server import TeacherServer
-from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.modules.remote_teachers import results
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import PaddedPrompts, TopTokens

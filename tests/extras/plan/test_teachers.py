@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_rlhf import DistillationModule, FromConfig, MixtureModule
+from lightning_rlhf.extras.algorithms.distillation import Divergence
+from lightning_rlhf.extras.algorithms.mixture import RewardObjective, TeacherObjective
 from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.extras.plan.command import roles_of
 from lightning_rlhf.extras.plan.memory import LOGITS, moments
 from lightning_rlhf.extras.plan.setup import Role, Run, Work, strategy
 from lightning_rlhf.extras.plan.traffic import counts
-from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.modules.mixture import RewardObjective, TeacherObjective
 from tests.extras.plan.fakes import source
 from tests.stand_ins import TINY_LLAMA
 

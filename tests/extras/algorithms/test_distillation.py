@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import DistillationModule, RLHFModule
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.modules.distillation import Divergence
 from lightning_rlhf.objectives.advantages import TeacherLogRatio
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from lightning_rlhf.objectives.group_advantages import RLOO

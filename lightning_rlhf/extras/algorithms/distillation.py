@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.remote_teachers import RemoteTeacher, results
 from lightning_rlhf.functional.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.heads import Head
@@ -22,7 +23,6 @@ from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.modules.remote_teachers import RemoteTeacher, results
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.rewards.text import (
+from lightning_rlhf.extras.rewards.text import (
     ExactMatch,
     Format,
     Length,

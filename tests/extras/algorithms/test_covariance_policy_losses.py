@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.data_ranks import ONE_RANK
-from lightning_rlhf.objectives.aggregation import TokenMean
-from lightning_rlhf.objectives.base import PolicyTokens
-from lightning_rlhf.objectives.covariance_policy_losses import (
+from lightning_rlhf.extras.algorithms.covariance_policy_losses import (
     ClipCovLoss,
     HighEntropyLoss,
     KLCovLoss,
     covariance,
     select_largest,
 )
+from lightning_rlhf.functional.data_ranks import ONE_RANK
+from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.base import PolicyTokens
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, properties, seeds, with_garbage
 from tests.objectives.paper_loops import Case, over_tokens, ppo

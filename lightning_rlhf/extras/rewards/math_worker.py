@@ -1,4 +1,4 @@
-"""Functions that run in the worker processes of :class:`~lightning_rlhf.rewards.math.MathReward`, without torch."""
+"""Functions that run in the worker processes of :class:`.MathReward`, without torch."""
 
 from __future__ import annotations
 

@@ -43,4 +43,4 @@ def test_every_reward_of_the_table_exists_and_has_an_example():
 
 def test_block_with_a_wrong_option_raises_an_error():
     with pytest.raises(Exception, match="timeout_ms"):
-        made("- {function: {class_path: lightning_rlhf.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")
+        made("- {function: {class_path: lightning_rlhf.extras.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")

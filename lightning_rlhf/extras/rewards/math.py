@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal
 from pebble import ProcessExpired, ProcessPool
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
-from lightning_rlhf.rewards.math_worker import initialize, is_equal
+from lightning_rlhf.extras.rewards.math_worker import initialize, is_equal
+from lightning_rlhf.extras.rewards.text import boxed
 from lightning_rlhf.rewards.signs import plain_signs
-from lightning_rlhf.rewards.text import boxed
 
 _QUICK_S = 0.05  # limit of the first pass, the time of about 30 ordinary comparisons; slower pairs are repeated
 _KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time

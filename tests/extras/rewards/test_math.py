@@ -19,10 +19,10 @@ import pytest
 
 math_verify = pytest.importorskip("math_verify")
 
-from lightning_rlhf.rewards import math_worker  # noqa: E402
+from lightning_rlhf.extras.rewards import math_worker  # noqa: E402
+from lightning_rlhf.extras.rewards.math import MathReward, gold_text  # noqa: E402
 from lightning_rlhf.rewards.executor import RewardExecutor  # noqa: E402
 from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
-from lightning_rlhf.rewards.math import MathReward, gold_text  # noqa: E402
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 RIGHT = [
@@ -257,7 +257,9 @@ def test_worker_that_hangs_is_killed_and_replaced():
 @pytest.mark.slow
 def test_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
     """Waiting does not count towards the limit, and the fraction given up is logged."""
-    monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine
+    monkeypatch.setattr(
+        "lightning_rlhf.extras.rewards.math._KILL_S", 30.0
+    )  # only processor time counts, on any machine
     slow = r"\boxed{9^{9^{9^{9}}}}"
     texts = [slow] * 8 + ["5"] + [slow] * 3
     for per_sample in (True, False):

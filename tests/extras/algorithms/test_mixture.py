@@ -9,18 +9,18 @@ import torch
 
 from lightning_rlhf import DistillationModule, FromConfig, MixtureModule, RLHFModule, SFTModule
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.modules.distillation import Divergence
-from lightning_rlhf.modules.mixture import RewardObjective, SupervisedObjective, TeacherObjective
+from lightning_rlhf.extras.algorithms.distillation import Divergence
+from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective, TeacherObjective
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from lightning_rlhf.types import SequenceBatch
+from tests.extras.algorithms import test_distillation
+from tests.extras.algorithms.test_distillation import RATE, SECOND, STUDENT, TEACHER, Sources, change
 from tests.helpers import assert_close
 from tests.models.architectures import tiny
-from tests.modules import test_distillation
-from tests.modules.test_distillation import RATE, SECOND, STUDENT, TEACHER, Sources, change
 from tests.stand_ins import TINY_LLAMA, HandOver, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 pytestmark = pytest.mark.usefixtures("exact")

@@ -12,11 +12,11 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.distillation import DistillationModule, Divergence, Teacher
 from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.functional.mismatch import means_over_ranks
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.distillation import DistillationModule, Divergence, Teacher
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import AdvantagesBySource
@@ -60,7 +60,7 @@ class TeacherObjective(SourceObjective):
     """Distillation of a teacher.
 
     Args:
-        teacher: teacher as of :class:`~lightning_rlhf.modules.distillation.DistillationModule`.
+        teacher: teacher as of :class:`~lightning_rlhf.extras.algorithms.distillation.DistillationModule`.
         weight: weight of the loss, at least 0.
         aggregation: reduction of the divergences of the source's tokens to one loss.
     """

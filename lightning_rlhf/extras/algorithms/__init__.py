@@ -1,0 +1,1 @@
+"""Algorithms that a run rarely needs: distillation, mixtures, ECHO, online DPO, REBEL, KTO, and controllers."""

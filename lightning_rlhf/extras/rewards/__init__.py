@@ -1,0 +1,1 @@
+"""Reward functions that compare a response with a correct answer: mathematics, numbers, texts, choices."""

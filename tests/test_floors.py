@@ -21,6 +21,7 @@ FLOORS = (
         "moved",
         "paths",
         "run_checks",
+        "tasks",  # the door to examples/tasks
         "types",
     },
     {"functional"},

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from lightning_rlhf.data.drawings import CHARACTERS
+from lightning_rlhf.tasks.drawings import CHARACTERS
 
 SPECIAL = (
     "<pad>", "<s>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",

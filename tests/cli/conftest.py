@@ -45,7 +45,7 @@ PPO = {
                 "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
                 "init_args": {"characters": "0123456789+=: "},
             },
-            "train": {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 12}},
+            "train": {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 12}},
             "batch_size": 4,
             "max_tokens": 16,
         },
@@ -57,7 +57,7 @@ PPO = {
             {
                 "class_path": "lightning_rlhf.callbacks.RolloutLoop",
                 "init_args": {
-                    "rewards": [{"function": "lightning_rlhf.data.addition.exact"}],
+                    "rewards": [{"function": "lightning_rlhf.tasks.addition.exact"}],
                     "engine": "lightning_rlhf.rollout.transformers.TransformersEngine",
                     "max_response_tokens": 4,
                 },

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.test_readme import ROOT
 
-VAL = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 8, "seed": 3}}
+VAL = {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 8, "seed": 3}}
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in (ROOT / "docs/lightning.md").read_text().splitlines()

@@ -345,7 +345,7 @@ def test_earlier_run_is_restored_if_the_first_validation_fails(fit, config, monk
         raise ZeroDivisionError("in the first validation")
 
     data = config["data"]["init_args"]
-    data["val"] = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "seed": 1}}
+    data["val"] = {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 4, "seed": 1}}
     monkeypatch.setattr(TransformersEngine, "request", fail)
     with pytest.raises(ZeroDivisionError):
         fit(config)
@@ -548,7 +548,7 @@ def test_interrupted_run_saves_the_last_step_and_prints_the_resume_command(fit, 
 
 @pytest.mark.slow
 def test_validate_keeps_the_table_of_the_run_and_logs_the_step_of_the_checkpoint(fit, cli, config, monkeypatch):
-    rows = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
+    rows = {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
     config["data"]["init_args"]["val"] = rows
     assert fit(config).code == 0
     table = Path("runs/tiny/metrics.csv").read_bytes()

@@ -69,9 +69,9 @@ def test_unknown_key_is_reported_with_a_suggestion(fit, config, path, value, mes
         (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be 'auto' or a class (class_path: package.Class), got 'vlm'"]),
         (
             f"{LOOP}.rewards",
-            [{"function": "lightning_rlhf.data.addition.exactt"}],
-            ["reward function 'lightning_rlhf.data.addition.exactt': 'exactt' was not found in "
-             "lightning_rlhf.data.addition; did you mean 'exact'?"],
+            [{"function": "lightning_rlhf.tasks.addition.exactt"}],
+            ["reward function 'lightning_rlhf.tasks.addition.exactt': 'exactt' was not found in "
+             "lightning_rlhf.tasks.addition; did you mean 'exact'?"],
         ),
     ],
 )  # fmt: skip

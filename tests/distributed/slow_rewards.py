@@ -2,7 +2,7 @@
 
 import time
 
-from lightning_rlhf.data import addition
+from lightning_rlhf.tasks import addition
 
 
 def exact(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:

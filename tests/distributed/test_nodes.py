@@ -41,7 +41,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
-def write_run(folder, reward="lightning_rlhf.data.addition.exact", steps=2):
+def write_run(folder, reward="lightning_rlhf.tasks.addition.exact", steps=2):
     """Write a PPO configuration for two nodes, and the commands that the launchers call."""
     config = copy.deepcopy(PPO)
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}

@@ -71,7 +71,7 @@ def slow_digits(completions):
 
 
 def problems(kind, rows, **more):
-    return {"class_path": f"lightning_rlhf.data.addition.{kind}", "init_args": {"num_rows": rows, **more}}
+    return {"class_path": f"lightning_rlhf.tasks.addition.{kind}", "init_args": {"num_rows": rows, **more}}
 
 
 def data(kind, rows):
@@ -167,7 +167,7 @@ def supervised(kind):
     )
     more = [] if sft else [
         callback("PolicyCheck", policy=MODEL, prompts=problems("Problems", 6), num_samples=6, max_response_tokens=4,
-                 rule={"function": "lightning_rlhf.data.addition.exact"})
+                 rule={"function": "lightning_rlhf.tasks.addition.exact"})
     ]  # fmt: skip
     return {
         "seed_everything": 7,

@@ -27,7 +27,7 @@ def test_kills_change_no_result(base, forge, undisturbed, tmp_path, max_stalenes
     config = ppo(1, engine="VLLMEngine", max_staleness=max_staleness, environment=environment)
     source = {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": base, "train_vision": train_vision}}
     config["model"]["init_args"] |= {"actor": source, "critic": source}
-    pictures = "lightning_rlhf.data.drawings.Numbers"
+    pictures = "lightning_rlhf.tasks.drawings.Numbers"
     config["data"]["init_args"] |= {
         "tokenizer": base,
         "train": {"class_path": pictures, "init_args": {"num_rows": 22}},

@@ -33,7 +33,7 @@ def with_seed(seed):
 
 
 def problems(rows):
-    return {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": rows}}
+    return {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": rows}}
 
 
 REJECTED = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.data.addition import Problems, exact
+from lightning_rlhf.tasks.addition import Problems, exact
 from tests.learning.test_algorithms import fit
 
 # Least fraction of correct answers, sampled and greedy: 0.04 and 0.03 below the worse of two seeds, which are in

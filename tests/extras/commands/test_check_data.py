@@ -82,7 +82,7 @@ PROMPTS = [{"question": "why?", "answer": "so"}, {"question": "how do you do?", 
 
 
 def test_prompts_are_shown_with_recognized_columns_and_a_sample(check_data):
-    exact = [{"function": "lightning_rlhf.data.addition.exact"}]
+    exact = [{"function": "lightning_rlhf.tasks.addition.exact"}]
     long = {"max_response_tokens": 20}
     result = check_data(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact, loop=long)
     assert (result.code, result.err) == (0, "")
@@ -378,7 +378,7 @@ def test_texts_longer_than_the_positions_of_the_model_are_an_error_as_in_fit(
     assert actual.code == 2
     assert f"lightning-rlhf: {message}" in actual.err
     inputs = yaml.safe_load((tmp_path / "x.yaml").read_text())
-    inputs["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "lightning_rlhf.data.addition.exact"}]
+    inputs["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "lightning_rlhf.tasks.addition.exact"}]
     for row in rows:
         row["answer"] = "so"
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -422,7 +422,7 @@ def test_model_path_is_checked_without_loading_weights(check_data, config, tiny_
 
 def test_options_of_fit_change_the_checked_data(check_data):
     result = check_data("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
-        "class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 5, "held_out": True}
+        "class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 5, "held_out": True}
     }))  # fmt: skip
     assert result.code == 0
     assert "batches of an epoch: 2" in result.out

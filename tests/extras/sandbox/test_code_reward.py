@@ -15,12 +15,12 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.data.programming import Tasks
 from lightning_rlhf.extras.sandbox.code import CodeExecution, extract_program
 from lightning_rlhf.extras.sandbox.program_tests import CallTest, TextTest, read_tests
 from lightning_rlhf.extras.sandbox.protocol import Limits, ProgramResult, Sandbox, SandboxFault, SandboxUnavailable
 from lightning_rlhf.extras.sandbox.remote import RemoteSandbox
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.tasks.programming import Tasks
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/sandbox.md"
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.data.addition import (
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.tasks.addition import (
     CHARACTERS,
     Demonstrations,
     Preferences,
@@ -16,7 +17,6 @@ from lightning_rlhf.data.addition import (
     is_held_out,
     worked_answer,
 )
-from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.helpers import properties
 
 NUMBERS = st.integers(0, 999)

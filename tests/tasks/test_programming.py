@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from lightning_rlhf.data.programming import CHARACTERS, Demonstrations, Task, Tasks
+from lightning_rlhf.tasks.programming import CHARACTERS, Demonstrations, Task, Tasks
 
 TASKS = [
     Task(start, 3, 7, add_first, inclusive, fold)

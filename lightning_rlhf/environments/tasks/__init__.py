@@ -1,1 +1,0 @@
-"""Small tasks of several turns, for examples and tests."""

@@ -51,6 +51,7 @@ def test_wheel_holds_only_the_package(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
+    moved |= {f"lightning_rlhf/tasks/{path.name}" for path in ROOT.glob("examples/tasks/*.py")}
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/extras/report/assets/*")}
     assert len(assets) == 13
     templates = {

@@ -117,6 +117,17 @@ def prompt_batch(
     )
 
 
+def each(batch: PromptBatch, name: str) -> list[Any]:
+    """Return a field of each prompt, such as ``text``."""
+    values = [getattr(prompt, name) for prompt in batch]
+    return [list(value) for value in values] if name == "messages" else values
+
+
+def columns_of(batch: PromptBatch) -> dict[str, list[Any]]:
+    """Return the columns of prompts, with one value for each."""
+    return {name: [prompt.columns[name] for prompt in batch] for name in batch.column_names}
+
+
 def rollout_of(
     rows: Sequence[Response], *, dtype: torch.dtype = torch.float32, extra_columns: int = 0, temperature: float = 1.0
 ) -> Rollout:

@@ -13,6 +13,7 @@ from lightning_rlhf import PromptDataModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.rewards.rules import gsm8k_strict
 from lightning_rlhf.rollout.engine import RolloutEngine
+from tests.stand_ins import columns_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Lightning's own words at every run from Python; the command line turns them off.
@@ -63,9 +64,9 @@ def test_verl_data_are_read_by_a_recipe(tmp_path, capsys):
     data = PromptDataModule(str(tmp_path / "verl/train.parquet"), str(tmp_path / "tokenizer"), batch_size=3)
     data.setup("fit")
     (batch,) = data.train_dataloader()
-    assert batch.texts[0].startswith("Compute 600 + 634. Let's think")
-    assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], batch.columns["ground_truth"]) == [1, 1, 0]
-    assert batch.columns["data_source"] == ["openai/gsm8k"] * 3
+    assert batch.prompts[0].text.startswith("Compute 600 + 634. Let's think")
+    assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], columns_of(batch)["ground_truth"]) == [1, 1, 0]
+    assert columns_of(batch)["data_source"] == ["openai/gsm8k"] * 3
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.rollout_settings import check_overlap
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.images import ImageStore
 from lightning_rlhf.models.loading import ModelSource, save_architecture
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.modules.rlhf import RLHFModule

@@ -22,7 +22,7 @@ from lightning_rlhf.callbacks.records.held_out import shown_names, with_interval
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.tokenizers import end_tokens_of
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.processor import copy_processor
+from lightning_rlhf.images import reader
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.paths import names_a_path
@@ -156,7 +156,7 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
     if getattr(source.hf_config(), "vision_config", None) is not None:
         path = source.path if isinstance(source, Pretrained) else origin.data.tokenizer_source
         if isinstance(path, str):
-            copy_processor(path, directory)
+            reader().copy_processor(path, directory)
     if (directory / "generation_config.json").is_file():
         _add_end_tokens(directory, end_tokens_of(tokenizer, origin.data.tokenizer_source))
     # JSON has no NaN, which a metric without values is; the step is not that of a user's metric with this name.

@@ -17,7 +17,7 @@ from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.messages import Message, common_prefix, holds_messages
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.turns import TokenizedText, tokenize_turns
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.images import ImageStore
 from lightning_rlhf.types import SequenceBatch
 
 

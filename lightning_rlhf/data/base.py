@@ -33,9 +33,7 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.seeding import run_seed
-from lightning_rlhf.images.processor import load_processor
-from lightning_rlhf.images.reading import ImageSettings, read_image
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.images import ImageSettings, ImageStore, reader
 
 log = logging.getLogger(__name__)
 
@@ -443,7 +441,8 @@ class RowsDataModule(LightningDataModule):
     def _read_image(self, value: Any) -> EncodedImage:
         _ = self._store  # a model that reads no images is a better error than an image that cannot be used
         self._notes.images = True
-        return read_image(value, self.image_settings, self._image_folder)
+        image: EncodedImage = reader().read_image(value, self.image_settings, self._image_folder)
+        return image
 
     @property
     def _store(self) -> ImageStore:
@@ -454,7 +453,7 @@ class RowsDataModule(LightningDataModule):
                     "images need the processor of a vision-language model: set tokenizer to the directory or hub id of "
                     "one"
                 )
-            self.image_store = ImageStore(load_processor(self.tokenizer_source))
+            self.image_store = ImageStore(reader().load_processor(self.tokenizer_source))
             if self._unchecked:
                 raise _FirstImage
         return self.image_store

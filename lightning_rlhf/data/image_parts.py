@@ -9,7 +9,7 @@ from typing import Any
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.row import BadRow, TextRow
 from lightning_rlhf.encoded_image import EncodedImage
-from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images import BadImage
 
 MARKER = "<image>"  # stands for an image in texts of data with a column of images
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")  # keys of a part with its image

@@ -14,7 +14,7 @@ from lightning_rlhf.data.image_parts import MARKER
 from lightning_rlhf.data.messages import common_prefix, holds_messages
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images import BadImage
 from lightning_rlhf.types import Prompt, PromptBatch, PromptImages
 
 _ANSWERS = 1000  # answers whose lengths are compared with the limit of responses

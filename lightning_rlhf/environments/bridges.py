@@ -25,7 +25,7 @@ from lightning_rlhf.data.messages import Message
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.processor import ImageProcessor
+from lightning_rlhf.images import ImageProcessor
 
 _SENTINEL = "SENTINEL0ANSWER"  # stands for an answer of the policy in a rendered conversation
 _REPLY = "REPLY0OF0ENVIRONMENT"

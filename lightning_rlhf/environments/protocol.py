@@ -18,8 +18,7 @@ from lightning_rlhf.data.image_parts import content_of, is_image
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.images import BadImage, ImageSettings, reader
 
 Message = dict[str, Any]
 ROLES = ("user", "tool", "system")  # roles that messages of an environment may have
@@ -267,7 +266,7 @@ def _image(value: Any, method: str) -> EncodedImage:
             f"arrays by PIL.Image.fromarray"
         )
     try:
-        return read_image(value, _LIMITS, None)
+        return reader().read_image(value, _LIMITS, None)
     except BadImage as error:
         limits = f"at most {_LIMITS.max_pixels} pixels and {_LIMITS.max_bytes} bytes are allowed"
         raise InvalidReplyError(f"{method}() returned an image that cannot be used: {error.kind}; {limits}") from error

@@ -17,7 +17,7 @@ from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts,
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.images.store import BLANK, ImageStore
+from lightning_rlhf.images import ImageStore, reader
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
@@ -181,7 +181,7 @@ class TextLayout:
         if not len(distinct):
             if not together:
                 return None
-            stand_in = next(iter(store.images.values()), BLANK)
+            stand_in = next(iter(store.images.values()), None) or reader().blank_image()
             distinct, written = distinct.new_tensor([stand_in.number]), {stand_in.number: stand_in}
         shown = [written.get(number) or store.images[number] for number in distinct.tolist()]
         tensors = [store.processor.tensors(image) for image in shown]

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rlhf.images.processor import ImageProcessor
+from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt

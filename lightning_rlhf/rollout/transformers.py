@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.images.processor import ImageProcessor
+from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.heads import EXCLUDED

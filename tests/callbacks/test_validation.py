@@ -356,7 +356,10 @@ def test_invalid_answers_of_the_vote_raise(tokenizer, answers):
 
 
 def with_sources(batch, column, sources):
-    return replace(batch, columns={**batch.columns, column: sources})
+    pairs = zip(batch, sources, strict=True)
+    return replace(
+        batch, prompts=[replace(prompt, columns={**prompt.columns, column: value}) for prompt, value in pairs]
+    )
 
 
 @pytest.mark.parametrize("column", ["source", "data_source"])

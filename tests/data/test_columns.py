@@ -7,6 +7,7 @@ from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, TextRow
 from tests.data.rows_given import error_of, first_batch, module_of
+from tests.stand_ins import columns_of, each
 
 USER = [{"role": "user", "content": "why"}]
 VERL = {
@@ -24,27 +25,27 @@ def prompts(*rows, **kwargs):
 
 def test_row_of_verl_is_understood_and_all_its_columns_reach_rewards():
     batch = prompts(VERL)
-    assert batch.texts == ["user: why|assistant:"]
-    assert batch.messages == [USER]
+    assert each(batch, "text") == ["user: why|assistant:"]
+    assert each(batch, "messages") == [USER]
     rest = {name: [value] for name, value in VERL.items() if name != "prompt"}
-    assert batch.columns == {**rest, "ground_truth": ["72"]}
+    assert columns_of(batch) == {**rest, "ground_truth": ["72"]}
 
 
 @pytest.mark.parametrize("name", ["ground_truth", "answer", "solution", "label"])
 def test_right_answer_is_found_under_each_known_name_and_keeps_its_column(name):
-    assert prompts({"prompt": "why", name: "so"}).columns == {name: ["so"], "ground_truth": ["so"]}
+    assert columns_of(prompts({"prompt": "why", name: "so"})) == {name: ["so"], "ground_truth": ["so"]}
 
 
 def test_rows_of_different_formats_can_be_mixed():
     batch = prompts({"prompt": "how", "answer": "so"}, VERL)
-    assert batch.columns["ground_truth"] == ["so", "72"]
-    assert batch.columns["data_source"] == [None, "openai/gsm8k"]
-    assert batch.messages == [[], USER]
-    assert batch[:1].messages == [[]]
+    assert columns_of(batch)["ground_truth"] == ["so", "72"]
+    assert columns_of(batch)["data_source"] == [None, "openai/gsm8k"]
+    assert each(batch, "messages") == [[], USER]
+    assert each(batch[:1], "messages") == [[]]
 
 
 def test_text_prompts_have_no_messages():
-    assert prompts({"prompt": "why"}, {"prompt": "how"}).messages == []
+    assert each(prompts({"prompt": "why"}, {"prompt": "how"}), "messages") == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,11 @@ def test_text_prompts_have_no_messages():
 )
 def test_last_answer_of_a_conversation_is_dropped(row):
     batch = prompts(row)
-    assert (batch.texts, batch.messages) == (["user: why|assistant:"], [USER])
-    assert "messages" not in batch.columns
+    assert (each(batch, "text"), each(batch, "messages")) == (
+        ["user: why|assistant:"],
+        [USER],
+    )
+    assert "messages" not in batch.column_names
 
 
 def test_conversation_that_starts_with_the_assistant_is_not_a_prompt():
@@ -74,8 +78,8 @@ def test_explicit_column_takes_precedence_and_dots_address_nested_values():
     columns = {"prompt": "extra_info.question", "ground_truth": "extra_info.answer", "level": "extra_info.level"}
     row = {"answer": "no", "solution": "no", "extra_info": {"question": "why", "answer": "so", "level": 3}}
     batch = prompts(row, columns=columns)
-    assert batch.texts == ["why"]
-    assert batch.columns == {**{name: [value] for name, value in row.items()}, "ground_truth": ["so"], "level": [3]}
+    assert each(batch, "text") == ["why"]
+    assert columns_of(batch) == {**{name: [value] for name, value in row.items()}, "ground_truth": ["so"], "level": [3]}
 
 
 def test_column_name_with_a_dot_takes_precedence_over_a_nested_value():

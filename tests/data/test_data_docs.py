@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import lightning_rlhf
 from tests.data.rows_given import Letters, module_of
+from tests.stand_ins import columns_of, each
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
 FORMATS = re.findall(r"### (\w+)\n+```jsonl\n(.*?)```", TEXT, re.DOTALL)
@@ -58,11 +59,11 @@ def test_each_documented_configuration_reads_its_data(config, tmp_path, monkeypa
     if "as_messages" in config:
         assert "user: why?|assistant: chosen" in data.tokenizer.decode(batches[0].chosen.input_ids[0])
     elif data.sampler is None:
-        assert [batch.columns["ground_truth"] for batch in batches] == [["so", "so"]]
+        assert [columns_of(batch)["ground_truth"] for batch in batches] == [["so", "so"]]
         assert data.reports["train"].dropped == {"the prompt longer than 64 tokens": 1}
         assert data.reports["val"].used == 1
     elif "Curriculum" in config:
-        assert [len(ids) for batch in batches for ids in batch.token_ids] == [9, 8, 7, 6]
+        assert [len(ids) for batch in batches for ids in each(batch, "token_ids")] == [9, 8, 7, 6]
     else:
-        sources = [source for batch in batches for source in batch.columns["data_source"]]
+        sources = [source for batch in batches for source in columns_of(batch)["data_source"]]
         assert (sources.count("arithmetic"), sources.count("logic")) == (4, 2)

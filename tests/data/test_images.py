@@ -12,9 +12,10 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.unpaired import UnpairedDataModule
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.processor import load_processor
-from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.extras.images.processor import load_processor
+from lightning_rlhf.images import ImageSettings
 from tests.data.rows_given import GivenRows, Letters
+from tests.stand_ins import columns_of, each
 from tests.vision_models import drawing, tokenizer, write_processor
 
 NAMES = ("idefics3", "qwen2_5_vl", "gemma3", "internvl", "llava")
@@ -154,10 +155,10 @@ PROMPTS = {
 @pytest.mark.parametrize("form", PROMPTS)
 def test_every_form_of_a_prompt_gives_the_same_tokens_and_image(make, models, form):
     (batch,) = batches_of(make(PromptDataModule, PROMPTS[form]))
-    assert batch.token_ids == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")]
-    assert batch.texts == ["user:<image>look?assistant:"]
-    assert batch.columns["images"] == [[IMAGES["a"]]]
-    assert (batch.images[0].images, named(batch.images[0].numbers)) == ((IMAGES["a"],), "a")
+    assert each(batch, "token_ids") == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")]
+    assert each(batch, "text") == ["user:<image>look?assistant:"]
+    assert columns_of(batch)["images"] == [[IMAGES["a"]]]
+    assert (batch.prompts[0].images.images, named(batch.prompts[0].images.numbers)) == ((IMAGES["a"],), "a")
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -178,12 +179,14 @@ def test_tokens_of_prompts_are_those_of_the_processor_of_transformers(make, mode
     ]
     module = make(PromptDataModule, *rows, model=model, batch_size=3)
     (batch,) = batches_of(module)
-    assert batch.token_ids == [expected_ids(models[model], text, *names) for text, names in texts]
-    assert [row.images for row in batch.images] == [tuple(IMAGES[name] for name in names) for _, names in texts]
-    assert [named(row.numbers) for row in batch.images] == ["ab-", "ca-", "abc"]
+    assert each(batch, "token_ids") == [expected_ids(models[model], text, *names) for text, names in texts]
+    assert [row.images for row in each(batch, "images")] == [
+        tuple(IMAGES[name] for name in names) for _, names in texts
+    ]
+    assert [named(row.numbers) for row in each(batch, "images")] == ["ab-", "ca-", "abc"]
     # The engine's tokens have one placeholder for each image.
     placeholder = module.tokenizer.convert_tokens_to_ids("<boi>" if model == "gemma3" else "<image>")
-    for row, (text, names) in zip(batch.images, texts, strict=True):
+    for row, (text, names) in zip(each(batch, "images"), texts, strict=True):
         assert list(row.unexpanded_ids) == module.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert row.unexpanded_ids.count(placeholder) == len(names)
 
@@ -193,32 +196,32 @@ def test_markers_of_plain_text_become_placeholders(make, models, model):
     rows = [{"prompt": "a<image>b<image>", "images": ["a.png", "b.png"]}, {"prompt": "<image>?", "image": "c.png"}]
     (batch,) = batches_of(make(PromptDataModule, *rows, model=model, batch_size=2))
     placeholder = "<boi>" if model == "gemma3" else "<image>"
-    assert batch.token_ids == [
+    assert each(batch, "token_ids") == [
         expected_ids(models[model], f"a{placeholder}b{placeholder}", "a", "b"),
         expected_ids(models[model], f"{placeholder}?", "c"),
     ]
-    assert batch.texts == ["a<image>b<image>", "<image>?"]
-    assert [named(row.numbers) for row in batch.images] == ["ab", "c-"]
+    assert each(batch, "text") == ["a<image>b<image>", "<image>?"]
+    assert [named(row.numbers) for row in each(batch, "images")] == ["ab", "c-"]
 
 
 def test_markers_of_text_that_becomes_messages_are_parts(make, models):
     row = {"prompt": "<image>look?", "images": ["a.png"]}
     (batch,) = batches_of(make(PromptDataModule, row, as_messages=True))
-    assert batch.token_ids == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")]
+    assert each(batch, "token_ids") == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")]
 
 
 def test_image_without_a_place_is_put_before_the_first_message_of_the_user(make, models):
     messages = [{"role": "system", "content": "be"}, user("look?"), assistant("ok"), user("and?")]
     (batch,) = batches_of(make(PromptDataModule, {"prompt": messages, "images": ["a.png", "b.png"]}))
     text = "system:beuser:<image><image>look?assistant:ok</s>user:and?assistant:"
-    assert batch.token_ids == [expected_ids(models["idefics3"], text, "a", "b")]
+    assert each(batch, "token_ids") == [expected_ids(models["idefics3"], text, "a", "b")]
 
 
 def test_further_columns_reach_the_rewards_beside_the_images(make):
     row = {"prompt": [user("<image>look?")], "image": "a.png", "answer": "yes", "level": 3}
     (batch,) = batches_of(make(PromptDataModule, row))
-    assert batch.columns == {"answer": ["yes"], "ground_truth": ["yes"], "level": [3], "images": [[IMAGES["a"]]]}
-    assert batch.messages == [[user([image_part(IMAGES["a"]), text_part("look?")])]]
+    assert columns_of(batch) == {"answer": ["yes"], "ground_truth": ["yes"], "level": [3], "images": [[IMAGES["a"]]]}
+    assert each(batch, "messages") == [[user([image_part(IMAGES["a"]), text_part("look?")])]]
 
 
 @pytest.mark.parametrize("kind", [PromptDataModule, ConversationDataModule])
@@ -231,7 +234,7 @@ def test_template_that_reads_only_parts_renders_all_texts(tmp_path, make, kind):
     (batch,) = batches_of(module)
     texts = ["system:beuser:<image>look?assistant:yes</s>user:and?assistant:", "user:only textassistant:"]
     if kind is PromptDataModule:
-        ids = batch.token_ids
+        ids = each(batch, "token_ids")
     else:
         ids = [row[:length] for row, length in zip(batch.input_ids.tolist(), batch.lengths, strict=True)]
         texts = [text + answer for text, answer in zip(texts, ("no</s>", "ok</s>"), strict=True)]
@@ -379,7 +382,7 @@ MIXED = (
 
 def test_every_batch_has_the_same_number_of_images_per_row(make):
     module = make(PromptDataModule, *MIXED)
-    numbers = [named(row.numbers) for batch in batches_of(module) for row in batch.images]
+    numbers = [named(row.numbers) for batch in batches_of(module) for row in each(batch, "images")]
     assert numbers == ["ab", "--", "c-", "b-", "--", "--"]
     rows = [{**row, "completion": [assistant("yes")]} for row in MIXED]
     sequences = batches_of(make(ConversationDataModule, *rows, batch_size=2))
@@ -391,9 +394,9 @@ def test_rows_without_images_are_those_of_the_tokenizer_alone(make):
     (batch,) = batches_of(module)
     text = "user:only textassistant:"
     ids = module.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert (batch.texts[1], batch.token_ids[1]) == (text, ids)
-    assert (batch.images[1].images, list(batch.images[1].unexpanded_ids)) == ((), ids)
-    assert [images if images is None else len(images) for images in batch.columns["images"]] == [
+    assert (batch.prompts[1].text, batch.prompts[1].token_ids) == (text, ids)
+    assert (batch.prompts[1].images.images, list(batch.prompts[1].images.unexpanded_ids)) == ((), ids)
+    assert [images if images is None else len(images) for images in columns_of(batch)["images"]] == [
         2,
         None,
         1,
@@ -404,10 +407,11 @@ def test_rows_without_images_are_those_of_the_tokenizer_alone(make):
 
 
 def test_data_without_images_load_no_processor(make, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.data.base.load_processor", lambda source: pytest.fail("a processor is loaded"))
+    loaded = lambda source: pytest.fail("a processor is loaded")  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.extras.images.processor.load_processor", loaded)
     module = make(PromptDataModule, {"prompt": [user("only text")]}, {"prompt": [user("<boi>")], "images": []})
     assert module.image_store is None
-    assert [batch.images for batch in batches_of(module)] == [[], []]
+    assert [each(batch, "images") for batch in batches_of(module)] == [[None], [None]]
     row = {"prompt": "x", "completion": "y"}
     assert batches_of(make(ConversationDataModule, row))[0].images is None
 
@@ -418,8 +422,8 @@ def test_equal_pictures_of_several_rows_and_of_validation_have_one_number(make, 
     (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": [user("x")], "images": ["c.png", "a.png"]}) + "\n")
     rows = [{"prompt": [user("x")], "images": [value]} for value in values]
     module = make(PromptDataModule, *rows, val=str(tmp_path / "val.jsonl"))
-    assert [named(batch.images[0].numbers) for batch in batches_of(module)] == ["a-"] * 4 + ["b-"]
-    assert [named(batch.images[0].numbers) for batch in module.val_dataloader()] == ["ca"]
+    assert [named(batch.prompts[0].images.numbers) for batch in batches_of(module)] == ["a-"] * 4 + ["b-"]
+    assert [named(batch.prompts[0].images.numbers) for batch in module.val_dataloader()] == ["ca"]
     assert list(module.image_store.images.values()) == [IMAGES[name] for name in "abc"]
 
 
@@ -452,14 +456,14 @@ def test_images_of_parquet_files_are_structs_of_bytes_and_path(make, models, tmp
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
     (batch,) = batches_of(make(PromptDataModule, train=str(tmp_path / "x.parquet"), batch_size=3))
     text = "user:<image>look?assistant:"
-    assert batch.token_ids[:2] == [expected_ids(models["idefics3"], text, name) for name in "ab"]
-    assert [len(row.images) for row in batch.images] == [1, 1, 0]
+    assert each(batch, "token_ids")[:2] == [expected_ids(models["idefics3"], text, name) for name in "ab"]
+    assert [len(row.images) for row in each(batch, "images")] == [1, 1, 0]
 
 
 def test_empty_cell_of_a_csv_file_is_a_row_without_images(make, models, tmp_path):
     (tmp_path / "x.csv").write_text("prompt,image\n<image>look?,a.png\nonly text,\n")
     (batch,) = batches_of(make(PromptDataModule, train=str(tmp_path / "x.csv"), batch_size=2))
-    assert [named(row.numbers) for row in batch.images] == ["a", "-"]
+    assert [named(row.numbers) for row in each(batch, "images")] == ["a", "-"]
 
 
 def test_rows_in_memory_may_have_images_that_are_read_already(make, models):
@@ -467,8 +471,8 @@ def test_rows_in_memory_may_have_images_that_are_read_already(make, models):
     in_parts = [{"prompt": [user([image_part(value), text_part("look?")])]} for value in values]
     in_column = [{"prompt": [user("<image>look?")], "images": [value]} for value in values]
     (batch,) = batches_of(make(PromptDataModule, train=GivenRows((*in_parts, *in_column)), batch_size=6))
-    assert batch.token_ids == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")] * 6
-    assert [named(row.numbers) for row in batch.images] == ["a"] * 6
+    assert each(batch, "token_ids") == [expected_ids(models["idefics3"], "user:<image>look?assistant:", "a")] * 6
+    assert [named(row.numbers) for row in each(batch, "images")] == ["a"] * 6
 
 
 def test_folder_of_images_may_be_set(make, error_of, tmp_path):
@@ -476,7 +480,7 @@ def test_folder_of_images_may_be_set(make, error_of, tmp_path):
     (tmp_path / "a.png").rename(tmp_path / "inner" / "d.png")
     row = {"prompt": [user("<image>")], "images": ["d.png"]}
     settings = ImageSettings(folder=str(tmp_path / "inner"))
-    assert batches_of(make(PromptDataModule, row, images=settings))[0].images[0].images == (IMAGES["a"],)
+    assert batches_of(make(PromptDataModule, row, images=settings))[0].prompts[0].images.images == (IMAGES["a"],)
     assert "no image at 'd.png'" in error_of(PromptDataModule, row)
     assert make(PromptDataModule, train=GivenRows((row,)), images=settings).image_store.images == {
         IMAGES["a"].number: IMAGES["a"]
@@ -658,7 +662,7 @@ def test_texts_with_images_are_never_cut(error_of, make, kind, too_long):
 def test_texts_without_images_are_cut_beside_rows_with_images(make):
     rows = [GOOD, {"prompt": [user("a" * 200)]}]
     module = make(PromptDataModule, *rows, max_tokens=100, too_long="cut_end")
-    assert [len(example.ids) for example in module.examples["train"]][1] == 100
+    assert [len(example.token_ids) for example in module.examples["train"]][1] == 100
     assert module.reports["train"].cut.total() == 1
 
 
@@ -697,7 +701,7 @@ def test_bad_rows_are_counted_by_kind_and_good_ones_are_used(make, tmp_path):
     assert str(module.reports["train"]) == (
         "train data: 8 rows read, 3 kept; dropped 3: an image cannot be decoded; dropped 2: an image is missing"
     )
-    assert [named(batch.images[0].numbers) for batch in batches_of(module)] == ["a", "b", "a"]
+    assert [named(batch.prompts[0].images.numbers) for batch in batches_of(module)] == ["a", "b", "a"]
 
 
 def test_file_of_bad_rows_describes_images_that_are_no_json(make, tmp_path):

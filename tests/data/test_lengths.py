@@ -12,13 +12,17 @@ from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from tests.data.rows_given import error_of, first_batch, module_of
 from tests.helpers import properties
+from tests.stand_ins import each
 
 
 @pytest.mark.parametrize(("too_long", "expected"), [("cut_start", "efgh"), ("cut_end", "abcd"), ("cut_middle", "abgh")])
 def test_prompt_is_cut_and_rewards_receive_the_text_that_the_model_reads(too_long, expected):
     module = module_of(PromptDataModule, {"prompt": "abcdefgh"}, {"prompt": "abc"}, max_tokens=4, too_long=too_long)
     (first, _), batch = module.examples["train"], first_batch(module)
-    assert (batch.texts, module.tokenizer.decode(batch.token_ids[0])) == ([expected], expected)
+    assert (each(batch, "text"), module.tokenizer.decode(batch.prompts[0].token_ids)) == (
+        [expected],
+        expected,
+    )
     assert first.text == expected
     assert str(module.reports["train"]) == (
         f"train data: 2 rows read, 2 kept; cut 1: the prompt to 4 tokens ({too_long})"

@@ -4,37 +4,38 @@ import pytest
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from tests.data.rows_given import error_of, first_batch, module_of
+from tests.stand_ins import columns_of, each
 
 
 def test_prompt_batch_has_ids_text_and_further_columns():
     rows = [{"question": "why", "answer": "so", "level": 3}, {"question": "how long", "answer": "very", "level": 4}]
     module = module_of(PromptDataModule, *rows, batch_size=2, columns={"prompt": "question", "gold": "answer"})
     batch = first_batch(module)
-    assert batch.texts == ["why", "how long"]
-    assert [module.tokenizer.decode(ids) for ids in batch.token_ids] == batch.texts
-    assert [len(ids) for ids in batch.token_ids] == [3, 8]  # no padding, no special token
-    assert batch.columns == {"gold": ["so", "very"], "level": [3, 4]}
-    assert (batch.indices, batch.epoch) == ([0, 1], 0)
+    assert each(batch, "text") == ["why", "how long"]
+    assert [module.tokenizer.decode(ids) for ids in each(batch, "token_ids")] == [prompt.text for prompt in batch]
+    assert [len(ids) for ids in each(batch, "token_ids")] == [3, 8]  # no padding, no special token
+    assert columns_of(batch) == {"gold": ["so", "very"], "level": [3, 4]}
+    assert (each(batch, "index"), batch.epoch) == ([0, 1], 0)
 
 
 def test_column_missing_in_some_rows_is_null_there():
     module = module_of(PromptDataModule, {"prompt": "a"}, {"prompt": "b", "hint": "c"}, batch_size=2)
-    assert first_batch(module).columns == {"hint": [None, "c"]}
+    assert columns_of(first_batch(module)) == {"hint": [None, "c"]}
 
 
 def test_every_batch_has_the_columns_of_all_rows():
     rows = [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"}, {"prompt": "c", "level": 3}]
     module = module_of(PromptDataModule, *rows, val=[{"prompt": "d", "source": "e"}])
     batches = [*module.train_dataloader(), *module.val_dataloader()]
-    assert [batch.columns["level"] for batch in batches] == [[None], [None], [3], [None]]
-    assert {tuple(batch.columns) for batch in batches} == {("answer", "ground_truth", "level", "source")}
+    assert [columns_of(batch)["level"] for batch in batches] == [[None], [None], [3], [None]]
+    assert {tuple(batch.column_names) for batch in batches} == {("answer", "ground_truth", "level", "source")}
 
 
 def test_preference_data_can_be_used_as_prompts():
     row = {"chosen": "H: hi A: yes H: no A: well", "rejected": "other"}
     batch = first_batch(module_of(PromptDataModule, row, split_after="A:"))
-    assert batch.texts == ["H: hi A: yes H: no A:"]
-    assert batch.columns == {key: [value] for key, value in row.items()}
+    assert each(batch, "text") == ["H: hi A: yes H: no A:"]
+    assert columns_of(batch) == {key: [value] for key, value in row.items()}
 
 
 def test_messages_go_through_the_chat_template():

@@ -12,6 +12,7 @@ from lightning_rlhf.data.resumable import SamplerOrder
 from lightning_rlhf.data.samplers import Curriculum, Mixture, Sampler, shuffle
 from tests.data.rows_given import GivenRows, Letters, error_of, module_of
 from tests.helpers import properties
+from tests.stand_ins import each
 
 HARD = [3, 1, 2, 1, 5, 4, 1, 0]
 
@@ -90,7 +91,7 @@ def module(sampler, bad=()):
 
 def numbers(loader, epoch):
     loader.batch_sampler.sampler.set_epoch(epoch)
-    return [batch.indices for batch in loader]
+    return [each(batch, "index") for batch in loader]
 
 
 def test_data_module_serves_the_order_of_its_sampler_with_bad_rows_present():
@@ -111,7 +112,7 @@ def test_epoch_longer_than_the_data_can_be_resumed():
     stopped = data.train_dataloader()
     stopped.batch_sampler.sampler.set_epoch(1)
     batches = iter(stopped)
-    first = [next(batches).indices for _ in range(2)]
+    first = [each(next(batches), "index") for _ in range(2)]
     resumed = data.train_dataloader()
     resumed.load_state_dict(stopped.state_dict())
     assert first + numbers(resumed, 1) == whole
@@ -121,9 +122,9 @@ def test_repeated_prompts_in_an_epoch_have_different_indices_for_their_seeds():
     rows = [{"prompt": letter, "data_source": letter} for letter in "abc"]
     data = module_of(PromptDataModule, *rows, batch_size=6, sampler=Mixture({"a": 4, "b": 1, "c": 1}, rows=6))
     (batch,) = data.train_dataloader()
-    assert sorted(batch.texts) == ["a"] * 4 + ["b", "c"]
-    assert sorted(batch.indices) == [0, 1, 2, 3, 6, 9]
-    assert ["abc"[number % 3] for number in batch.indices] == batch.texts
+    assert sorted(each(batch, "text")) == ["a"] * 4 + ["b", "c"]
+    assert sorted(each(batch, "index")) == [0, 1, 2, 3, 6, 9]
+    assert ["abc"[number % 3] for number in each(batch, "index")] == each(batch, "text")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.unpaired import UnpairedDataModule
 from tests.data.rows_given import error_of, first_batch, module_of
+from tests.stand_ins import columns_of, each
 
 USER, ASSISTANT = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
 HH = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
@@ -35,8 +36,11 @@ def test_pair_becomes_two_conversations():
 
 def test_prompt_becomes_a_user_message_that_rewards_receive():
     batch = first_batch(module_of(PromptDataModule, {"prompt": "why", "answer": "so"}, chat=True, as_messages=True))
-    assert (batch.texts, batch.messages) == (["user: why|assistant:"], [[USER]])
-    assert batch.columns["ground_truth"] == ["so"]
+    assert (each(batch, "text"), each(batch, "messages")) == (
+        ["user: why|assistant:"],
+        [[USER]],
+    )
+    assert columns_of(batch)["ground_truth"] == ["so"]
 
 
 def test_explicit_columns_become_messages_and_are_reported():

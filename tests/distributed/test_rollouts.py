@@ -12,8 +12,8 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_rlhf import Pretrained
+from lightning_rlhf.extras.images.processor import load_processor
 from lightning_rlhf.extras.servers.engine import VLLMServerEngine
-from lightning_rlhf.images.processor import load_processor
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.generation import generate

@@ -18,8 +18,9 @@ from lightning_rlhf.environments.hosts import ProcessHost
 from lightning_rlhf.environments.live import digest_of
 from lightning_rlhf.environments.protocol import InvalidReplyError, as_reply
 from lightning_rlhf.extras.algorithms.echo import environment_mask
-from lightning_rlhf.images.processor import load_processor
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.extras.images.processor import load_processor
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import ImageSettings
 from lightning_rlhf.rollout.ahead import _packed, _unpacked
 from lightning_rlhf.rollout.assemble import assemble
 from lightning_rlhf.rollout.generation import PendingCompletions

@@ -87,7 +87,7 @@ def parts(example):
     if hasattr(example, "texts"):
         return example.texts
     if hasattr(example, "text"):
-        return [(example.ids, [False] * len(example.ids))]
+        return [(example.token_ids, [False] * len(example.token_ids))]
     return [text for part in example if hasattr(part, "texts") for text in part.texts]
 
 

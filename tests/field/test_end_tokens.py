@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.hf_export import _add_end_tokens
+from lightning_rlhf.callbacks.survival.hf_export import _add_end_tokens
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer, generation_ends

@@ -19,6 +19,7 @@ from lightning_rlhf.rollout.scorer import Scorer, check_reward_functions
 from lightning_rlhf.types import Completion
 from tests.rewards.of_images import width
 from tests.rewards.test_learned import own_scores, path
+from tests.stand_ins import columns_of, each
 from tests.vision_models import drawing, write_processor
 
 __all__ = ["path"]  # a fixture
@@ -102,9 +103,9 @@ def test_functions_of_sources_receive_the_images(model):
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl", "gemma3"])
 def test_prompts_as_text_have_a_mark_for_each_image(model, name):
     _, batch = prompts_with(model[name], *ROWS, {"prompt": "a <image> b", "images": [drawing(1).data]})
-    assert [text.count("<image>") for text in batch.texts] == [1, 0, 2, 1]
-    assert batch.texts[3] == "a <image> b"
-    assert batch.texts[1] == "user:what?assistant:"
+    assert [text.count("<image>") for text in each(batch, "text")] == [1, 0, 2, 1]
+    assert batch.prompts[3].text == "a <image> b"
+    assert batch.prompts[1].text == "user:what?assistant:"
 
 
 def test_messages_have_the_images_as_parts(model):
@@ -112,7 +113,12 @@ def test_messages_have_the_images_as_parts(model):
     data, batch = prompts_with(model["idefics3"], *ROWS, text)
     assert scored(data, batch, RewardFunction(parts, messages=True)) == {"parts": [1.0, 0.0, 2.0, 1.0]}
     reward = RewardFunction(parts, messages=True)
-    columns = {"prompts": batch.texts, "completions": ["a"] * 4, "messages": batch.messages, **batch.columns}
+    columns = {
+        "prompts": each(batch, "text"),
+        "completions": ["a"] * 4,
+        "messages": each(batch, "messages"),
+        **columns_of(batch),
+    }
     made = reward.with_messages(columns)["prompts"]
     assert made[1] == [{"role": "user", "content": "what?"}]
     (message,) = made[3]
@@ -125,7 +131,7 @@ def test_messages_have_the_images_as_parts(model):
 
 def test_data_without_images_have_no_such_column(model):
     data, batch = prompts_with(model["idefics3"], conversation())
-    assert "images" not in batch.columns
+    assert "images" not in batch.column_names
     with RewardExecutor([]) as executor, pytest.raises(ValueError, match="needs 'images', but a rollout provides only"):
         check_reward_functions([RewardFunction(width)], executor, data)
 

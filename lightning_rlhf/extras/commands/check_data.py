@@ -37,7 +37,7 @@ from lightning_rlhf.extras.commands.run_config import (
     make_module,
     parse_run_config,
 )
-from lightning_rlhf.images.processor import image_token
+from lightning_rlhf.extras.images.processor import image_token
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor

@@ -21,7 +21,7 @@ from lightning_rlhf.extras.commands.kept_responses import check_target, write_ke
 from lightning_rlhf.extras.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles, table_width
 from lightning_rlhf.extras.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows
 from lightning_rlhf.extras.commands.responses_file import ENVIRONMENT_REWARDS, write_errors
-from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.images import ImageSettings
 from lightning_rlhf.rewards.function import ENVIRONMENT, OPENRLHF, RewardFunction, check_rewards
 
 _EPILOG = """A file was written by generate or verl: each row has a list of responses, and the columns of the reward

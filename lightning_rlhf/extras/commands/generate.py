@@ -48,7 +48,7 @@ from lightning_rlhf.extras.commands.responses_file import (
 )
 from lightning_rlhf.extras.commands.run_config import loop_arguments, make_environment, parse_run_config
 from lightning_rlhf.functional.seeding import derive_seed
-from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.images import ImageSettings
 from lightning_rlhf.types import ConversationRecord, SamplingParams
 
 _EPILOG = """Each line of the output is a row of the prompts with its responses. After an interruption, the same command

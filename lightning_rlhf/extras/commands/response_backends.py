@@ -30,11 +30,11 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.extras.commands.row_images import image_reader, naming_the_option
+from lightning_rlhf.extras.images.processor import image_token
+from lightning_rlhf.extras.images.reading import read_image
 from lightning_rlhf.extras.judges.endpoint import Client, Endpoint, Request, ServerBusy, read_key, start_of_reply
 from lightning_rlhf.functional.seeding import derive_seed
-from lightning_rlhf.images.processor import image_token
-from lightning_rlhf.images.reading import ImageSettings, read_image
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.images import ImageSettings, ImageStore
 from lightning_rlhf.models.loading import Dtype, Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors

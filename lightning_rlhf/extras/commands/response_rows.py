@@ -21,7 +21,7 @@ from lightning_rlhf.extras.commands.responses_file import (
     TOKENS,
 )
 from lightning_rlhf.extras.commands.row_images import image_reader
-from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.images import ImageSettings
 
 ALL = "all"  # name of the statistics over all sources
 Roles = Mapping[str, str]

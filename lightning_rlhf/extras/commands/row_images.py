@@ -9,8 +9,8 @@ from typing import Any
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.rows import folder_of
 from lightning_rlhf.encoded_image import EncodedImage
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import BadImage, ImageSettings
 
 HELP = "directory with the images of rows (default: that of the file)"
 

@@ -13,6 +13,7 @@ from lightning_rlhf.data.image_parts import converted_images
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.extras.commands.response_rows import ALL, ResponseRow, common_columns
 from lightning_rlhf.extras.commands.responses_file import ENVIRONMENT_REWARDS
+from lightning_rlhf.extras.images.reading import read_image
 from lightning_rlhf.functional.samples import (
     draw_sizes,
     majorities,
@@ -21,7 +22,7 @@ from lightning_rlhf.functional.samples import (
     number_or_nan,
     passes,
 )
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.images import ImageSettings
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, Turn
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.extras.environments.tools import time_limits
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import BadImage, ImageSettings
 
 _LARGEST_RESPONSE = 10_000_000  # bytes
 _LARGEST_SCHEMA = 100_000  # characters

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import BadImage, ImageSettings
 
 HEADER_BYTES = 16384  # maximum size of a request's headers and URL together
 HEADERS_TOO_LONG = f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes"

@@ -206,12 +206,12 @@ def test_positions_are_found_in_their_order(models):
     data = PromptDataModule(tokenizer=models["idefics3"], train=rows, batch_size=1, max_tokens=512)
     data.setup("fit")
     images, (example,) = DataImages(data), data.examples["train"]
-    spans = images.spans(example.ids, images.images_of(example))
+    spans = images.spans(example.token_ids, images.images_of(example))
     lengths = [span.end - span.start for span in spans]
     assert lengths == [len(images.tokens_of(image)) for image in (SMALL, WIDE, SMALL)]
-    assert [spans[0].start, spans[1].start, spans[2].end] == [0, spans[0].end, len(example.ids)]
+    assert [spans[0].start, spans[1].start, spans[2].end] == [0, spans[0].end, len(example.token_ids)]
     assert spans[2].start == spans[1].end + len(" a ")
-    assert images.spans(example.ids[: lengths[0] + 3], images.images_of(example)) == spans[:1]
+    assert images.spans(example.token_ids[: lengths[0] + 3], images.images_of(example)) == spans[:1]
 
 
 class Draws(Environment):

@@ -10,7 +10,7 @@ from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.extras.commands import evaluate as evaluate_command
 from lightning_rlhf.extras.commands import generate as generate_command
 from lightning_rlhf.extras.commands.responses_file import read_lines
-from lightning_rlhf.images.reading import ImageSettings
+from lightning_rlhf.images import ImageSettings
 from tests.extras.commands.test_generate_server import stub
 from tests.vision_models import drawing, write_checkpoint
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from lightning_rlhf.images import remote
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
-from lightning_rlhf.images.remote import fetch
+from lightning_rlhf.extras.images import remote
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.extras.images.remote import fetch
+from lightning_rlhf.images import BadImage, ImageSettings
 
 PUBLIC = "93.184.216.34"
 LIMIT_S = 0.3

@@ -13,8 +13,8 @@ from PIL import Image, ImageFile
 
 from lightning_rlhf.encoded_image import EncodedImage, sha256_of
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.reading import ImageSettings, read_image
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import BadImage, ImageSettings
 from tests.helpers import properties
 
 ORIENTATION = 0x112

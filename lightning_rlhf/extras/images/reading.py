@@ -10,23 +10,20 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lightning_rlhf.encoded_image import FORMATS, EncodedImage, decode, sha256_of
-from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.remote import fetch
+from lightning_rlhf.extras.images.remote import fetch
+from lightning_rlhf.images import BadImage, ImageSettings
 
 # Errors of Pillow while it reads damaged files.
 _READ_ERRORS = (
     OSError, EOFError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError,
     struct.error, zlib.error,
 )  # fmt: skip
-_MOST_PIXELS = 178_956_970  # Pillow opens no larger image
 _ANIMATED = ("GIF", "PNG", "WEBP")  # a JPEG of several pictures has the photo first, then previews or depths of it
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM")
 _PNG_MODES = ("I;16", "L", "LA", "RGB", "RGBA")
@@ -35,33 +32,9 @@ _FILE = "file://"
 _SHOWN = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
-class ImageSettings:
-    """Places from which images are read, and limits on their size.
-
-    Args:
-        folder: directory that contains the images; relative paths start there, and no file outside of it is read. None
-            is the directory of the data file.
-        remote: whether images at addresses with ``https://`` or ``http://`` are fetched; addresses of this machine and
-            of private networks never are.
-        max_pixels: largest number of pixels of an image, at most 178,956,970.
-        max_bytes: largest number of bytes of an image's file.
-
-    Raises:
-        ValueError: a limit is not positive, or too large.
-    """
-
-    folder: str | None = None
-    remote: bool = False
-    max_pixels: int = 1 << 24
-    max_bytes: int = 1 << 25
-
-    def __post_init__(self) -> None:
-        for name in ("max_pixels", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"images: {name} must be at least 1, got {getattr(self, name)}")
-        if self.max_pixels > _MOST_PIXELS:
-            raise UsageError(f"images: max_pixels must be at most {_MOST_PIXELS}, got {self.max_pixels}")
+def blank_image() -> EncodedImage:
+    """Return a white image, for a rank whose texts have none where all ranks must encode one."""
+    return read_image(Image.new("RGB", (64, 64), "white"), ImageSettings(), None)
 
 
 def read_image(value: Any, settings: ImageSettings, folder: Path | None) -> EncodedImage:

@@ -11,7 +11,7 @@ import threading
 import time
 from urllib.parse import quote, urlsplit
 
-from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images import BadImage
 
 _TIMEOUT_S = 30
 _SAFE = "!#$%&'()*+,/:;=?@[]~"  # characters of an address that are sent as they are

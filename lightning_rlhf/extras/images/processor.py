@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError, counted
-from lightning_rlhf.images.bad import BadImage
+from lightning_rlhf.images import BadImage
 from lightning_rlhf.paths import READ_ERRORS, read_error_message
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")

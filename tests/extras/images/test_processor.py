@@ -8,11 +8,10 @@ from PIL import Image
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError, counted
-from lightning_rlhf.images import processor as processors
-from lightning_rlhf.images.bad import BadImage
-from lightning_rlhf.images.processor import ImageProcessor, copy_processor, load_processor
-from lightning_rlhf.images.reading import ImageSettings, read_image
-from lightning_rlhf.images.store import ImageStore
+from lightning_rlhf.extras.images import processor as processors
+from lightning_rlhf.extras.images.processor import ImageProcessor, copy_processor, load_processor
+from lightning_rlhf.extras.images.reading import read_image
+from lightning_rlhf.images import BadImage, ImageSettings, ImageStore
 from tests.vision_models import drawing, write_processor
 
 NAMES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "llava_next", "internvl")

@@ -1,1 +1,0 @@
-"""Images of rows: reading with limits, and the tokens and tensors that a model's processor makes of them."""

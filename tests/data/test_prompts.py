@@ -40,7 +40,7 @@ def test_preference_data_can_be_used_as_prompts():
 
 def test_messages_go_through_the_chat_template():
     row = {"prompt": [{"role": "user", "content": "hi"}]}
-    assert first_batch(module_of(PromptDataModule, row, chat=True)).texts == ["user: hi|assistant:"]
+    assert each(first_batch(module_of(PromptDataModule, row, chat=True)), "text") == ["user: hi|assistant:"]
 
 
 @pytest.mark.parametrize(

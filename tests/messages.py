@@ -1,26 +1,21 @@
-"""All messages of expected errors in one file, so that a change of wording is reviewed as text.
+"""Print all messages of expected errors, with ``{}`` for their values, so that they can be read and compared as text.
 
-``python -m tests.messages`` writes tests/golden/messages.txt.
+``python -m tests.messages > after.txt`` beside one of another commit shows what a change did to them.
 """
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "tests/golden/messages.txt"
 CLASSES = {"UsageError", "RunError", "MissingFileError", "MissingPackageError", "NonFiniteError"}
 
 
 def text_of(node):
-    """Return a message with its values as {expressions}, or None where it is not a literal."""
+    """Return a message with ``{}`` for its values, or None where it is not a literal."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        parts = [
-            part.value if isinstance(part, ast.Constant) else "{" + ast.unparse(part.value) + "}"
-            for part in node.values
-        ]
-        return "".join(parts)
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
     return None
 
 
@@ -37,4 +32,4 @@ def messages():
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text("\n".join(messages()) + "\n")
+    print("\n".join(messages()))

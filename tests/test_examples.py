@@ -1,19 +1,25 @@
 """Every example runs to its end and learns the task that its documentation describes."""
 
+import copy
 import json
 import random
 import re
 import runpy
 import string
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_rlhf import PromptDataModule
+from lightning_rlhf import GRPOModule, PromptDataModule
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.rewards.rules import gsm8k_strict
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rollout.engine import RolloutEngine
-from tests.stand_ins import columns_of
+from tests.helpers import assert_close
+from tests.stand_ins import VOCABULARY, Response, TinyModel, columns_of, fit, rollout_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Lightning's own words at every run from Python; the command line turns them off.
@@ -30,6 +36,7 @@ def run(name, *arguments):
 
 def test_every_example_is_tested():
     tested = {
+        "00_one_file.py",
         "01_ppo_from_python.py",
         "02_custom_reward.py",
         "03_new_algorithm.py",
@@ -37,6 +44,51 @@ def test_every_example_is_tested():
         "05_own_engine.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_one_file_learns_to_write_the_letter_of_the_prompt(capsys):
+    history = run("00_one_file.py", 40)
+    assert sum(history[:3]) / 3 < 0.3
+    assert sum(history[-3:]) / 3 > 0.85
+    assert len((EXAMPLES / "00_one_file.py").read_text().splitlines()) <= 250
+
+
+def test_updates_of_the_one_file_are_those_of_the_module():
+    """The second update has ratios other than 1; in the first, only the log-probabilities before it count."""
+    one_file = runpy.run_path(str(EXAMPLES / "00_one_file.py"))
+    draw = torch.Generator().manual_seed(3)
+    rows = [
+        Response([5], torch.randint(0, VOCABULARY, (length,), generator=draw).tolist(), reward)
+        for length, reward in zip((4, 6, 1, 3, 2, 6, 5, 6), (1.0, 0.0, 0.5, 0.5, 0.0, 0.0, 2.0, -1.0), strict=True)
+    ]
+    rollout = replace(rollout_of(rows), group=torch.arange(8) // 4)
+    module = GRPOModule(
+        TinyModel(),
+        kl_loss=KLTerm(),
+        actor_optimizer=partial(torch.optim.SGD, lr=0.1),
+        max_grad_norm=None,
+        minibatch_size=8,
+        update_epochs=2,
+    )
+    module.configure_model()
+    model = copy.deepcopy(module.actor.lm)
+    fit(module, [rollout])
+
+    prompts, responses, mask = rollout.prompt_ids, rollout.response_ids, rollout.response_mask
+    with torch.no_grad():
+        old = one_file["scores_of"](model, prompts, responses).logprobs
+    advantages = one_file["advantages_of"](rollout.reward, mask, rollout.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        logprobs = one_file["scores_of"](model, prompts, responses).logprobs
+        optimizer.zero_grad()
+        one_file["loss_of"](logprobs, old, advantages, mask).backward()
+        optimizer.step()
+    assert (logprobs - old)[mask].abs().max() > 1e-3
+    for ours, theirs, start in zip(model.parameters(), module.actor.lm.parameters(), before, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=1e-6)
+        assert (ours - start).abs().max() > 1e-5
 
 
 def test_ppo_from_python_learns_to_write_the_letter(tmp_path):

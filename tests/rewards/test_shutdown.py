@@ -70,7 +70,7 @@ def test_async_function_that_stops_its_event_loop_is_a_failure(function, message
 def test_pending_async_calls_are_cancelled_and_their_thread_ends(caplog):
     before = threading.active_count()
     with RewardExecutor([RewardFunction(waits, per_sample=True)]) as executor:
-        executor.start(0, {"completions": ["a"]})
+        executor.launch(0, {"completions": ["a"]})
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     gc.collect()

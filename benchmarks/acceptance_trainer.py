@@ -20,13 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.acceptance_measurements import GIB, Figures, Worker, peak_bytes, synchronize, timed
 from lightning_rlhf.batching.packing import PackedLengths
+from lightning_rlhf.extras.gpu_buffer import transfer as gpu_buffer
 from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.functional.masked import discounted_sums
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.packed_attention import packed_attention
 from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.rollout.ranks import RankGroup
-from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.sync import Slot, map_memory
 from tests.distributed.launch import free_port
 

@@ -4,6 +4,8 @@ The core names no extra. It asks here, by the name of what it needs:
 
 ==================== ===============================================================================================
 ``default_callback`` class of a callback that each run has, unless the trainer has one of that class
+``gpu_buffer``       module that pushes weights within a GPU, as :mod:`lightning_rlhf.extras.gpu_buffer.transfer`
+``images``           module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
 ``agents``           class that runs the conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
 ``renderers``        class of the bridge ``renderers`` of an environment
 ==================== ===============================================================================================

@@ -76,6 +76,7 @@ _MOVED = {
     "lightning_rlhf.rollout.agents": "lightning_rlhf.extras.agents.loop",
     "lightning_rlhf.rollout.endpoint": "lightning_rlhf.extras.agents.endpoint",
     "lightning_rlhf.rollout.preview": "lightning_rlhf.extras.commands.preview",
+    "lightning_rlhf.rollout.vllm.gpu_buffer": "lightning_rlhf.extras.gpu_buffer.transfer",
     "lightning_rlhf.rollout.vllm.server": "lightning_rlhf.extras.servers",
     "lightning_rlhf.teachers.server": "lightning_rlhf.extras.judges.teacher_server",
     "lightning_rlhf.tools.commands": "lightning_rlhf.extras.commands",

@@ -10,16 +10,15 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
+from lightning_rlhf.extras.gpu_buffer import transfer as gpu_buffer
 from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine
-from lightning_rlhf.rollout.vllm import engine as vllm_engine
-from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import ROOT
+from tests.extras.gpu_buffer.test_transfer import HostBuffers
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
-from tests.rollout.test_gpu_buffer import HostBuffers
 
 PROMPTS, SEEDS = prompts_of(21), list(range(100, 121))  # shares of unequal size
 SAMPLING = SamplingParams(32, stop_token_ids=(END,))
@@ -109,12 +108,12 @@ def within_gpus(folder):
     rank = joined()
     buffers = HostBuffers(rank)
     gpu_buffer.allocate, gpu_buffer.exported = buffers.allocate, buffers.exported
-    vllm_engine.push_within_gpu = partial(gpu_buffer.push_within_gpu, nbytes=30_000)  # several parts
+    gpu_buffer.push_within_gpu = partial(gpu_buffer.push_within_gpu, nbytes=30_000)  # several parts
     fault = Path(folder, "fault")
     os.environ |= {"BUFFER_FAULT": str(fault), "PYTHONPATH": str(ROOT)}
     fault.write_text("")
     sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
-    arguments = {"worker_extension_cls": "tests.rollout.memory_receiver.MemoryReceiver"}
+    arguments = {"worker_extension_cls": "tests.extras.gpu_buffer.memory_receiver.MemoryReceiver"}
     result = {}
     for name, options in (("host", {}), ("gpus", {"push_within_gpu": True, "arguments": arguments})):
         engine = SharedEngine(VLLMEngine(tensor_parallel_size=2, **options), 2)

@@ -70,7 +70,7 @@ class VLLMCore:
         """Map the trainer's buffers, one on each GPU of this engine.
 
         Args:
-            buffers: messages of :func:`~lightning_rlhf.rollout.vllm.gpu_buffer.exported`.
+            buffers: messages of :func:`~lightning_rlhf.extras.gpu_buffer.transfer.exported`.
 
         Raises:
             RuntimeError: they are on other GPUs, or cannot be mapped.

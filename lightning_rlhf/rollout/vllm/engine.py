@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import EngineDied, MissingPackageError, RunError, UsageError
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.adapter_files import save_adapter
@@ -24,7 +25,6 @@ from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngi
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
-from lightning_rlhf.rollout.vllm.gpu_buffer import check_ranks, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import (
     SentImages,
     as_completion,
@@ -168,7 +168,7 @@ class VLLMEngine(RolloutEngine):
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
         if self._within_gpu:
-            check_ranks(self._size, self.shared_by)
+            the_offered("gpu_buffer").check_ranks(self._size, self.shared_by)
         names = ("deterministic", "sleep_while_learning", "push_within_gpu")
         for option, enabled in zip(names, (self._deterministic, self._sleeps, self._within_gpu), strict=True):
             if enabled and not torch.cuda.is_available():
@@ -336,7 +336,8 @@ class VLLMEngine(RolloutEngine):
 
     def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
         """Push weights through buffers on the GPUs; return False, before any is read, if the engine cannot map them."""
-        reason = push_within_gpu(self._converted(parameters), version, self._execute, self._pushing)
+        push: Callable[..., str | None] = the_offered("gpu_buffer").push_within_gpu
+        reason = push(self._converted(parameters), version, self._execute, self._pushing)
         if reason is not None:
             self._maps_buffers = False
             if self._pushing.is_first:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rlhf.rollout.vllm.gpu_buffer import check_probe, opened, wait_for
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
 
 _PROBED_COLUMNS = 64  # enough to detect a copy of old weights, which differ in every column
@@ -44,7 +44,7 @@ class WeightReceiver:
         self._buffer = None  # the one of an interrupted push, or a smaller one
         try:
             buffer = self.map_buffer(messages)
-            check_probe(buffer)
+            the_offered("gpu_buffer").check_probe(buffer)
         except RuntimeError as error:
             return str(error)
         self._buffer = buffer
@@ -52,7 +52,8 @@ class WeightReceiver:
 
     def map_buffer(self, messages: list[dict[str, Any]]) -> Tensor:
         """Return the buffer on this worker's GPU as a tensor of bytes."""
-        return opened(messages, self.device)
+        buffer: Tensor = the_offered("gpu_buffer").opened(messages, self.device)
+        return buffer
 
     def load_part(self, layout: list[dict[str, Any]], is_first: bool) -> None:
         """Load the parameters that are in the buffer."""
@@ -66,7 +67,7 @@ class WeightReceiver:
                 initialize_layerwise_reload(model)
             # Copies, because vLLM loads a layer when it has all of its parameters, and the buffer is filled again.
             model.load_weights([(name, view.clone()) for name, view in read_slots(self._buffer, layout)])
-        wait_for(self._buffer)
+        the_offered("gpu_buffer").wait_for(self._buffer)
 
     def finish_parts(self) -> None:
         """Use the loaded parameters, as ``reload_weights`` of vLLM's model runner does, and release the buffer."""

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.extras.gpu_buffer import transfer as gpu_buffer
 from lightning_rlhf.rollout.shared import SharedEngine
-from lightning_rlhf.rollout.vllm import engine as vllm_engine
-from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
+from tests.extras.gpu_buffer.test_transfer import HostBuffers
 from tests.rollout.engines import setup_of, source_of
-from tests.rollout.test_gpu_buffer import HostBuffers
 
 NBYTES = 2000
 
@@ -89,7 +88,7 @@ def push(folder):
     rank = dist.get_rank()
     buffers = HostBuffers(rank)
     gpu_buffer.allocate, gpu_buffer.exported = buffers.allocate, buffers.exported
-    vllm_engine.push_within_gpu = partial(gpu_buffer.push_within_gpu, nbytes=NBYTES)
+    gpu_buffer.push_within_gpu = partial(gpu_buffer.push_within_gpu, nbytes=NBYTES)
     inner, process = VLLMEngine(tensor_parallel_size=2, push_within_gpu=True), Process()
     inner.start = lambda setup: setattr(inner, "_process", process)
     engine = SharedEngine(inner, 2)

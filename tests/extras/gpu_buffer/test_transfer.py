@@ -10,11 +10,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from lightning_rlhf.callbacks.loop.rollout_settings import check_overlap
+from lightning_rlhf.extras.gpu_buffer import transfer as gpu_buffer
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
-from lightning_rlhf.rollout.vllm import gpu_buffer
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.sync import map_memory
@@ -72,7 +72,7 @@ def sized(monkeypatch, nbytes):
 def started(directory, source, fault):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("BUFFER_FAULT", str(fault))
-        receiver = {"worker_extension_cls": "tests.rollout.memory_receiver.MemoryReceiver"}
+        receiver = {"worker_extension_cls": "tests.extras.gpu_buffer.memory_receiver.MemoryReceiver"}
         engine = VLLMEngine(push_within_gpu=True, arguments=receiver)
         engine.start(setup_of(source, directory))
     try:
@@ -169,7 +169,7 @@ def test_lost_parameters_and_errors_between_two_parts_are_detected(
 @pytest.mark.slow
 @needs_vllm
 def test_ranks_of_two_engines_push_together_also_after_failures(tmp_path):
-    output = run_ranks("tests.rollout.joint_pushes:push", 4, str(tmp_path))
+    output = run_ranks("tests.extras.gpu_buffer.joint_pushes:push", 4, str(tmp_path))
     for rank, result in enumerate(output):
         assert result["push ranks"] == 1  # all ranks read the weights, also for an engine that has no buffers
         assert result["sizes"] == [2000, 3648]

@@ -1,0 +1,1 @@
+"""Pushes of weights within a GPU that trainer and engine share."""

@@ -1,4 +1,4 @@
-"""How strongly the actor is held to the reference, in the reward or in the loss, and how that changes."""
+"""KL penalty of the actor against the reference, in the reward or in the loss, and the control of its coefficient."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -13,19 +13,18 @@ from lightning_rlhf.objectives.base import log_ratio_of
 
 @dataclass(frozen=True)
 class KLTerm:
-    """A KL term: its weight and its estimator.
+    """A KL penalty against the reference.
 
     Args:
-        coef: weight, at least 0; 0 switches the term off.
-        estimator: estimator of the KL, see :func:`lightning_rlhf.functional.kl.kl_estimate`. In the
-            reward, k1 and k3 are unbiased; in the
-            loss, k2, k3+, k1+ and abs+ have the gradient of KL(actor || ref), k3 that of KL(ref || actor), and k1 one
-            that is zero in expectation.
-        clamp: largest absolute value of a token's estimate, nats, positive; None, the default, leaves it.
-        importance: whether each estimate is multiplied by the ratio of the actor to the one that drew the token, with
-            gradient. In expectation over tokens of the old actor, value and gradient of k1 and k3 are then those of
-            KL(actor || ref), however far the actor has moved ("DeepSeek-V3.2", DeepSeek-AI 2025, section 3.1). Only
-            in the loss: in the reward the ratio is 1.
+        coef: weight of the penalty, at least 0; 0 switches it off.
+        estimator: see :func:`lightning_rlhf.functional.kl.kl_estimate`. In the reward, k1 and k3 are unbiased. In the
+            loss, k2, k3+, k1+ and abs+ have the gradient of KL(actor || ref), k3 has the gradient of
+            KL(ref || actor), and the gradient of k1 is zero in expectation.
+        clamp: largest absolute value of a token's estimate, nats, positive; None does not clamp.
+        importance: whether each estimate is multiplied by the ratio actor / old actor, with gradient. Value and
+            gradient of k1 and k3 then equal KL(actor || ref) in expectation over tokens of the old actor, however far
+            the actor has moved ("DeepSeek-V3.2", DeepSeek-AI 2025, section 3.1). It changes the loss only: in the
+            reward the ratio is 1.
     """
 
     coef: float = 0.0
@@ -42,19 +41,19 @@ class KLTerm:
             raise UsageError(f"KL clamp must be positive or null, got {self.clamp}")
         if self.importance and self.estimator not in ("k1", "k3"):
             raise UsageError(
-                f"importance mends the gradient of an unbiased estimator, so it needs k1 or k3, got {self.estimator!r}"
+                f"importance corrects the gradient of an unbiased estimator: use k1 or k3, got {self.estimator!r}"
             )
 
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None = None
     ) -> Tensor:
-        """The estimate of each token, not yet multiplied by ``coef``, which may be steered.
+        """Return the KL estimate of each token, without the coefficient, which a callback may control.
 
         Args:
             logprobs: (B, T) log-probabilities of the actor, with gradient in the loss.
             ref_logprobs: (B, T) log-probabilities of the reference.
             mask: (B, T) bool.
-            old_logprobs: (B, T) log-probabilities of the policy that drew the tokens; only with ``importance``.
+            old_logprobs: (B, T) log-probabilities of the actor that sampled the tokens; needed with ``importance``.
 
         Returns:
             (B, T) nats, 0 where the mask is False.
@@ -62,7 +61,7 @@ class KLTerm:
         Raises:
             ValueError: ``importance`` without ``old_logprobs``.
         """
-        # An infinity under the mask would give NaN gradients, even multiplied by 0: zeros replace such values.
+        # Infinity outside of the mask would give NaN gradients, because infinity times 0 is NaN.
         logprobs, ref_logprobs = (torch.where(mask, values, 0.0) for values in (logprobs, ref_logprobs))
         estimate = kl_estimate(logprobs, ref_logprobs, self.estimator, self.clamp)
         if not self.importance:
@@ -74,15 +73,16 @@ class KLTerm:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """Steers the KL coefficient so that the measured KL approaches a target.
+    """Changes the KL coefficient so that the measured KL approaches a target.
 
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1)).
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2.
-    The last factor is theirs for batches within a horizon, and keeps larger ones from making the coefficient negative.
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
+
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2. The paper's last factor is
+    responses / horizon; the minimum keeps a batch larger than the horizon from making the coefficient negative.
 
     Args:
-        target: wanted KL to the reference, nats per response, positive.
-        horizon: responses over which the coefficient changes by at most a fifth, positive.
+        target: target of KL(actor || ref), nats per response, positive.
+        horizon: number of responses over which the coefficient changes by at most 20 %, positive.
     """
 
     target: float
@@ -93,12 +93,12 @@ class AdaptiveKL:
             raise UsageError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
 
     def __call__(self, coef: float, kl: float, num_responses: int) -> float:
-        """The next coefficient.
+        """Return the coefficient of the next step.
 
         Args:
-            coef: the present coefficient.
+            coef: coefficient of this step.
             kl: measured KL, nats per response.
-            num_responses: responses it was measured on.
+            num_responses: number of responses of the measurement.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * min(num_responses / self.horizon, 1.0))

@@ -77,8 +77,8 @@ class AdaptiveKL:
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
 
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2. The paper's last factor is
-    responses / horizon; the minimum keeps a batch larger than the horizon from making the coefficient negative.
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2, whose last factor is
+    responses / horizon. The minimum keeps a batch larger than the horizon from making the coefficient negative.
 
     Args:
         target: target of KL(actor || ref), nats per response, positive.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_ranges
 
 FinishReason = Literal["stop", "length"]
 LEAST_REST = 1e-7  # least probability of all tokens but the top ones; float32 has no digits below
@@ -115,12 +116,10 @@ class SamplingParams:
     never_sampled: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check_ranges(self, max_tokens="at least 1")
         if not self.temperature >= 0:
             raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p must lie in (0, 1], got {self.top_p}")
+        check_ranges(self, top_p="in (0, 1]")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
 

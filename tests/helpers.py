@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf import objectives
+from lightning_rlhf.extras import algorithms
 from lightning_rlhf.functional.data_ranks import DataRanks
 
 T = TypeVar("T")
@@ -123,9 +124,13 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
 
 
 def concrete_objectives(kind):
-    """Return the classes of lightning_rlhf.objectives that derive from ``kind`` and have a formula."""
+    """Return the objectives of the core and of the extra ``algorithms`` that derive from ``kind`` and have a formula."""
     classes = {}
-    for module in pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."):
+    modules = [
+        *pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."),
+        *pkgutil.iter_modules(algorithms.__path__, "lightning_rlhf.extras.algorithms."),
+    ]
+    for module in modules:
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, type) and issubclass(value, kind) and not inspect.isabstract(value):
                 classes[name] = value

@@ -20,6 +20,7 @@ FLOORS = (
         "loggers",
         "moved",
         "paths",
+        "ranges",
         "run_checks",
         "tasks",  # the door to examples/tasks
         "types",

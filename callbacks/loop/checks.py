@@ -8,17 +8,6 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule, TrainedStep
 
 
-def check_at_least(least: float, **values: float) -> None:
-    """Validate the lower bound of arguments.
-
-    Raises:
-        ValueError: a value is smaller than ``least``.
-    """
-    for name, value in values.items():
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}, got {value}")
-
-
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
     """Return the number of ranks that split each tensor of a model and have the same prompts."""
     return trainer.world_size // module.data_ranks.size

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.data.tokenizers import generation_ends
 from lightning_rlhf.expected_errors import UsageError
@@ -21,6 +20,7 @@ from lightning_rlhf.models.lora import merged
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.ranges import check_at_least
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.assemble import scored_rollout
 from lightning_rlhf.rollout.engine import EngineSetup

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least, tensor_ranks
+from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.validation import AnswerExtractor
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import generation_ends
@@ -18,6 +18,7 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.answer_rewards import answer_warnings
@@ -55,17 +56,9 @@ class RolloutSettings:
     given_responses: GivenResponses | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1,
-            group_size=self.group_size,
-            max_response_tokens=self.max_response_tokens,
-            val_samples=self.val_samples,
-        )
-        check_at_least(0, check_rows=self.check_rows, max_staleness=self.max_staleness)
-        if not self.temperature > 0:
-            raise UsageError(f"temperature must be positive, got {self.temperature}")
-        if self.max_logprob_diff is not None and not self.max_logprob_diff > 0:
-            raise UsageError(f"max_logprob_diff must be positive or null, got {self.max_logprob_diff}")
+        check_ranges(self, group_size="at least 1", max_response_tokens="at least 1", val_samples="at least 1")
+        check_ranges(self, check_rows="at least 0", max_staleness="at least 0")
+        check_ranges(self, temperature="positive", max_logprob_diff="positive or null")
         rewards = self.rewards or []
         self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards]
         self.reward_executor = RewardExecutor(self.rewards)

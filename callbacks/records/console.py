@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, Timer
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least, check_module
+from lightning_rlhf.callbacks.loop.checks import check_module
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.records.held_out import (
     before_and_after,
@@ -37,6 +37,7 @@ from lightning_rlhf.expected_errors import counted
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.ranges import check_at_least
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0

@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least
 from lightning_rlhf.callbacks.records.run_files import precedes, read_metrics
 from lightning_rlhf.callbacks.records.run_history import VALIDATION_MARK, is_validation
+from lightning_rlhf.ranges import check_at_least
 
 
 class MetricsCSV(Callback):

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least, check_module, last_step_of
+from lightning_rlhf.callbacks.loop.checks import check_module, last_step_of
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.loop.rollout_rows import (
     correct_answers,
@@ -33,6 +33,7 @@ from lightning_rlhf.callbacks.records.values import finite
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.ranges import check_at_least
 from lightning_rlhf.types import ConversationRecord
 
 

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.callbacks.loop.checks import check_module
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule, TrainedStep
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.clock import max_over_ranks, sum_over_ranks
 
 GIB = 2.0**30
@@ -40,8 +40,7 @@ class Throughput(Callback):
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
-        if peak_tflops is not None and not peak_tflops > 0:
-            raise UsageError(f"peak_tflops must be positive or null, got {peak_tflops}")
+        check_range("peak_tflops", peak_tflops, "positive or null")
         self.peak_tflops = peak_tflops
         self._started = 0.0
 

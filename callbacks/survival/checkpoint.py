@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
-from lightning_rlhf.callbacks.loop.checks import check_at_least
 from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
 from lightning_rlhf.directions import direction_of, is_own
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_at_least, check_range
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
@@ -61,8 +61,7 @@ class RunCheckpoint(ModelCheckpoint):
         background: bool = True,
     ) -> None:
         check_at_least(1, every_n_steps=every_n_steps, keep_last=keep_last)
-        if every_n_minutes is not None and not every_n_minutes > 0:
-            raise UsageError(f"every_n_minutes must be positive or null, got {every_n_minutes}")
+        check_range("every_n_minutes", every_n_minutes, "positive or null")
         if best is not None and (every_n_minutes is not None or keep_last != 1):
             raise UsageError("every_n_minutes and keep_last apply to the last checkpoint: remove them, or best")
         super().__init__(

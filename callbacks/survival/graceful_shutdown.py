@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from lightning_rlhf.callbacks.records.run_reader import RunReader
 from lightning_rlhf.callbacks.survival.checkpoint import last_checkpoint
 from lightning_rlhf.compat import disable_signal_handlers
-from lightning_rlhf.expected_errors import Interrupted, UsageError, signal_name
+from lightning_rlhf.expected_errors import Interrupted, signal_name
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.strategies import ranks
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,7 @@ class GracefulShutdown(Callback):
     """
 
     def __init__(self, grace_seconds: float = 25.0) -> None:
-        if not grace_seconds > 0:
-            raise UsageError(f"grace_seconds must be positive, got {grace_seconds}")
+        check_range("grace_seconds", grace_seconds, "positive")
         self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._trainer: Trainer | None = None

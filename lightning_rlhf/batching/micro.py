@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_range
 
 
 def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> list[Tensor]:
@@ -26,8 +26,7 @@ def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> 
     Raises:
         ValueError: the budget is not positive.
     """
-    if budget < 1:
-        raise UsageError(f"micro_batch_tokens must be positive, got {budget}")
+    check_range("micro_batch_tokens", budget, "positive")
     batches: list[list[int]] = []
     lengths = lengths.cpu()  # once, or the host would wait for a GPU twice
     sizes = lengths.tolist()

@@ -16,6 +16,7 @@ from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.seeding import derive_seed
+from lightning_rlhf.ranges import check_ranges
 
 
 @runtime_checkable
@@ -83,8 +84,7 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.weights or not all(weight > 0 for weight in self.weights.values()):
             raise UsageError(f"weights must be positive and not empty, got {self.weights}")
-        if self.rows is not None and self.rows < 1:
-            raise UsageError(f"rows must be at least 1, got {self.rows}")
+        check_ranges(self, rows="at least 1 or null")
 
     def key(self, fields: Fields) -> Any:
         """Return the name of the source."""

@@ -17,6 +17,7 @@ from lightning_rlhf.environments.host import Spec
 from lightning_rlhf.environments.parsers import ToolCallParser
 from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_range
 
 # Arguments that are passed to the methods of environments and of agents; a method has those that it uses.
 _OF_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
@@ -81,12 +82,9 @@ class EnvironmentSettings:
         for name, value in least.items():
             if value < 1:
                 raise UsageError(f"{name} of the environment must be at least 1, got {value}")
-        if self.max_images < 0:
-            raise UsageError(f"max_images of the environment must be at least 0, got {self.max_images}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"timeout_s of the environment must be positive or null, got {self.timeout_s}")
-        if not 0 <= self.max_error_rate <= 1:
-            raise UsageError(f"max_error_rate of the environment must be in [0, 1], got {self.max_error_rate}")
+        check_range("max_images of the environment", self.max_images, "at least 0")
+        check_range("timeout_s of the environment", self.timeout_s, "positive or null")
+        check_range("max_error_rate of the environment", self.max_error_rate, "in [0, 1]")
         if self.renderer is not None and self.bridge != "renderers":
             raise UsageError(f"renderer {self.renderer!r} needs bridge: renderers, got bridge: {self.bridge}")
         try:

@@ -19,6 +19,7 @@ from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.start_logprobs import StartLogprobs
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import SequenceBatch
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,7 @@ class DPOModule(PairModule):
         sft_coef: float = 0.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
-        if not sft_coef >= 0:
-            raise UsageError(f"sft_coef must be at least 0, got {sft_coef}")
+        check_range("sft_coef", sft_coef, "at least 0")
         if not loss.uses_reference and ref not in (None, "none"):
             raise UsageError(f"{type(loss).__name__} uses no reference: remove ref, got {ref!r}")
         self.has_reference = loss.uses_reference and ref != "none"

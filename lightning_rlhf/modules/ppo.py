@@ -18,6 +18,7 @@ from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import Experience, Rollout
 
 
@@ -59,10 +60,8 @@ class PPOModule(RLHFModule):
                 f"{type(self).__name__} needs an advantage estimator with a critic such as GAE, got "
                 f"{type(advantages).__name__}: use the module of that algorithm, or RLHFModule"
             )
-        if vf_coef <= 0:
-            raise UsageError(f"vf_coef must be positive, got {vf_coef}")
-        if critic_warmup_steps < 0:
-            raise UsageError(f"critic_warmup_steps must be at least 0, got {critic_warmup_steps}")
+        check_range("vf_coef", vf_coef, "positive")
+        check_range("critic_warmup_steps", critic_warmup_steps, "at least 0")
         start = critic or ("reward_model" if "reward_model" in self.sources else "actor")
         if start == "reward_model" and start not in self.sources:
             raise UsageError("critic: reward_model needs a reward_model to start from; give one, or set critic: actor")

@@ -43,6 +43,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
+from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TensorBatch
@@ -165,11 +166,7 @@ class RLHFModule(RoleModule):
     def _check_arguments(self) -> None:
         """Raise ValueError for arguments out of range or that do not fit each other; warn about useless KL losses."""
         estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
-        for name in ("update_epochs", "minibatch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.ent_coef < 0:
-            raise UsageError(f"ent_coef must be at least 0, got {self.ent_coef}")
+        check_ranges(self, update_epochs="at least 1", minibatch_size="at least 1", ent_coef="at least 0")
         if self.advantages.needs_critic and "critic" not in self.trained_roles:
             raise UsageError(
                 f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "

@@ -43,6 +43,7 @@ from lightning_rlhf.modules.schedules import make_schedule, without_lengths
 from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.trainer_settings import check_trainer
 from lightning_rlhf.paths import names_a_path
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.run_checks import check_quantization
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
@@ -76,10 +77,8 @@ class RoleModule(LightningModule):
 
     def __init__(self, micro_batch_tokens: int | None, max_grad_norm: float | None, packing: bool = True) -> None:
         super().__init__()
-        if micro_batch_tokens is not None and micro_batch_tokens < 1:
-            raise UsageError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
-        if max_grad_norm is not None and max_grad_norm <= 0:
-            raise UsageError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
+        check_range("micro_batch_tokens", micro_batch_tokens, "positive or null")
+        check_range("max_grad_norm", max_grad_norm, "positive or null")
         self.automatic_optimization = False
         self.strict_loading = False  # frozen roles are not in the checkpoint
         self.layout = TextLayout(self, micro_batch_tokens, packing)

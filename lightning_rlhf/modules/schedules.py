@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_range
 
 Kind = Literal[
     "cosine", "cosine_with_min_lr", "cosine_with_restarts", "linear", "polynomial", "constant_with_warmup",
@@ -39,8 +40,7 @@ class RunSchedule(LambdaLR):
         warmup_ratio: float = 0.0,
         arguments: dict[str, float] | None = None,
     ) -> None:
-        if not 0.0 <= warmup_ratio < 1.0:
-            raise UsageError(f"warmup_ratio must lie in [0, 1), got {warmup_ratio}")
+        check_range("warmup_ratio", warmup_ratio, "in [0, 1)")
         self.kind = kind
         self.warmup_ratio = warmup_ratio
         self.arguments = dict(arguments or {})

@@ -10,6 +10,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_whiten
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
+from lightning_rlhf.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class TeacherLogRatio(AdvantageEstimator):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"clip must be positive or null, got {self.clip}")
-        if not self.reward_coef >= 0:
-            raise UsageError(f"reward_coef must be at least 0, got {self.reward_coef}")
+        check_ranges(self, clip="positive or null", reward_coef="at least 0")
         if isinstance(self.rewards, TeacherLogRatio):
             raise UsageError("rewards of TeacherLogRatio must be an estimator of advantages from rewards, such as GRPO")
         inner = NoAdvantages() if self.rewards is None else self.rewards
@@ -159,8 +157,7 @@ class GAE(AdvantageEstimator):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{name} must lie in [0, 1], got {value}")
-        if self.length_alpha is not None and not self.length_alpha > 0:
-            raise UsageError(f"length_alpha must be positive or null, got {self.length_alpha}")
+        check_ranges(self, length_alpha="positive or null")
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.

@@ -4,15 +4,14 @@ The denominator is counted over a whole mini-batch and all ranks, so that neithe
 gradient. A response without a policy token does not count.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.ranges import check_ranges
 
 
 class Aggregation(ABC):
@@ -69,8 +68,7 @@ class SequenceMeanTokenSum(Aggregation):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise UsageError(f"scale must be positive and finite, got {self.scale}")
+        check_ranges(self, scale="positive and finite")
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """Number of responses times ``scale``."""

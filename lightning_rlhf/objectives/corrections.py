@@ -18,6 +18,7 @@ from lightning_rlhf.functional.mismatch import (
     train_rollout_log_ratio,
 )
 from lightning_rlhf.objectives.rejections import Rejection
+from lightning_rlhf.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class RolloutCorrection:
             raise UsageError(f"level must be token, sequence, geometric or null, got {self.level!r}")
         if self.mode not in ("truncate", "mask"):
             raise UsageError(f"mode must be truncate or mask, got {self.mode!r}")
-        if not self.upper > 0:
-            raise UsageError(f"upper must be positive, got {self.upper}")
+        check_ranges(self, upper="positive")
         if self.lower is not None and not 0 <= self.lower <= self.upper:
             raise UsageError(f"lower must lie in [0, upper], got {self.lower} with upper {self.upper}")
         if self.batch_normalize and (self.level is None or self.bypass):

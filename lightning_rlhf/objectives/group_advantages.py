@@ -22,6 +22,7 @@ from lightning_rlhf.functional.masked import (
 )
 from lightning_rlhf.functional.segments import segment_centered, segment_max, segment_std, segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
+from lightning_rlhf.ranges import check_range
 
 
 class GroupAdvantage(AdvantageEstimator):
@@ -248,8 +249,7 @@ class GDPO(GroupAdvantage):
 
 
 def _check_eps(eps: float) -> None:
-    if not 0 < eps < math.inf:
-        raise UsageError(f"eps must be positive and finite, got {eps}")
+    check_range("eps", eps, "positive and finite")
 
 
 @dataclass(frozen=True)

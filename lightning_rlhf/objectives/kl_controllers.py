@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.kl import KLEstimator, kl_estimate
 from lightning_rlhf.objectives.base import log_ratio_of
+from lightning_rlhf.ranges import check_range
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,10 @@ class KLTerm:
     importance: bool = False
 
     def __post_init__(self) -> None:
-        if not self.coef >= 0:
-            raise UsageError(f"KL coef must be at least 0, got {self.coef}")
+        check_range("KL coef", self.coef, "at least 0")
         if self.estimator not in get_args(KLEstimator):
             raise UsageError(f"KL estimator must be one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
-        if self.clamp is not None and not self.clamp > 0:
-            raise UsageError(f"KL clamp must be positive or null, got {self.clamp}")
+        check_range("KL clamp", self.clamp, "positive or null")
         if self.importance and self.estimator not in ("k1", "k3"):
             raise UsageError(
                 f"importance corrects the gradient of an unbiased estimator: use k1 or k3, got {self.estimator!r}"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
+from lightning_rlhf.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,13 @@ class ClippedPolicyLoss(PolicyLoss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_range < 1:
-            raise UsageError(f"clip_range must lie in (0, 1), got {self.clip_range}")
-        if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
-            raise UsageError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
-        if self.clip_range_high is not None and not self.clip_range_high > 0:
-            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise UsageError(f"dual_clip must be greater than 1, got {self.dual_clip}")
+        check_ranges(
+            self,
+            clip_range="in (0, 1)",
+            clip_range_low="in (0, 1] or null",
+            clip_range_high="positive or null",
+            dual_clip="greater than 1 or null",
+        )
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`.
@@ -107,10 +106,7 @@ class CISPOLoss(PolicyLoss):
     clip_range_high: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
-            raise UsageError(f"clip_range_low must lie in (0, 1] or be null, got {self.clip_range_low}")
-        if not self.clip_range_high > 0:
-            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
+        check_ranges(self, clip_range_low="in (0, 1] or null", clip_range_high="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
@@ -139,9 +135,7 @@ class SAPOLoss(PolicyLoss):
     tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        for name in ("tau_pos", "tau_neg"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(self, tau_pos="positive", tau_neg="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; diagnostics: the fraction of the gradient let through (``gate``)."""
@@ -168,8 +162,7 @@ class DROLoss(PolicyLoss):
     beta: float
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise UsageError(f"beta must be positive, got {self.beta}")
+        check_ranges(self, beta="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`."""
@@ -197,11 +190,7 @@ class DPPOLoss(PolicyLoss):
     ratio_cap: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("divergence_low", "divergence_high"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.ratio_cap >= 1:
-            raise UsageError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
+        check_ranges(self, divergence_low="positive", divergence_high="positive", ratio_cap="at least 1")
 
     @abstractmethod
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

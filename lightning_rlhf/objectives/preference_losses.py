@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class PairwiseLoss:
     center_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.center_coef >= 0:
-            raise UsageError(f"center_coef must be at least 0, got {self.center_coef}")
+        check_ranges(self, center_coef="at least 0")
 
     def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
         """Loss of each pair.
@@ -64,8 +64,7 @@ class DirectLoss(ABC):
     length_normalized: bool = False
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise UsageError(f"beta must be positive, got {self.beta}")
+        check_ranges(self, beta="positive")
 
     @abstractmethod
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -97,8 +96,7 @@ class DPOLoss(DirectLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise UsageError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+        check_ranges(self, label_smoothing="in [0, 0.5)")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """See :class:`DirectLoss`; nats."""
@@ -198,8 +196,7 @@ class SimPOLoss(DirectLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.margin >= 0:
-            raise UsageError(f"margin must be at least 0, got {self.margin}")
+        check_ranges(self, margin="at least 0")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """See :class:`DirectLoss`; nats."""
@@ -288,8 +285,7 @@ class REBELLoss:
     eta: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.eta > 0:
-            raise UsageError(f"eta must be positive, got {self.eta}")
+        check_ranges(self, eta="positive")
 
     def __call__(self, first: Tensor, second: Tensor, reward_difference: Tensor) -> Tensor:
         """Loss of each pair.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.mismatch import response_mean
+from lightning_rlhf.ranges import check_range
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Rejection:
         if self.level not in ("token", "sequence_sum", "sequence_mean", "sequence_max"):
             levels = "token, sequence_sum, sequence_mean, sequence_max"
             raise UsageError(f"level of a rejection must be one of {levels}, got {self.level!r}")
-        if not self.upper > 0:
-            raise UsageError(f"upper bound of a rejection must be positive, got {self.upper}")
+        check_range("upper bound of a rejection", self.upper, "positive")
         if self.statistic != "k1" and self.lower is not None:
             raise UsageError(f"{self.statistic} is never negative and has no lower bound, got {self.lower}")
         if self.statistic == "k1" and not 0 < self._ratio_bounds[0] <= self.upper:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_ranges
 
 Method = Literal["pow", "max_min", "max_random"]
 
@@ -33,8 +34,7 @@ class ScoreResampling:
     def __post_init__(self) -> None:
         if self.method not in ("pow", "max_min", "max_random"):
             raise UsageError(f"method must be one of pow, max_min, max_random, got {self.method!r}")
-        if not self.power >= 0:
-            raise UsageError(f"power must be at least 0, got {self.power}")
+        check_ranges(self, power="at least 0")
 
     def __call__(self, scores: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
         """Numbers of the rows to train on; empty for an empty batch.

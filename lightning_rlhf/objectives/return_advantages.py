@@ -11,6 +11,7 @@ from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import discounted_sums, masked_whiten
 from lightning_rlhf.functional.segments import segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
+from lightning_rlhf.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise UsageError(f"gamma must lie in [0, 1], got {self.gamma}")
+        check_ranges(self, gamma="in [0, 1]")
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.ranges import check_ranges
 
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -43,10 +43,7 @@ class GSPOLoss(PolicyLoss):
     clip_range_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_range_low <= 1:
-            raise UsageError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
-        if not self.clip_range_high > 0:
-            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
+        check_ranges(self, clip_range_low="in (0, 1]", clip_range_high="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
@@ -89,9 +86,7 @@ class GMPOLoss(PolicyLoss):
     clip_range_high: float = 0.4
 
     def __post_init__(self) -> None:
-        for name in ("clip_range_low", "clip_range_high"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(self, clip_range_low="positive", clip_range_high="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
@@ -124,9 +119,7 @@ class VESPOLoss(PolicyLoss):
     lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(self, k_pos="positive", lambda_pos="positive", k_neg="positive", lambda_neg="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`; diagnostics: phi on each token (``sequence_weight``)."""
@@ -173,8 +166,7 @@ class OffPolicyMaskLoss(ClippedPolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.threshold > 0:
-            raise UsageError(f"threshold must be positive, got {self.threshold}")
+        check_ranges(self, threshold="positive")
 
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`ClippedPolicyLoss.token_losses`; ``off_policy_fraction`` is 1 on the tokens that are left out."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_range
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class ClippedValueLoss:
     clip_range: float | None = 0.5
 
     def __post_init__(self) -> None:
-        if self.clip_range is not None and not self.clip_range > 0:
-            raise UsageError(f"value clip_range must be positive or null, got {self.clip_range}")
+        check_range("value clip_range", self.clip_range, "positive or null")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.

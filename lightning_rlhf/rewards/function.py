@@ -19,6 +19,7 @@ from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.data.image_parts import user_message
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished", "end_tokens")  # one entry per completion
@@ -116,10 +117,7 @@ class RewardFunction:
     dry_call: bool = True
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"timeout_s must be positive or null, got {self.timeout_s}")
-        if not 0 <= self.max_error_rate <= 1:
-            raise UsageError(f"max_error_rate must be in [0, 1], got {self.max_error_rate}")
+        check_ranges(self, timeout_s="positive or null", max_error_rate="in [0, 1]")
         if self.timeout_s is not None and self.per_sample is False:
             raise UsageError("timeout_s applies to single completions: remove per_sample: false")
         try:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.ranges import check_range
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class ScoreShaping:
     truncated_score: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"score clip must be positive or null, got {self.clip}")
+        check_range("score clip", self.clip, "positive or null")
 
     def __call__(self, scores: Tensor, truncated: Tensor) -> Tensor:
         """Shape and weight scores.

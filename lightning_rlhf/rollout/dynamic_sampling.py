@@ -13,6 +13,7 @@ from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator
+from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rollout.clock import sum_over_ranks
 from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.types import PromptBatch, Rollout
@@ -36,8 +37,7 @@ class DynamicSampling:
     reward: str | None = None
 
     def __post_init__(self) -> None:
-        if self.prompts_per_step < 1:
-            raise UsageError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
+        check_ranges(self, prompts_per_step="at least 1")
 
     def check(
         self, batch_size: int, group_size: int, weights: Mapping[str, float], advantages: AdvantageEstimator, ranks: int

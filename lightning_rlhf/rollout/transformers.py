@@ -18,13 +18,14 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.images import ImageProcessor
 from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.heads import EXCLUDED
 from lightning_rlhf.models.images import TextImages, generation_arguments, image_arguments
 from lightning_rlhf.models.tensors import whole_tensors
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
 from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
@@ -37,8 +38,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     def __init__(self, batch_size: int = 128) -> None:
-        if batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+        check_range("batch_size", batch_size, "at least 1")
         self._batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._processor: ImageProcessor | None = None

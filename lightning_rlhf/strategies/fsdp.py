@@ -24,6 +24,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models.lora import base_name
 from lightning_rlhf.models.sequence_parallel import SequenceRanks
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -82,8 +83,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         ):
             if size < 1:
                 raise UsageError(f"{option} must be at least 1, got {size}")
-        if shard_size is not None and shard_size < 1:
-            raise UsageError(f"shard_size must be at least 1 or null, got {shard_size}")
+        check_range("shard_size", shard_size, "at least 1 or null")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
         )

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.adapter_files import is_head
 from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.quantized import quantized_layers
 from lightning_rlhf.models.tensors import persistent_buffers
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.strategies.activations import ActivationOffload
 from lightning_rlhf.strategies.names import OURS
 
@@ -60,8 +61,7 @@ class RoleStrategy:
         Raises:
             ValueError: ``mlp_tokens`` is not positive.
         """
-        if mlp_tokens is not None and mlp_tokens < 1:
-            raise UsageError(f"mlp_tokens must be positive or null, got {mlp_tokens}")
+        check_range("mlp_tokens", mlp_tokens, "positive or null")
         self.activation_offload, self.mlp_tokens = activation_offload, mlp_tokens
 
     @property

@@ -41,7 +41,7 @@ def test_invalid_arguments_are_rejected(arguments, message):
 
 @pytest.mark.parametrize("estimator", ["k2", "abs", "k1+", "k3+", "abs+"])
 def test_importance_needs_an_unbiased_estimator(estimator):
-    with pytest.raises(ValueError, match=rf"it needs k1 or k3, got '{re.escape(estimator)}'$"):
+    with pytest.raises(ValueError, match=rf"use k1 or k3, got '{re.escape(estimator)}'$"):
         KLTerm(estimator=estimator, importance=True)
 
 

@@ -203,10 +203,10 @@ def test_diagnostics_have_no_gradient():
     [
         ({"clip_range": 0.0}, r"^clip_range must lie in \(0, 1\), got 0.0$"),
         ({"clip_range": 1.0}, r"^clip_range must lie in \(0, 1\), got 1.0$"),
-        ({"clip_range_low": 0.0}, r"^clip_range_low must lie in \(0, 1\], got 0.0$"),
-        ({"clip_range_low": 1.1}, r"^clip_range_low must lie in \(0, 1\], got 1.1$"),
-        ({"clip_range_high": 0.0}, r"^clip_range_high must be positive, got 0.0$"),
-        ({"dual_clip": 1.0}, r"^dual_clip must be greater than 1, got 1.0$"),
+        ({"clip_range_low": 0.0}, r"^clip_range_low must lie in \(0, 1\] or null, got 0.0$"),
+        ({"clip_range_low": 1.1}, r"^clip_range_low must lie in \(0, 1\] or null, got 1.1$"),
+        ({"clip_range_high": 0.0}, r"^clip_range_high must be positive or null, got 0.0$"),
+        ({"dual_clip": 1.0}, r"^dual_clip must be greater than 1 or null, got 1.0$"),
     ],
 )
 def test_invalid_bounds_are_rejected(arguments, message):

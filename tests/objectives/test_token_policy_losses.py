@@ -236,8 +236,8 @@ def test_defaults_equal_those_of_the_papers():
 @pytest.mark.parametrize(
     ("objective", "arguments", "message"),
     [
-        (CISPOLoss, {"clip_range_low": 0.0}, r"^clip_range_low must lie in \(0, 1\] or be null, got 0.0$"),
-        (CISPOLoss, {"clip_range_low": 1.1}, r"^clip_range_low must lie in \(0, 1\] or be null, got 1.1$"),
+        (CISPOLoss, {"clip_range_low": 0.0}, r"^clip_range_low must lie in \(0, 1\] or null, got 0.0$"),
+        (CISPOLoss, {"clip_range_low": 1.1}, r"^clip_range_low must lie in \(0, 1\] or null, got 1.1$"),
         (CISPOLoss, {"clip_range_high": 0.0}, r"^clip_range_high must be positive, got 0.0$"),
         (SAPOLoss, {"tau_pos": 0.0}, r"^tau_pos must be positive, got 0.0$"),
         (SAPOLoss, {"tau_neg": -1.0}, r"^tau_neg must be positive, got -1.0$"),

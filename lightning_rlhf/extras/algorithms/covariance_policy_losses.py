@@ -18,6 +18,7 @@ from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.ranges import check_range, check_ranges
 
 _KINK = 1e-3  # nats; within it |log r| is a parabola
 
@@ -89,8 +90,7 @@ class KLCovLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         _check_fraction(self.fraction)
-        if not self.kl_coef > 0:
-            raise UsageError(f"kl_coef must be positive, got {self.kl_coef}")
+        check_ranges(self, kl_coef="positive")
 
     def select_tokens(
         self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
@@ -191,5 +191,4 @@ def _count(fraction: float, mask: Tensor, ranks: DataRanks = ONE_RANK) -> int:
 
 
 def _check_fraction(fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise UsageError(f"fraction must lie in (0, 1], got {fraction}")
+    check_range("fraction", fraction, "in (0, 1]")

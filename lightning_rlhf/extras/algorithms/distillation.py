@@ -26,6 +26,7 @@ from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
 
 Teacher = str | ModelSource | RemoteTeacher
@@ -54,12 +55,9 @@ class Divergence:
     memory_mb: int = 150
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise UsageError(f"beta of a divergence must be in [0, 1], got {self.beta}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k of a divergence must be at least 1 or null, got {self.top_k}")
-        if self.memory_mb < 1:
-            raise UsageError(f"memory_mb of a divergence must be at least 1, got {self.memory_mb}")
+        check_range("beta of a divergence", self.beta, "in [0, 1]")
+        check_range("top_k of a divergence", self.top_k, "at least 1 or null")
+        check_range("memory_mb of a divergence", self.memory_mb, "at least 1")
 
 
 class DistillationModule(RLHFModule):

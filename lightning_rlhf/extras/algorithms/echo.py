@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.algorithms import GRPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import Experience, Rollout
 
 
@@ -33,8 +33,7 @@ class ECHOModule(GRPOModule):
 
     def __init__(self, actor: str | ModelSource, environment_coef: float = 0.1, **kwargs: Any) -> None:
         super().__init__(actor, **kwargs)
-        if not environment_coef >= 0:
-            raise UsageError(f"environment_coef must be at least 0, got {environment_coef}")
+        check_range("environment_coef", environment_coef, "at least 0")
         self.environment_coef = environment_coef
 
     @property

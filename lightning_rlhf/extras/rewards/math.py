@@ -20,6 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.extras.rewards.math_worker import initialize, is_equal
 from lightning_rlhf.extras.rewards.text import boxed
+from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.signs import plain_signs
 
 _QUICK_S = 0.05  # limit of the first pass, the time of about 30 ordinary comparisons; slower pairs are repeated
@@ -86,9 +87,7 @@ class MathReward:
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingPackageError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
-        for name in ("timeout_s", "max_chars", "workers", "memory_mb"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(self, timeout_s="positive", max_chars="positive", workers="positive", memory_mb="positive")
         self._pool: Any = None
         self._finalizer: Any = None  # stops the pool
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.extras.sandbox.protocol import Limits, ProgramResult, SandboxFault, SandboxUnavailable
+from lightning_rlhf.ranges import check_ranges
 
 if TYPE_CHECKING:
     import httpx
@@ -48,9 +49,7 @@ class RemoteSandbox:
             raise UsageError(f"url must begin with http:// or https://, got {self.url!r}")
         if "@" in urlsplit(self.url).netloc:
             raise UsageError("url must not contain a user name or password, because messages show it")
-        for name in ("concurrency", "attempts"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_ranges(self, concurrency="at least 1", attempts="at least 1")
         try:
             import httpx  # noqa: F401
             import tenacity  # noqa: F401

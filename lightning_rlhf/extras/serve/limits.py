@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.images.reading import read_image
 from lightning_rlhf.images import BadImage, ImageSettings
+from lightning_rlhf.ranges import check_ranges
 
 HEADER_BYTES = 16384  # maximum size of a request's headers and URL together
 HEADERS_TOO_LONG = f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes"
@@ -60,8 +61,7 @@ class Limits:
     read_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.max_images < 0:
-            raise UsageError(f"max_images must be at least 0, got {self.max_images}")
+        check_ranges(self, max_images="at least 0")
         for name, value in vars(self).items():
             if name != "max_images" and not value > 0:
                 raise UsageError(f"{name} must be positive, got {value}")

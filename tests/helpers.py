@@ -124,7 +124,7 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
 
 
 def concrete_objectives(kind):
-    """Return the objectives of the core and of the extra ``algorithms`` that derive from ``kind`` and have a formula."""
+    """Return the objectives of the core and of the extra ``algorithms`` that derive from ``kind``, with a formula."""
     classes = {}
     modules = [
         *pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."),

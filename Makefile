@@ -12,9 +12,9 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 3
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all test-gpu docs mutants benchmark lint release lock clean
+.PHONY: help install quickstart test test-core test-all test-gpu docs mutants benchmark lint release lock clean
 
-help:  ## what there is to make
+help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 install:  ## make .venv and install everything into it (the other commands do this by themselves)
@@ -27,6 +27,9 @@ quickstart: install  ## a supervised model, a reward model, then PPO: minutes on
 
 test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goes to pytest
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
+
+test-core: install  ## the quick tests of the core, without those of the extras
+	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore tests/extras $(PARALLEL) $(ARGS)
 
 test-all: install  ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)

@@ -358,7 +358,7 @@ class ConversationLoop:
             return Fault(
                 "invalid",
                 f"reset() returned messages that lengthen the prompt by {longer} tokens, but "
-                f" max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
+                f"max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
             )
         limits = replace(self._limits(request), max_response_tokens=left)
         running.conversation = Conversation(TokenPrompt(prompt, images), limits, shown)

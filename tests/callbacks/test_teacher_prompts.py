@@ -163,4 +163,4 @@ def test_teacher_with_more_positions_than_the_student_may_read_longer_prompts(tm
     module = DistillationModule(TinyModel(), teacher, minibatch_size=2)
     data = PromptDataModule(tokenizer=LETTERS, batch_size=2, max_tokens=8, train=InMemory(ROWS[:2]))
     quiet_trainer(default_root_dir=tmp_path, callbacks=[loop]).fit(module, datamodule=data)
-    assert module.last_step.experience.rollout.teacher_prompt_lengths.tolist() == [90, 90]
+    assert module.last_step.experience.rollout.teacher.lengths.tolist() == [90, 90]

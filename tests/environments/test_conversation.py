@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf.environments.conversation import Conversation, Limits
-from lightning_rlhf.types import Completion
+from lightning_rlhf.types import Completion, TokenPrompt
 
 
 def turn(ids, stop="stop", version=0):
@@ -11,12 +11,12 @@ def turn(ids, stop="stop", version=0):
 
 
 def test_conversation_of_two_turns_worked_by_hand():
-    conversation = Conversation([1, 2], Limits(max_turns=3, max_response_tokens=10))
+    conversation = Conversation(TokenPrompt([1, 2]), Limits(max_turns=3, max_response_tokens=10))
     conversation.add_turn(turn([3, 4]))
-    assert conversation.request == [1, 2, 3, 4]
+    assert list(conversation.request) == [1, 2, 3, 4]
     assert conversation.last_turn == ([3, 4], [1, 2])
     conversation.add_written([7, 8, 9])
-    assert conversation.request == [1, 2, 3, 4, 7, 8, 9]
+    assert list(conversation.request) == [1, 2, 3, 4, 7, 8, 9]
     assert conversation.turn_budget == 5
     conversation.add_turn(turn([5], version=1))
     assert conversation.last_turn == ([5], [1, 2, 3, 4, 7, 8, 9])
@@ -40,7 +40,7 @@ def test_conversation_of_two_turns_worked_by_hand():
     ],
 )
 def test_messages_after_the_last_turn_are_not_part_of_the_row(limits, written, stop, reason):
-    conversation = Conversation([1], limits)
+    conversation = Conversation(TokenPrompt([1]), limits)
     conversation.add_turn(turn([3, 4]))
     conversation.add_written(written)
     assert conversation.stop == stop
@@ -50,7 +50,7 @@ def test_messages_after_the_last_turn_are_not_part_of_the_row(limits, written, s
 
 
 def test_turn_truncated_by_its_limit_ends_the_conversation():
-    conversation = Conversation([1], Limits(3, 10, max_turn_tokens=2))
+    conversation = Conversation(TokenPrompt([1]), Limits(3, 10, max_turn_tokens=2))
     assert conversation.turn_budget == 2
     conversation.add_turn(turn([3, 4], stop="length"))
     assert (conversation.stop, conversation.completion.finish_reason) == ("truncated", "length")
@@ -60,11 +60,11 @@ def test_turn_truncated_by_its_limit_ends_the_conversation():
 
 def test_turn_longer_than_its_budget_is_rejected():
     with pytest.raises(ValueError, match=r"^a turn has 3 tokens, at most 2 are allowed$"):
-        Conversation([1], Limits(3, 10, max_turn_tokens=2)).add_turn(turn([3, 4, 5]))
+        Conversation(TokenPrompt([1]), Limits(3, 10, max_turn_tokens=2)).add_turn(turn([3, 4, 5]))
 
 
 def test_first_end_counts():
-    conversation = Conversation([1], Limits(3, 10))
+    conversation = Conversation(TokenPrompt([1]), Limits(3, 10))
     conversation.add_turn(turn([3]))
     conversation.end("done")
     conversation.end("fault")
@@ -72,7 +72,7 @@ def test_first_end_counts():
 
 
 def test_conversation_without_an_end_has_no_completion():
-    conversation = Conversation([1], Limits(3, 10))
+    conversation = Conversation(TokenPrompt([1]), Limits(3, 10))
     for _ in range(2):
         with pytest.raises(ValueError, match="without an end or without a turn"):
             _ = conversation.completion

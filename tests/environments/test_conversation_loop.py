@@ -38,6 +38,10 @@ def requests(count, row=None, max_tokens=24, turns=8):
     ]
 
 
+def with_prompt(request, **changes):
+    return replace(request, prompt=replace(request.prompt, **changes))
+
+
 @pytest.fixture
 def converse():
     """Run conversations with an engine and close the environments."""
@@ -187,7 +191,7 @@ def test_failure_ends_the_run_with_the_traceback_of_the_environment(converse):
 def test_misbehaving_environments_do_not_end_a_run_or_change_other_conversations(converse, on_error):
     names = list(worlds.FAULTS)
     requested = [
-        replace(request, row={"fault": names[i // 2] if i % 2 else ""})
+        with_prompt(request, columns={"fault": names[i // 2] if i % 2 else ""})
         for i, request in enumerate(requests(2 * len(names)))
     ]
     rows = converse(
@@ -222,7 +226,9 @@ def test_non_repeatable_environment_is_reported_as_a_failure(converse):
 
 
 def test_too_many_failures_end_the_run(converse):
-    requested = [replace(request, row={"fault": "raise" if i < 2 else ""}) for i, request in enumerate(requests(3))]
+    requested = [
+        with_prompt(request, columns={"fault": "raise" if i < 2 else ""}) for i, request in enumerate(requests(3))
+    ]
     with pytest.raises(RuntimeError, match=r"failed in 2 of 3 conversations, more than its max_error_rate of 0.5"):
         converse(Spy(LETTERS, ["ab"]), requested, factory=worlds.Misbehaves, on_error="skip")
 
@@ -311,7 +317,9 @@ def test_empty_reply_to_a_tool_call_is_an_empty_result(converse):
 
 
 def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(chat):
-    requested = [replace(request, row={"count": 1 + i % 2}) for i, request in enumerate(requests(4, max_tokens=64))]
+    requested = [
+        with_prompt(request, columns={"count": 1 + i % 2}) for i, request in enumerate(requests(4, max_tokens=64))
+    ]
     rows, _ = chat(worlds.SeveralMessages, requested, on_error="end")
     assert [row.conversation.fault for row in rows] == [None, "invalid"] * 2
     assert [len(row.conversation.turn_ends) for row in rows] == [3, 1, 3, 1]
@@ -322,7 +330,8 @@ def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(cha
 
 def test_initial_messages_that_the_template_rejects_are_a_failure(chat):
     requested = [
-        replace(request, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for request in requests(1)
+        with_prompt(request, messages=[{"role": "user", "content": "a"}], columns={"greeting": "b"})
+        for request in requests(1)
     ]
     (instance,), _ = chat(worlds.Greets, requested, on_error="zero", max_error_rate=1.0)
     assert (instance.conversation.fault, instance.conversation.stop) == ("invalid", "fault")

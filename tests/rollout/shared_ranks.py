@@ -17,7 +17,7 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.shared import SharedEngine
-from lightning_rlhf.types import Completion, SamplingParams
+from lightning_rlhf.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(8)
 
@@ -176,7 +176,7 @@ def converse():
 
     def requested(number, turns):
         sampling = SamplingParams(40, stop_token_ids=(2,))
-        return ConversationRequest([number], "", [], {"turns": turns}, 0, (4, 5, 6, 7), sampling)
+        return ConversationRequest(Prompt([number], "", {"turns": turns}), 0, (4, 5, 6, 7), sampling)
 
     def run(requests):
         result = serve(engine, requests, partial(sampler, check=check)).result()

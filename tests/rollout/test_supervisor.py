@@ -560,7 +560,7 @@ def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, cap
     ],
 )
 def test_tokens_that_cannot_be_a_response_are_rejected(tokens, echo, message):
-    (sent,) = as_requests([[5, 6, 7]], [SamplingParams(2, echo=echo)], [0])
+    (sent,) = as_requests([TokenPrompt([5, 6, 7])], [SamplingParams(2, echo=echo)], [0])
     with nullcontext() if message is None else pytest.raises(RunError, match=f"^{message}$"):
         check_tokens(tokens, sent, 61)
 

@@ -14,7 +14,7 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import Prompt, SamplingParams
 from tests.environments import worlds
 from tests.rollout.engines import ARCHITECTURE, END, largest_gap, prompts_of, pushed, setup_of, source_of
 
@@ -25,7 +25,7 @@ TOKENIZER = CharacterTokenizer("".join(chr(number) for number in range(65, 122))
 def requests(count, turns=4, max_tokens=120):
     sampling = SamplingParams(max_tokens, stop_token_ids=(END,))
     return [
-        ConversationRequest(prompt, "", [], {}, i // 4, tuple(range(100 * i, 100 * i + turns)), sampling)
+        ConversationRequest(Prompt(prompt, ""), i // 4, tuple(range(100 * i, 100 * i + turns)), sampling)
         for i, prompt in enumerate(prompts_of(count))
     ]
 

@@ -24,7 +24,7 @@ from lightning_rlhf.extras.agents.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import Prompt, SamplingParams
 from tests.environments.spy import Spy
 from tests.extras.agents import agents
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -43,9 +43,7 @@ def requests(count, row=None, max_tokens=24):
     sampling = SamplingParams(max_tokens, stop_token_ids=(END,))
     messages = [{"role": "user", "content": "a"}]
     return [
-        ConversationRequest(
-            ids("a"), "a", messages, {"prompt": "a", **(row or {})}, i, tuple(range(9 * i, 9 * i + 8)), sampling
-        )
+        ConversationRequest(Prompt(ids("a"), "a", row or {}, messages), i, tuple(range(9 * i, 9 * i + 8)), sampling)
         for i in range(count)
     ]
 

@@ -275,7 +275,7 @@ def test_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
 def test_worker_has_no_environment_and_writes_no_file(tmp_path):
     script = (
         "import os, resource\n"
-        "from lightning_rlhf.rewards import math_worker\n"
+        "from lightning_rlhf.extras.rewards import math_worker\n"
         "math_worker.initialize(512)\n"
         "assert not os.environ\n"
         "assert resource.getrlimit(resource.RLIMIT_AS)[0] == 512 << 20\n"

@@ -33,7 +33,7 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from lightning_rlhf.types import PromptImages, SamplingParams, TokenPrompt
+from lightning_rlhf.types import Prompt, PromptImages, SamplingParams, TokenPrompt
 from tests.environments.worlds import Echo
 from tests.extras.servers.stub_server import valid_server
 from tests.rollout.engines import setup_of, source_of
@@ -208,7 +208,7 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
     )
     sampling = replace(SAMPLING, max_tokens=9)
     requested = [
-        ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)
+        ConversationRequest(Prompt([number], ""), 0, (number, 100 + number), sampling) for number in range(3, 40)
     ]
     generation = serve(engine, requested, partial(sampler, check=CompletionCheck(9, 7, 20)))
     rows = generation.result()
@@ -216,7 +216,7 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
     bodies = [body for path, body in stub.requested if path.endswith("generate")]
     assert len(bodies) == 2 * len(requested)
     for request, row in zip(requested, rows, strict=True):
-        instance = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
+        instance = [body for body in bodies if body["token_ids"][0] == request.prompt.token_ids[0]]
         first, second = sorted(instance, key=lambda body: body["sampling_params"]["seed"])
         assert tuple(body["sampling_params"]["seed"] for body in (first, second)) == request.turn_seeds
         assert second["token_ids"] == [*request.prompt_ids, *row.token_ids[: row.sampled.index(False) + 2]]

@@ -23,8 +23,10 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cfg": "ini", ".
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file or folder that a page of docs/ links to, and for those that these pages link to."""
+    """Add the schema, and a page for each file or folder that a page links to, also a page that is added here."""
     root = Path(config.docs_dir).parent
+    schema = (root / "lightning_rlhf/extras/schema/schema.json").read_text(encoding="utf-8")
+    files.append(File.generated(config, "schema.json", content=schema))  # for editors
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     while waiting:
         source = waiting.pop()

@@ -50,14 +50,12 @@ def main() -> int:
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     try:
-        if (message := _mistakes(name, arguments[1:])) is not None:
-            if _is_first_process():  # others find the same
-                print(f"lightning-rlhf: {message}", file=sys.stderr)
+        if not _can_be_read(name, arguments[1:]):
             return 2
         if (
             name in ("fit", "validate")
             and not any(_shows_only(argument) for argument in arguments)
-            and _is_first_process()
+            and launch_environment.is_first_process()
         ):
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
@@ -73,22 +71,19 @@ def _shows_only(argument: str) -> bool:
     return option in ("--print_config", "--help-all") or option.endswith(".help")
 
 
-def _is_first_process() -> bool:
-    """Return whether this is the first process of the run on this machine."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
-
-
-def _mistakes(name: str, arguments: list[str]) -> str | None:
-    """Return a message about the configuration of a run, found before libraries are imported; None if it is right."""
+def _can_be_read(name: str, arguments: list[str]) -> bool:
+    """Return whether the files of a configuration can be read; print mistakes in it before libraries are imported."""
     if name not in COMMANDS or not COMMANDS[name].reads_run:
-        return None
-    from lightning_rlhf.cli.config_mistakes import check_settings
+        return True
+    from lightning_rlhf.cli.early import check_early
 
     try:
-        check_settings(arguments, name if COMMANDS[name].module == LIGHTNING else "")
+        check_early(arguments, name if COMMANDS[name].module == LIGHTNING else "", before=True)
     except UsageError as error:
-        return str(error)
-    return None
+        if launch_environment.is_first_process():  # others find the same
+            print(f"lightning-rlhf: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _show(text: str) -> int:

@@ -7,7 +7,7 @@ import yaml
 
 from lightning_rlhf import GRPOModule
 from lightning_rlhf.calls.references import load_function
-from lightning_rlhf.cli.source_classes import find_class
+from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -32,7 +32,7 @@ def test_schedule_and_optimizer_can_be_instantiated():
 
 def test_values_refer_to_existing_arguments():
     classes = ("PPOModule", "PromptDataModule", "callbacks.RolloutLoop")
-    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
+    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").options}
     named = re.findall(r"^\| [^|]+ \| `([\w.]+)", PAGE, re.MULTILINE)
     assert len(named) >= 12
     assert {name.rpartition(".")[2] for name in named} <= known

@@ -58,7 +58,7 @@ def test_wheel_holds_only_the_package(wheel):
         path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/extras/commands/templates/*/*.[yj]*")
     }
     assert len(templates) == 19
-    assets |= {*templates, "lightning_rlhf/extras/report/metrics.json"}
+    assets |= {*templates, "lightning_rlhf/extras/report/metrics.json", "lightning_rlhf/extras/schema/schema.json"}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 

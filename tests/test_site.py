@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch import Trainer
 from torch.optim import AdamW
 
-from lightning_rlhf.cli.source_classes import find_class
+from lightning_rlhf.cli.signatures import find_class
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGES_OF_PEERS = ("from_trl", "from_verl")
@@ -51,6 +51,10 @@ def site(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout + done.stderr == ""
     return directory
+
+
+def test_site_has_the_schema_of_configurations(site):
+    assert (site / "schema.json").read_text() == (ROOT / "lightning_rlhf/extras/schema/schema.json").read_text()
 
 
 def test_pages_load_nothing_from_other_servers(site):
@@ -126,7 +130,7 @@ def arguments():
 def test_options_in_the_comparison_with_other_libraries_exist(page):
     trainer = set(inspect.signature(Trainer).parameters)
     paths = ("PPOModule", "strategies.fsdp.RLHFFSDPStrategy")
-    known = arguments() | trainer | {name for path in paths for name in find_class(f"lightning_rlhf.{path}").parameters}
+    known = arguments() | trainer | {name for path in paths for name in find_class(f"lightning_rlhf.{path}").options}
     known |= set(inspect.signature(AdamW).parameters)
     known |= {
         "rlhf_single",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 LIGHTNING = "lightning_rlhf.cli.main"
 _EXTRAS = "lightning_rlhf.extras"
+CHECK = f"{_EXTRAS}.schema.check"  # its function mistakes(arguments, command) is the early check of a configuration
 
 
 class Command(NamedTuple):

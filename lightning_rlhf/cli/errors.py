@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any
 from lightning_rlhf.expected_errors import ExpectedError, Interrupted
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+printed: dict[str, Sequence[str]] = {}  # mistakes that the early check of this command has printed, with their names
 
 
 class CLIError(ExpectedError):
@@ -39,8 +41,8 @@ def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args)
         except ExpectedError as error:
-            if str(error):
-                print(f"lightning-rlhf: {error}", file=sys.stderr)
+            if message := unprinted(str(error)):
+                print(f"lightning-rlhf: {message}", file=sys.stderr)
             if isinstance(error, CLIError):
                 return error.code
             return 2
@@ -110,3 +112,19 @@ def in_one_message(mistakes: Sequence[str]) -> str:
     if len(mistakes) == 1:
         return mistakes[0]
     return "\n".join([f"{len(mistakes)} mistakes in the configuration:", *(f"  {mistake}" for mistake in mistakes)])
+
+
+def unprinted(message: str) -> str:
+    """Return the mistakes in an error's message that the early check has not printed."""
+    lines = message.splitlines()
+    mistakes = [line.strip() for line in (lines[1:] if re.match(r"\d+ mistakes in", message) else lines)]
+    remaining = [mistake for mistake in mistakes if mistake not in printed]
+    if len(remaining) == len(mistakes):
+        return message
+    return in_one_message(remaining) if remaining else ""
+
+
+def is_about_a_printed_one(message: str) -> bool:
+    """Return whether the parser's own message names an option that a printed mistake is about."""
+    names = {name for of_one in printed.values() for name in of_one}
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in names)

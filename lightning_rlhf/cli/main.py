@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -18,8 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.survival.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.survival.graceful_shutdown import can_resume, how_to_resume
-from lightning_rlhf.cli.config_files import add_import_folders, check_classes, wants_help
-from lightning_rlhf.cli.config_mistakes import check_settings
+from lightning_rlhf.cli.config_files import check_classes, wants_help
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
     RunRecord,
@@ -29,6 +29,7 @@ from lightning_rlhf.cli.earlier_run import (
     rename_earlier_run,
     restore_earlier_run,
 )
+from lightning_rlhf.cli.early import check_early
 from lightning_rlhf.cli.errors import (
     CLIError,
     disk_error,
@@ -38,9 +39,10 @@ from lightning_rlhf.cli.errors import (
     one_line_errors,
     print_cause,
 )
-from lightning_rlhf.cli.merging import as_yaml, merged_settings
+from lightning_rlhf.cli.merging import CLASS_KEYS, as_yaml, merged_settings
 from lightning_rlhf.cli.parser import ConfigParser, reports_errors
 from lightning_rlhf.cli.screen import configure_messages, last_line
+from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.cli.strategy_choice import find_strategy, process_count
 from lightning_rlhf.compat import is_lightning_error
 from lightning_rlhf.expected_errors import EngineDied, ExpectedError, UsageError
@@ -52,6 +54,7 @@ from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 _DIRECTORY = "runs/default"
+_OPTIMIZER = "torch.optim.optimizer.Optimizer"
 # A command without any of these options has no module: they set one, or end the command before it is needed.
 _ENOUGH_FOR_A_COMMAND = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
 _TRAINER_DEFAULTS = {
@@ -118,8 +121,7 @@ class RLHFCLI(LightningCLI):
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
-        check_settings(command_line[1:], self._command if self.needs_files else "")
-        add_import_folders(command_line)
+        check_early(command_line[1:], self._command if self.needs_files else "")
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:
             public = import_module("lightning_rlhf")
@@ -146,6 +148,9 @@ class RLHFCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the merged content of the files and options."""
         self.config = parser.parse_args(self._arguments)
+        trainer = self.config[self._command]["trainer"]
+        if isinstance(trainer.get("callbacks"), Namespace):
+            trainer["callbacks"] = [trainer["callbacks"]]
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the command on the command line, or all for a help page: building the parser of each takes time."""
@@ -277,9 +282,28 @@ def _merged(arguments: list[str]) -> list[str]:
     if reports_errors():
         for line in dict.fromkeys(settings.dropped):
             print(line, file=sys.stderr)
+    _check_rates(settings.values, "")
     if not settings.values:
         return settings.arguments
     return [f"--config={as_yaml(settings.values)}", *settings.arguments]
+
+
+def _check_rates(value: Any, key: str) -> None:
+    """Raise for an optimizer by name without its rate: torch would take one of its own, and no longer the module's."""
+    if isinstance(value, list):
+        for entry in value:
+            _check_rates(entry, key)
+    if not isinstance(value, dict):
+        return
+    options = {name: part for name, part in value.items() if name not in CLASS_KEYS}
+    options |= inner if isinstance(inner := value.get("init_args"), dict) else {}
+    kind = find_class(value["class_path"]) if isinstance(value.get("class_path"), str) else None
+    if kind is not None and _OPTIMIZER in kind.bases and "lr" in kind.options and "lr" not in options:
+        raise UsageError(
+            f"{key} ({kind.name}): lr is missing: an optimizer that is named by class_path has no rate of the module"
+        )
+    for name, part in options.items():
+        _check_rates(part, f"{key}.{name}".lstrip("."))
 
 
 def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | None:

@@ -7,7 +7,6 @@ sections ``model`` and ``data`` keep the options that their new class has, becau
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,23 +15,23 @@ from typing import Any
 import yaml
 
 from lightning_rlhf.cli.config_files import read_text, read_yaml
-from lightning_rlhf.cli.source_classes import Parameter, SourceClass, class_named
-from lightning_rlhf.cli.used_classes import (
-    CLASS_KEYS,
-    REQUIRED,
-    accepts,
-    classes_in,
-    named_class,
+from lightning_rlhf.cli.signatures import (
+    Find,
+    Known,
+    Schema,
+    alternatives,
+    classes_of,
+    find_class,
+    fits,
     only_class,
-    trainer_class,
 )
-from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
-_NAMED = (dict, Mapping)
-_FILES = (".yaml", ".yml")
-_TEXTS = (str, str | None)
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+REQUIRED = ("model", "data")
+TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 SECTIONS = (*REQUIRED, "trainer")
+_FILES = (".yaml", ".yml")
 _FURTHER = ("seed_everything", "ckpt_path")  # options that are one value
 _MODEL = "lightning_rlhf.models.loading.Pretrained"
 
@@ -51,20 +50,15 @@ class Appended(list[Any]):
     """Entries that an option of the command line adds to a list: ``--trainer.callbacks+=EarlyStopping``."""
 
 
-def merge(first: dict[str, Any], second: dict[str, Any], dropped: list[str] | None = None) -> dict[str, Any]:
+def merge(first: dict[str, Any], second: dict[str, Any], find: Find = find_class) -> dict[str, Any]:
     """Return a configuration with the values of a later one.
 
     Args:
         first: content of a file, or of several that were merged.
         second: content of a later file, or :class:`Dotted` of the command line.
-        dropped: receives a line for each value that loses options, lists or names that the earlier one set.
+        find: returns a class by its name.
     """
-    lines = [] if dropped is None else dropped
-    merged = dict(first)
-    for name, value in second.items():
-        annotation = trainer_class() if name == "trainer" else None
-        merged[name] = _merged(first.get(name), value, name, annotation, lines)
-    return merged
+    return _Merge(find).sections(first, second)
 
 
 @dataclass
@@ -82,16 +76,18 @@ class Settings:
     dropped: list[str] = field(default_factory=list)
 
 
-def merged_settings(arguments: Sequence[str]) -> Settings:
+def merged_settings(arguments: Sequence[str], find: Find = find_class) -> Settings:
     """Return the values that a command line sets: later files and options override earlier ones.
 
     Args:
         arguments: command line after the command's name.
+        find: returns a class by its name.
 
     Raises:
         UsageError: a file is not a YAML mapping, or an option has no value.
     """
     settings = Settings()
+    merging = _Merge(find, settings.dropped)
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -108,16 +104,16 @@ def merged_settings(arguments: Sequence[str]) -> Settings:
                 raise UsageError(f"{argument} needs a value: {argument}=VALUE")
             text = remaining.pop(0)
         later = nested(name, text) if is_section else _content(Path(text).expanduser())
-        settings.values = merge(settings.values, later, settings.dropped)
+        settings.values = merging.sections(settings.values, later)
     for name in REQUIRED:
-        settings.values.update(_with_full_name(name, settings.values.get(name)))
+        settings.values.update(_with_full_name(name, settings.values.get(name), find))
     return settings
 
 
-def _with_full_name(section: str, value: Any) -> dict[str, Any]:
+def _with_full_name(section: str, value: Any, find: Find) -> dict[str, Any]:
     """Return a section whose class has a short name with the full one: the parser imports it."""
     path = value.get("class_path") if isinstance(value, dict) else value
-    if not isinstance(path, str) or not path.isidentifier() or (kind := class_named(path)) is None:
+    if not isinstance(path, str) or not path.isidentifier() or (kind := find(path)) is None:
         return {}
     return {section: {**(value if isinstance(value, dict) else {}), "class_path": kind.path}}
 
@@ -193,148 +189,160 @@ def _collection(text: str) -> Any:
     return value
 
 
-def _merged(first: Any, second: Any, key: str, annotation: Any, dropped: list[str]) -> Any:
-    """Return the value of an option that an earlier value had set to ``first``, and a later one to ``second``."""
-    if isinstance(second, FromText) and annotation in _TEXTS:
-        return second.text
-    if isinstance(second, Appended):
-        return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
-    if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
-        return _with_options_of_an_entry(first, second, key, annotation, dropped)
-    # Of the Trainer, whose options are not under init_args.
-    if isinstance(annotation, SourceClass) and isinstance(first, dict) and isinstance(second, dict):
-        return _options(first, second, annotation, key, dropped)
-    specs = _spec(first, annotation, second), _spec(second, annotation, first)
-    if specs[0] is not None and specs[1] is not None:
-        return _class(specs[0], specs[1], key, annotation, dropped)
-    if isinstance(first, dict) and isinstance(second, Dotted):
-        return _options(first, second, None, key, dropped)
-    if isinstance(first, str) and isinstance(second, Dotted) and specs[1] is not None:
-        raise UsageError(
-            f"{key} is {first!r}, whose options cannot be set one by one ({', '.join(map(str, second))}): give "
-            f"class_path with init_args"
-        )
-    if lost := [name for name in _names(first) if name not in _names(second)]:
-        dropped.append(f"{key}: the later value replaces the earlier one, without its {', '.join(lost)}")
-    return second
-
-
-def _options(
-    first: dict[str, Any],
-    second: dict[str, Any],
-    kind: SourceClass | None,
-    key: str,
-    dropped: list[str],
-) -> dict[str, Any]:
-    """Return options merged by name."""
-    known = {} if kind is None else kind.parameters
-    merged = dict(first)
-    for name, value in second.items():
-        annotation = known[name].annotation if name in known else None
-        merged[name] = _merged(first.get(name), value, f"{key}.{name}", annotation, dropped)
-    return merged
-
-
-def _class(
-    first: dict[str, Any], second: dict[str, Any], key: str, annotation: Any, dropped: list[str]
-) -> dict[str, Any]:
-    """Return a class with its options; a later class keeps no options of another one, ``model`` and ``data`` theirs."""
-    before, after = _kind(first, annotation), _kind(second, annotation)
-    options = dict(first.get("init_args") or {})
-    named = second.get("class_path")
-    if is_other := named is not None and _path(before, first) != _path(after, second):
-        known = {} if after is None or key not in REQUIRED else after.parameters
-        keeps_all = key in REQUIRED and not known  # the parser knows the options of the others
-        remaining = {name: value for name, value in options.items() if keeps_all or _has(known, name, value)}
-        lost = [name for name in (*options, *(first.get("dict_kwargs") or {})) if name not in remaining]
-        if lost:
-            dropped.append(f"{key}: {_short(after, second)} replaces {_short(before, first)} and its {', '.join(lost)}")
-        options = remaining
-    kind = after if named is not None else before
-    merged = {name: value for name, value in first.items() if name == "dict_kwargs" and not is_other}
-    merged |= {name: value for name, value in second.items() if name == "dict_kwargs"}
-    if path := named or first.get("class_path"):
-        merged["class_path"] = path
-    merged["init_args"] = _options(options, second.get("init_args") or {}, kind, key, dropped)
-    if kind is not None and kind.path == _MODEL and "path" in merged["init_args"]:
-        return dict(merged["init_args"])  # as people write a model
-    return merged
-
-
-def _has(known: Mapping[str, Parameter], name: str, value: Any) -> bool:
-    """Return whether a class has an option that accepts a value, as far as its class is known."""
-    if name not in known or wrong_value(name, value, known[name].annotation):
-        return False
-    annotation = known[name].annotation
-    kind = _kind(value, annotation) if isinstance(value, dict) and "class_path" in value else None
-    return kind is None or not _sources(annotation) or accepts(annotation, kind)
-
-
-def _spec(value: Any, annotation: Any, other: Any) -> dict[str, Any] | None:
-    """Return a value as a class with ``init_args``; None for other values.
-
-    A text for a model is short for ``{path: text}``.
+@dataclass
+class _Merge:
+    """Merges values.
 
     Args:
-        value: value of an option.
-        annotation: annotation of the option.
-        other: value of the same option that is merged with it.
+        find: returns a class by its name.
+        dropped: receives a line for each value that loses options, lists or names that the earlier one set.
     """
-    sources = _sources(annotation)
-    names_class = any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
-    is_class = bool(sources) or names_class or _is_factory(annotation)
-    if isinstance(value, str) and is_class:
-        is_name = all(part.isidentifier() for part in value.split("."))
-        kind = named_class(value) if is_name else None
-        if isinstance(kind, SourceClass) and (not sources or any(kind.is_subclass(each.path) for each in sources)):
-            return {"class_path": value}
-        if _is_model(annotation):
-            return {"class_path": _MODEL, "init_args": {"path": value}}
-        if is_name and isinstance(other, dict) and "class_path" not in other:
-            return {"class_path": value}  # a class that only the parser finds, or a wrong name, which it rejects
-    if not isinstance(value, dict) or not is_class:
-        return None
-    spec: dict[str, Any] = {name: part for name, part in value.items() if name in CLASS_KEYS}
-    direct = {name: part for name, part in value.items() if name not in CLASS_KEYS}
-    return {**spec, "init_args": {**(spec.get("init_args") or {}), **direct}}
+
+    find: Find
+    dropped: list[str] = field(default_factory=list)
+
+    def sections(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        """Return the sections of a configuration with those of a later one."""
+        merged = dict(first)
+        for name, value in second.items():
+            merged[name] = self._value(first.get(name), value, name, None)
+        return merged
+
+    def _value(self, first: Any, second: Any, key: str, schema: Schema | None) -> Any:
+        """Return the value of an option that an earlier value had set to ``first``, and a later one to ``second``."""
+        if isinstance(second, FromText) and _is_text(schema):
+            return second.text
+        if isinstance(second, Appended):
+            return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
+        if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
+            return self._with_options_of_an_entry(first, second, key, schema)
+        if key == "trainer" and isinstance(first, dict) and isinstance(second, dict):
+            return self._options(first, second, self.find(TRAINER), key)
+        specs = self._spec(first, schema, second), self._spec(second, schema, first)
+        if specs[0] is not None and specs[1] is not None:
+            return self._class(specs[0], specs[1], key, schema)
+        if isinstance(first, dict) and isinstance(second, Dotted):
+            return self._options(first, second, None, key)
+        if isinstance(first, str) and isinstance(second, Dotted) and specs[1] is not None:
+            raise UsageError(
+                f"{key} is {first!r}, whose options cannot be set one by one ({', '.join(map(str, second))}): give "
+                f"class_path with init_args"
+            )
+        if lost := [name for name in _names(first) if name not in _names(second)]:
+            self.dropped.append(f"{key}: the later value replaces the earlier one, without its {', '.join(lost)}")
+        return second
+
+    def _options(self, first: dict[str, Any], second: dict[str, Any], kind: Known | None, key: str) -> dict[str, Any]:
+        """Return options merged by name."""
+        known = {} if kind is None else kind.options
+        merged = dict(first)
+        for name, value in second.items():
+            merged[name] = self._value(first.get(name), value, f"{key}.{name}", known.get(name))
+        return merged
+
+    def _class(self, first: dict[str, Any], second: dict[str, Any], key: str, schema: Schema | None) -> dict[str, Any]:
+        """Return a class with its options; a later class keeps none of another one, ``model`` and ``data`` theirs."""
+        before, after = self._kind(first, schema), self._kind(second, schema)
+        options = dict(first.get("init_args") or {})
+        named = second.get("class_path")
+        if is_other := named is not None and _path(before, first) != _path(after, second):
+            known = {} if after is None or key not in REQUIRED else after.options
+            keeps_all = key in REQUIRED and not known  # the parser knows the options of the others
+            remaining = {name: value for name, value in options.items() if keeps_all or self._has(known, name, value)}
+            lost = [name for name in (*options, *(first.get("dict_kwargs") or {})) if name not in remaining]
+            if lost:
+                names = _short(after, second), _short(before, first), ", ".join(lost)
+                self.dropped.append(f"{key}: {names[0]} replaces {names[1]} and its {names[2]}")
+            options = remaining
+        kind = after if named is not None else before
+        merged = {name: value for name, value in first.items() if name == "dict_kwargs" and not is_other}
+        merged |= {name: value for name, value in second.items() if name == "dict_kwargs"}
+        if path := named or first.get("class_path"):
+            merged["class_path"] = path
+        merged["init_args"] = self._options(options, second.get("init_args") or {}, kind, key)
+        if kind is not None and kind.path == _MODEL and "path" in merged["init_args"]:
+            return dict(merged["init_args"])  # as people write a model
+        return merged
+
+    def _has(self, known: Mapping[str, Schema], name: str, value: Any) -> bool:
+        """Return whether a class has an option that accepts a value, as far as its class is known."""
+        if name not in known or not fits(value, known[name]):
+            return False
+        bases = classes_of(known[name])
+        kind = self._kind(value, known[name]) if isinstance(value, dict) and "class_path" in value else None
+        return kind is None or not bases or not set(bases).isdisjoint(kind.bases)
+
+    def _spec(self, value: Any, schema: Schema | None, other: Any) -> dict[str, Any] | None:
+        """Return a value as a class with ``init_args``; None for other values.
+
+        A text for a model is short for ``{path: text}``.
+
+        Args:
+            value: value of an option.
+            schema: node of the option.
+            other: value of the same option that is merged with it.
+        """
+        bases = classes_of(schema)
+        names_class = any(isinstance(each, dict) and set(each) & set(CLASS_KEYS) for each in (value, other))
+        is_class = bool(bases) or names_class or _is_factory(schema)
+        if isinstance(value, str) and is_class:
+            is_name = all(part.isidentifier() for part in value.split("."))
+            kind = self.find(value) if is_name and value.rpartition(".")[2][0].isupper() else None
+            if kind is not None and (not bases or not set(bases).isdisjoint(kind.bases)):
+                return {"class_path": value}
+            if _MODEL in bases:
+                return {"class_path": _MODEL, "init_args": {"path": value}}
+            if is_name and isinstance(other, dict) and "class_path" not in other:
+                return {"class_path": value}  # a class that only the parser finds, or a wrong name, which it rejects
+        if not isinstance(value, dict) or not is_class or not isinstance(value.get("init_args") or {}, dict):
+            return None
+        spec: dict[str, Any] = {name: part for name, part in value.items() if name in CLASS_KEYS}
+        direct = {name: part for name, part in value.items() if name not in CLASS_KEYS}
+        return {**spec, "init_args": {**(spec.get("init_args") or {}), **direct}}
+
+    def _kind(self, spec: dict[str, Any], schema: Schema | None) -> Known | None:
+        """Return the class of a value; None if it is unknown, as of a module's default object."""
+        path = spec.get("class_path")
+        if isinstance(path, str):
+            return self.find(path)
+        if _MODEL in classes_of(schema) and "path" in (spec.get("init_args") or {}):
+            return self.find(_MODEL)
+        only = only_class(schema)
+        return None if only is None else self.find(only)
+
+    def _with_options_of_an_entry(
+        self, entries: Sequence[Any], options: dict[str, Any], key: str, schema: Schema | None
+    ) -> list[Any]:
+        """Return a list with options of its last entry that has them all; of its last one, if none has."""
+        inner = options.get("init_args")
+        names = {*options, *(inner if isinstance(inner, dict) else ())} - set(CLASS_KEYS)
+        specs = [{"class_path": entry} if isinstance(entry, str) else entry for entry in entries]
+        kinds = [self._kind(spec, schema) if isinstance(spec, dict) else None for spec in specs]
+        with_all = [index for index, kind in enumerate(kinds) if kind is not None and names <= kind.options.keys()]
+        position = max(with_all, default=len(entries) - 1)
+        if position < 0:
+            return [options]
+        changed = self._value(specs[position], options, key, schema)
+        return [*entries[:position], changed, *entries[position + 1 :]]
 
 
-def _is_factory(annotation: Any) -> bool:
-    """Return whether an annotation is of an optimizer or a schedule, or unknown: values with names are its options."""
-    options = [annotation, *typing.get_args(annotation)]
-    return annotation is not None and not any((typing.get_origin(part) or part) in _NAMED for part in options)
+def _is_text(schema: Schema | None) -> bool:
+    """Return whether an option is a text, or null."""
+    return bool(alternatives(schema)) and all(
+        option.get("type") in ("string", ["null", "string"]) for option in alternatives(schema)
+    )
 
 
-def _sources(annotation: Any) -> list[SourceClass]:
-    """Return the classes of this or another package in an annotation, such as those of ``str | Pretrained``."""
-    if typing.get_origin(annotation) in _NAMED:
-        return []
-    options = [annotation, *typing.get_args(annotation)]
-    sources = [source for part in options if (source := getattr(part, "source", None)) is not None]
-    return [source for source in sources if source.path != "typing.Any"]
+def _is_factory(schema: Schema | None) -> bool:
+    """Return whether an option is an optimizer or a schedule, or unknown: values with names are its options."""
+    return schema is not None and not any(option.get("type") == "object" for option in alternatives(schema))
 
 
-def _is_model(annotation: Any) -> bool:
-    return any(source.path == _MODEL for source in _sources(annotation))
-
-
-def _kind(spec: dict[str, Any], annotation: Any) -> SourceClass | None:
-    """Return the class of a value; None if it is unknown, as of a module's default object."""
-    path = spec.get("class_path")
-    if isinstance(path, str):
-        kind = named_class(path)
-        return kind if isinstance(kind, SourceClass) else None
-    if _is_model(annotation) and "path" in (spec.get("init_args") or {}):
-        kind = named_class(_MODEL)
-        return kind if isinstance(kind, SourceClass) else None
-    return only_class(annotation)
-
-
-def _path(kind: SourceClass | None, spec: dict[str, Any]) -> Any:
+def _path(kind: Known | None, spec: dict[str, Any]) -> Any:
     return spec.get("class_path") if kind is None else kind.path
 
 
-def _short(kind: SourceClass | None, spec: dict[str, Any]) -> str:
+def _short(kind: Known | None, spec: dict[str, Any]) -> str:
     return str(spec.get("class_path", "the default")).rpartition(".")[2] if kind is None else kind.name
 
 
@@ -352,18 +360,3 @@ def _name(entry: Any) -> str:
     if isinstance(entry, dict):
         entry = entry.get("class_path") or entry.get("function")
     return entry if isinstance(entry, str) else ""
-
-
-def _with_options_of_an_entry(
-    entries: Sequence[Any], options: dict[str, Any], key: str, annotation: Any, dropped: list[str]
-) -> list[Any]:
-    """Return a list with options of its last entry that has them all; of its last one, if none has."""
-    names = {*options, *(options.get("init_args") or {})} - set(CLASS_KEYS)
-    known = [next(classes_in([entry], key, annotation), None) for entry in entries]
-    with_all = [index for index, used in enumerate(known) if used is not None and names <= used.known.keys()]
-    position = max(with_all, default=len(entries) - 1)
-    if position < 0:
-        return [options]
-    entry = entries[position]
-    spec = {"class_path": entry} if isinstance(entry, str) else entry
-    return [*entries[:position], _merged(spec, options, key, annotation, dropped), *entries[position + 1 :]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.cli.config_mistakes import hint
+from lightning_rlhf.cli.early import hint, suggestion
+from lightning_rlhf.cli.errors import is_about_a_printed_one
+from lightning_rlhf.launch_environment import is_first_process
 from lightning_rlhf.strategies import ranks
 
 # Lines of jsonargparse's trees of alternatives that contain no reason.
@@ -92,8 +94,11 @@ class ConfigParser(LightningArgumentParser):
         """Print one line and exit with 2; a nested parser raises, so that jsonargparse tries the alternatives."""
         if not self.exit_on_error:
             super().error(message, ex)
-        if reports_errors():
-            print(f"lightning-rlhf: {self._unknown_option() or condense(message)}", file=sys.stderr)
+        text = self._unknown_option() or condense(message)
+        if absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
+            text += suggestion(absent[2], dir(sys.modules[absent[1]]))
+        if reports_errors() and not is_about_a_printed_one(text):
+            print(f"lightning-rlhf: {text}", file=sys.stderr)
         sys.exit(2)
 
     def _unknown_option(self) -> str | None:
@@ -138,8 +143,7 @@ def reports_errors() -> bool:
 
     After the process group is initialized, only the first process that fails detects an error, so any process prints.
     """
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return local_rank == "0" or ranks.is_distributed()
+    return is_first_process() or ranks.is_distributed()
 
 
 def condense(message: str) -> str:

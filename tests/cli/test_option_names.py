@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_rlhf.calls.references import load_function
-from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
-from lightning_rlhf.cli.source_classes import find_class
+from lightning_rlhf.cli.signatures import find_class
+from lightning_rlhf.extras.schema.option_names import ENGINES, OPTION_NAMES
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 
@@ -52,7 +52,7 @@ def test_corresponding_command_line_option_is_suggested(fit, config):
 
 def test_suggested_options_exist():
     classes = ("GRPOModule", "Pretrained", "PromptDataModule", "callbacks.RolloutLoop", "callbacks.RunCheckpoint")
-    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").parameters}
+    known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").options}
     for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",
                  "micro_batch_tokens", "batch_size", "max_tokens", "group_size", "max_response_tokens", "rewards",
                  "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip

@@ -18,10 +18,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks.loop.rollout_settings import check_texts_only
-from lightning_rlhf.cli.config_mistakes import read_settings
 from lightning_rlhf.cli.constructors import constructor_errors
-from lightning_rlhf.cli.early_checks import mistakes_of_settings
 from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.cli.merging import merged_settings
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.prompts import PromptDataModule
@@ -38,6 +37,8 @@ from lightning_rlhf.extras.commands.run_config import (
     parse_run_config,
 )
 from lightning_rlhf.extras.images.processor import image_token
+from lightning_rlhf.extras.schema.inputs import mistakes_of_settings
+from lightning_rlhf.extras.schema.known import find
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
@@ -90,7 +91,7 @@ def run(arguments: list[str]) -> int:
         return 0
     config = parse_run_config(arguments, CheckDataCLI)
     result = check(config)
-    mistakes = mistakes_of_settings(read_settings(arguments))
+    mistakes = mistakes_of_settings(merged_settings(arguments, find).values)
     result.errors += [mistake for mistake in mistakes if mistake not in result.errors]
     print(json.dumps(asdict(result), indent=2) if config["json"] else render(result))
     for error in result.errors:

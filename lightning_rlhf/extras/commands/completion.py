@@ -8,9 +8,10 @@ from typing import Any
 
 from lightning_rlhf.cli.commands import COMMANDS
 from lightning_rlhf.cli.errors import one_line_errors
-from lightning_rlhf.cli.source_classes import SourceClass, find_class
+from lightning_rlhf.cli.merging import TRAINER
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.commands.options import command_parser
+from lightning_rlhf.extras.schema.known import definition, schema
 
 _SECTIONS = {
     "model": "lightning_rlhf.modules.role_module.RoleModule",
@@ -79,14 +80,14 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed_everything", help="seed of the run")
     parser.add_argument("--print_config", action="store_true", help="print the configuration, and end")
     parser.add_argument("--help-all", action="store_true", help="all options")
-    public: list[str] = import_module("lightning_rlhf").__all__
-    classes = [kind for name in public if isinstance(kind := find_class(f"lightning_rlhf.{name}"), SourceClass)]
+    public = {f"lightning_rlhf.{name}" for name in import_module("lightning_rlhf").__all__}
+    entries = [entry for entry in schema()["$defs"].values() if not public.isdisjoint(entry.get("x-names", ()))]
     for section, base in _SECTIONS.items():
-        kinds = [kind for kind in classes if kind.is_subclass(base)]
-        parser.add_argument(f"--{section}", choices=[kind.name for kind in kinds], help="class")
-        for name in sorted({name for kind in kinds for name in kind.parameters}):
+        kinds = [entry for entry in entries if base in entry["x-bases"]]
+        parser.add_argument(f"--{section}", choices=sorted(entry["title"] for entry in kinds), help="class")
+        for name in sorted({name for entry in kinds for name in entry["properties"]}):
             parser.add_argument(f"--{section}.init_args.{name}")
-    for name in find_class("lightning.pytorch.Trainer").parameters:
+    for name in (definition(TRAINER) or {})["properties"]:
         is_directory = name == "default_root_dir"
         parser.add_argument(f"--trainer.{name}", metavar="DIR" if is_directory else None)
 

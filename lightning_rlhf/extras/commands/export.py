@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.cli.config_mistakes import read_settings
+from lightning_rlhf.cli.config_files import check_config_files
 from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.cli.merging import merged_settings
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.extras.commands.options import command_parser
+from lightning_rlhf.extras.schema.known import find
 
 _NAMED_CHECKPOINTS = ("last", "best")
 # The options that each of the three ways of the command has, besides --to.
@@ -57,9 +59,9 @@ def run(arguments: list[str]) -> int:
     if options.config is None:
         return _write_other(options, further, to)
     run_arguments = ["--config", str(options.config), *further]
-    checkpoint = find_checkpoint(
-        options.checkpoint or "last", options.config, _directory_of(read_settings(run_arguments) or {})
-    )
+    check_config_files(run_arguments)
+    directory = _directory_of(merged_settings(run_arguments, find).values)
+    checkpoint = find_checkpoint(options.checkpoint or "last", options.config, directory)
 
     # These import torch, which takes seconds.
     from lightning.pytorch import seed_everything

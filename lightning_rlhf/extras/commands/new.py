@@ -18,6 +18,7 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.commands.options import command_parser
 from lightning_rlhf.extras.commands.responses_file import write_errors
+from lightning_rlhf.extras.schema.known import SCHEMA
 
 _TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {
@@ -247,7 +248,7 @@ def _write(path: Path, directory: Path, values: dict[str, str]) -> None:
     """Write a file of a template."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
-        text = Template(text).substitute(values)
+        text = f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n{Template(text).substitute(values)}"
     folder = directory / "data" if path.suffix == ".jsonl" else directory
     folder.mkdir(exist_ok=True)
     (folder / path.name).write_text(text, encoding="utf-8")

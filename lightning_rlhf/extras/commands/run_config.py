@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.config_files import check_classes
 from lightning_rlhf.cli.constructors import constructor_errors, make
+from lightning_rlhf.cli.errors import unprinted
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.environments.settings import EnvironmentSettings
@@ -38,7 +39,8 @@ def parse_run_config(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> 
     try:
         return cli(["fit", *arguments]).config["fit"]
     except ExpectedError as error:
-        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        if message := unprinted(str(error)):
+            print(f"lightning-rlhf: {message}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -45,7 +45,7 @@ def small(path):
 
 def test_beginners_page_lists_the_files_of_the_project(project):
     project("grpo")
-    page = (Path(__file__).resolve().parents[2] / "docs/index.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/index.md").read_text()
     section = page.partition("\n## Your project")[2].partition("\n## ")[0]
     named = re.findall(r"[\w/]+\.(?:yaml|py)", section)
     assert {"run.yaml", "reward.py"} <= set(named)
@@ -90,9 +90,9 @@ def test_quickstart_project_needs_no_model(tmp_path, monkeypatch, capsys):
     names = ["sft.yaml", "reward.yaml", "ppo.yaml"]
     commands = [f"lightning-rlhf fit --config {name}" for name in names]
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if " fit " in line] == commands
-    configs = Path(__file__).resolve().parents[2] / "configs/quickstart"
+    configs = Path(__file__).resolve().parents[3] / "configs/quickstart"
     for name in names:
-        assert (tmp_path / "p" / name).read_text() == (configs / name).read_text()
+        assert (tmp_path / "p" / name).read_text().partition("\n")[2] == (configs / name).read_text()
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == sorted([*names, "README.md"])
 
 
@@ -144,7 +144,7 @@ def test_learning_rates_and_lora_depend_on_the_model_size():
     assert [item["response_tokens"] for item in (small, usual, large)] == ["128", "256", "256"]
     assert "remove this line to train all weights, with lr 1.0e-5" in small["rl_source"]
     assert small["summary"] == "LoRA, lr 0.0002 for RL, responses of at most 128 tokens"
-    page = (Path(__file__).resolve().parents[2] / "docs/hyperparameters.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/hyperparameters.md").read_text()
     assert "| 0.02 B to 0.3 B | 1e-5 | 2e-4 |" in page
     assert "| 0.3 B to 10 B | 1e-6 to 3e-6 | 1e-5 to 1e-4 |" in page
     for row in new._RATES:

@@ -1,0 +1,1 @@
+"""The JSON schema of configurations, and the early check that reads it."""

@@ -1,0 +1,186 @@
+"""Mistakes in a configuration that the schema knows, found without importing torch.
+
+Only this package's own classes and the Trainer are judged. A class of a user may be right, and so may a file in the
+place of a value. The parser decides in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from lightning_rlhf.cli.early import hint, suggestion
+from lightning_rlhf.cli.merging import CLASS_KEYS, REQUIRED, SECTIONS, merged_settings
+from lightning_rlhf.cli.signatures import CLASSES, Schema, alternatives, classes_of, fits, is_plain
+from lightning_rlhf.extras.schema.inputs import mistakes_of_inputs
+from lightning_rlhf.extras.schema.known import definition, find, names, schema
+from lightning_rlhf.extras.schema.option_names import ENGINES, OPTION_NAMES
+from lightning_rlhf.extras.schema.used import Used, classes_in, trainer
+from lightning_rlhf.moved import new_name
+from lightning_rlhf.strategies.names import REGISTERED
+
+Mistake = tuple[str, tuple[str, ...]]  # a message, and the names that the parser's own message would contain
+_WORDS = {
+    "integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a text", "null": "null",
+    "array": "a list", "object": "names with values",
+}  # fmt: skip
+_OPTIONS = ("print_config", "help", "h", "optimizer", "lr_scheduler")  # of the command line alone
+_MOST_CHARACTERS = 100  # longest value in a message
+
+
+def mistakes(arguments: Sequence[str], command: str) -> dict[str, tuple[str, ...]]:
+    """Return the mistakes in the configuration of a run: each message, with the names that it is about.
+
+    Args:
+        arguments: command line after the command's name.
+        command: command that runs the configuration, for which its files must exist; empty for others.
+    """
+    settings = merged_settings(arguments, find)
+    config = settings.values
+    found = [*(_unknown_arguments(settings.arguments) if command else ()), *_unknown(config)]
+    is_part = any(argument.startswith("--print_config") for argument in arguments)  # it may be a part of one
+    if not is_part:
+        found += _missing(config)
+    found += _wrong(config)
+    if command and not is_part:
+        found += [(message, ()) for message in mistakes_of_inputs(config, command)]
+    return dict(found)
+
+
+def _used(config: dict[str, Any]) -> Iterator[Used]:
+    """Yield the classes in a configuration, and the Trainer."""
+    if isinstance(config.get("trainer"), dict):
+        yield trainer(config["trainer"])
+    for section, value in config.items():
+        yield from classes_in(value, section, schema()["properties"].get(section))
+
+
+def _unknown_arguments(arguments: Sequence[str]) -> Iterator[Mistake]:
+    known = [*schema()["properties"], *_OPTIONS]
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].partition(".")[0]
+        if argument.startswith("--") and name and name not in known:
+            yield f"unknown option {name!r}{_hint(name, schema()['properties'])}", (name,)
+
+
+def _unknown(config: dict[str, Any]) -> Iterator[Mistake]:
+    """Yield unknown sections, unknown classes, and unknown options of classes."""
+    for name in config:
+        if name not in schema()["properties"]:
+            yield (
+                f"unknown option {name!r}{_hint(str(name), (*SECTIONS, 'seed_everything', 'ckpt_path'))}",
+                (str(name),),
+            )
+    for used in _used(config):
+        if used.path and used.entry is None and (message := _unknown_class(used)):
+            yield f"{used.key}{message}", (used.path,)
+        for name in used.unknown:
+            if used.is_trainer:
+                yield f"unknown option 'trainer.{name}'{_hint(name, used.options)}", (name,)
+                continue
+            owner = None if name in OPTION_NAMES else _owner(name, config)
+            end = f"; it is an option of {owner}" if owner else _hint(name, [*used.options, *CLASS_KEYS])
+            yield f"{used.label}: unknown option {name!r}{end}", (name,)
+
+
+def _unknown_class(used: Used) -> str:
+    """Return the end of a message about the name of a class that cannot exist; empty if it may exist."""
+    path = used.path
+    package, _, name = path.rpartition(".")
+    if (now := new_name(path)) is not None:
+        return f": {path} is now {now}"
+    if ".py:" in path:
+        file, _, name = path.rpartition(":")
+        folder, _, stem = file.removesuffix(".py").rpartition("/")
+        condition = f"with {folder} in PYTHONPATH" if folder else f"with {file} in the working directory"
+        return f": class_path must be module.Class, got {path!r}: use {f'{stem}.{name}'!r}, {condition}"
+    if used.key == "trainer.strategy" and path in REGISTERED:
+        return f": class_path must be a class, got {path!r}, the name of a strategy: write trainer.strategy: {path}"
+    if not package and used.key not in REQUIRED:
+        return ""  # such as AdamW, which the parser finds
+    known = [each.rpartition(".")[2] for each in names() if each.rpartition(".")[0] == package]
+    near = suggestion(name, known)
+    if not near:
+        return ""
+    if not package:
+        return f": class_path must be package.Class, got {path!r}{near}"
+    return f": {name!r} was not found in {package}{near}"
+
+
+def _missing(config: dict[str, Any]) -> Iterator[Mistake]:
+    for name in REQUIRED:
+        if config.get(name) is None:
+            yield f"the section {name!r} is missing: it has class_path and init_args", (name,)
+    for used in _used(config):
+        if missing := used.missing:
+            yield f"{used.label}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", tuple(missing)
+
+
+def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
+    """Yield the options whose values have a wrong type."""
+    for used in _used(config):
+        label = "trainer." if used.is_trainer else f"{used.label}: "
+        for name, value in used.arguments.items():
+            option = used.options.get(name, {})
+            if name == "engine" and isinstance(value, str) and value in ENGINES:
+                message = f"{used.key}.{name}: expected the path of a class, got {value!r}; use {ENGINES[value]}"
+                yield message, (name,)
+            elif not fits(value, option):
+                yield f"{label}{wrong_value(name, value, option)}", (name,)
+
+
+def wrong_value(name: str, value: Any, option: Schema) -> str:
+    """Return a message about the value of an option that has a wrong type.
+
+    Args:
+        name: name of the option.
+        value: its value in a configuration, or the text of the command line.
+        option: its node in the schema.
+    """
+    shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
+    message = f"{name} must be {_described(option)}, got {shown}"
+    if short := next(filter(None, (_as_option(value, each) for each in alternatives(option))), ""):
+        return f"{message}: write {name}: {short}"
+    bases = set(classes_of(option))
+    entries = [entry for entry in schema()["$defs"].values() if not bases.isdisjoint(entry.get("x-bases", ()))]
+    available = ", ".join(sorted(entry["x-names"][0] for entry in entries))
+    return f"{message}; available: {available}" if available else message
+
+
+def _described(option: Schema) -> str:
+    nodes = alternatives(option)
+    literals = [repr(choice) for node in nodes for choice in node.get("enum", ())]
+    texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(literals)}"] if literals else []
+    for node in nodes:
+        kinds = node.get("type", "")
+        if CLASSES in node:
+            texts.append("a class (class_path: package.Class)")
+        elif kinds and not (kinds == "string" and "pattern" in node):
+            texts.append(_WORDS[kinds if isinstance(kinds, str) else kinds[0]])
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _as_option(value: Any, node: Schema) -> str:
+    """Return a plain value as the first option of a class, or of the class of a list; empty if it does not fit."""
+    bases = classes_of(node.get("items", node))
+    entry = definition(bases[0]) if len(bases) == 1 else None
+    if entry is None or not is_plain(value):
+        return ""
+    first, option = next(iter(entry["properties"].items()), ("", {}))
+    if not first or not fits(value, option):
+        return ""
+    text = f"{{{first}: {value}}}"
+    return f"[{text}]" if "items" in node else text
+
+
+def _owner(name: str, config: dict[str, Any]) -> str | None:
+    """Return the key and the class that has an option in a configuration; None if no class has it."""
+    return next((used.label for used in reversed(list(_used(config))) if name in used.options), None)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: this package's name for it, the nearest, or all names."""
+    if name in OPTION_NAMES:
+        return f"; here it is {OPTION_NAMES[name]}"
+    known = list(known)
+    return suggestion(name, known) or hint(name, [each for each in known if each not in CLASS_KEYS])

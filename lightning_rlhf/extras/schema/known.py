@@ -1,0 +1,48 @@
+"""The classes in ``schema.json``."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.cli.signatures import Known, Schema
+
+SCHEMA = Path(__file__).with_name("schema.json")
+
+
+@functools.cache
+def schema() -> Schema:
+    """Return the content of ``schema.json``."""
+    result: Schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return result
+
+
+@functools.cache
+def _by_name() -> dict[str, str]:
+    """Return the full name of the class for each of the names of the classes."""
+    found: dict[str, set[str]] = {}
+    for path, entry in schema()["$defs"].items():
+        for name in (path, *entry.get("x-names", ())):
+            found.setdefault(name, set()).add(path)
+    return {name: next(iter(paths)) for name, paths in found.items() if len(paths) == 1}
+
+
+def definition(path: str) -> Schema | None:
+    """Return the definition of a class by one of its names; None for a class that the schema does not know."""
+    home = _by_name().get(path)
+    return None if home is None else schema()["$defs"][home]
+
+
+def find(path: str) -> Known | None:
+    """Return a class by one of its names; None for a class that the schema does not know."""
+    entry: Any = definition(path)
+    if entry is None or "x-names" not in entry:
+        return None
+    return Known(_by_name()[path], entry["x-bases"], entry["properties"])
+
+
+def names() -> list[str]:
+    """Return all names of classes."""
+    return list(_by_name())

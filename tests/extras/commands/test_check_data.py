@@ -444,7 +444,7 @@ def test_check_data_is_a_command(monkeypatch, capsys):
     assert "the trained part in" in capsys.readouterr().out
 
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart"
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart"
 
 
 @pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "sft"))])

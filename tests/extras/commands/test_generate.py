@@ -19,7 +19,7 @@ from lightning_rlhf.extras.commands.response_backends import weights_digest
 from lightning_rlhf.extras.commands.responses_file import ResponsesFile, read_lines
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"prompt": f"compute {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]
 CHATS = [{"prompt": [{"role": "user", "content": f"write {word}"}]} for word in ("a", "bcd", "ef")]
 

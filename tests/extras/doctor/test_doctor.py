@@ -20,7 +20,7 @@ from lightning_rlhf.extras.doctor import command as doctor
 from lightning_rlhf.extras.doctor.command import launcher_findings
 from lightning_rlhf.launch_environment import VARIABLES, Machine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Usage = namedtuple("Usage", "total used free")
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "LSB_JOBID", "MASTER_ADDR")
 

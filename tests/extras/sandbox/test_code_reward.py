@@ -22,7 +22,7 @@ from lightning_rlhf.extras.sandbox.remote import RemoteSandbox
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.tasks.programming import Tasks
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/sandbox.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/sandbox.md"
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 DOUBLE = [{"input": str(i), "output": str(2 * i)} for i in range(4)]
 CALLS = [{"name": "double", "args": [i], "expected": 2 * i} for i in range(4)]

@@ -49,7 +49,7 @@ def test_probe_describes_the_sandbox():
 
 def test_probe_does_not_import_torch():
     code = "import sys; import lightning_rlhf.extras.sandbox.bubblewrap; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
 
 
 def test_missing_bubblewrap_fails_the_check_and_not_the_probe(monkeypatch):
@@ -233,7 +233,7 @@ def test_sandbox_dies_with_the_trainer(end):
         "import lightning_rlhf.extras.sandbox.bubblewrap as b\n"
         f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
     sign = f'"RLIMIT_CPU": {math.ceil(seconds) + 1}'
     assert becomes(lambda: alive(sign))
     trainer.send_signal(end)

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
     from lightning_rlhf.callbacks.loop.policy_check import PolicyCheck as PolicyCheck
     from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
-    from lightning_rlhf.callbacks.records.console import Console as Console
-    from lightning_rlhf.callbacks.records.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
     from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV as MetricsCSV
-    from lightning_rlhf.callbacks.records.rollout_log import RolloutLog as RolloutLog
     from lightning_rlhf.callbacks.records.throughput import Throughput as Throughput
     from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint as RunCheckpoint
     from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
@@ -25,12 +22,15 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
     from lightning_rlhf.extras.algorithms.entropy_control import EntropyControl as EntropyControl
     from lightning_rlhf.extras.algorithms.kl_control import KLControl as KLControl
+    from lightning_rlhf.extras.console.console import Console as Console
+    from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
+    from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
     from lightning_rlhf.extras.report.summary import Report as Report
     from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
 
 _HOME = {
-    "Console": "lightning_rlhf.callbacks.records.console",
+    "Console": "lightning_rlhf.extras.console.console",
     "DynamicSampling": "lightning_rlhf.rollout.dynamic_sampling",
     "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
     "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
@@ -41,11 +41,11 @@ _HOME = {
     "PolicyCheck": "lightning_rlhf.callbacks.loop.policy_check",
     "Report": "lightning_rlhf.extras.report.summary",
     "ReportPage": "lightning_rlhf.extras.report.page_callback",
-    "RolloutLog": "lightning_rlhf.callbacks.records.rollout_log",
+    "RolloutLog": "lightning_rlhf.extras.console.rollout_log",
     "RolloutLoop": "lightning_rlhf.callbacks.loop.rollout_loop",
     "RunCheckpoint": "lightning_rlhf.callbacks.survival.checkpoint",
     "RunState": "lightning_rlhf.callbacks.survival.run_state",
-    "StepProgressBar": "lightning_rlhf.callbacks.records.console",
+    "StepProgressBar": "lightning_rlhf.extras.console.console",
     "Throughput": "lightning_rlhf.callbacks.records.throughput",
     "complete": "lightning_rlhf.callbacks.defaults",
 }

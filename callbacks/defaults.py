@@ -10,11 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.records.console import Console
 from lightning_rlhf.callbacks.records.health import HealthChecks
 from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV
-from lightning_rlhf.callbacks.records.rollout_log import RolloutLog
-from lightning_rlhf.callbacks.records.run_reader import RunReader
+from lightning_rlhf.callbacks.records.run_reader import RunPrinter, RunReader
 from lightning_rlhf.callbacks.records.throughput import Throughput
 from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint
 from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown
@@ -57,8 +55,8 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
-    defaults takes the place of that of Lightning, which saves at the end of each epoch. With RolloutLoop, RolloutLog is
-    a default too; with an average of weights, AverageStart.
+    defaults takes the place of that of Lightning, which saves at the end of each epoch. With an average of weights,
+    AverageStart is a default too. Extras offer further ones, such as Console, and RolloutLog for runs with RolloutLoop.
 
     Args:
         callbacks: callbacks of the Trainer.
@@ -67,14 +65,14 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint()]
-    defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport]
-    if any(isinstance(callback, RolloutLoop) for callback in callbacks):
-        defaults.append(RolloutLog)
+    defaults = [GracefulShutdown, Throughput, MetricsCSV, HealthChecks, RunState, HFExport]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
-    defaults += offered("default_callback")
+    has_rollouts = any(isinstance(callback, RolloutLoop) for callback in callbacks)
+    further = offered("default_callback")
+    defaults += [kind for kind in further if has_rollouts or not getattr(kind, "needs_rollouts", False)]
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
-    first = (AverageStart, GracefulShutdown, Throughput, Console, RolloutLoop)
+    first = (AverageStart, GracefulShutdown, Throughput, RunPrinter, RolloutLoop)
     order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:

@@ -3,7 +3,7 @@
 The core names no extra. It asks here, by the name of what it needs:
 
 ==================== ===============================================================================================
-``default_callback`` class of a callback that each run has, unless the trainer has one of that class
+``default_callback`` class of a callback that each run has, unless the trainer has one; a dot and a name may follow
 ``gpu_buffer``       module that pushes weights within a GPU, as :mod:`lightning_rlhf.extras.gpu_buffer.transfer`
 ``images``           module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
 ``agents``           class that runs the conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
@@ -22,8 +22,9 @@ GROUP = "lightning_rlhf"
 
 
 def offered(name: str) -> list[Any]:
-    """Return the objects that the installed packages offer under a name."""
-    return [point.load() for point in entry_points(group=GROUP, name=name)]
+    """Return what the installed packages offer under a name, or under names that begin with it and a dot."""
+    points = [point for point in entry_points(group=GROUP) if f"{point.name}.".startswith(f"{name}.")]
+    return [point.load() for point in sorted(points, key=lambda point: point.name)]
 
 
 def the_offered(name: str) -> Any:

@@ -167,7 +167,7 @@ def test_lowest_layer_imports_no_heavy_libraries():
     [
         ("lightning_rlhf/modules/x.py", "from lightning_rlhf.rollout.engine import RolloutEngine", 1),
         ("lightning_rlhf/modules/x.py", "from ..rollout import engine", 1),
-        ("lightning_rlhf/modules/x.py", "import lightning_rlhf.callbacks.records.console", 1),
+        ("lightning_rlhf/modules/x.py", "import lightning_rlhf.extras.console.console", 1),
         ("lightning_rlhf/modules/x.py", "def f():\n    from lightning_rlhf.cli import main", 1),
         ("lightning_rlhf/modules/x.py", "from .base import RLHFModule\nfrom ..types import Rollout", 0),
         ("lightning_rlhf/modules/x.py", "from lightning_rlhf import PPOModule", 1),

@@ -1,8 +1,12 @@
-"""The base class of callbacks that read what the others wrote."""
+"""Base classes of callbacks whose place among the others matters."""
 
 from __future__ import annotations
 
 from lightning.pytorch import Callback
+
+
+class RunPrinter(Callback):
+    """A callback that prints what a run does. It precedes RolloutLoop, and so describes a run before it begins."""
 
 
 class RunReader(Callback):
@@ -11,7 +15,7 @@ class RunReader(Callback):
     It follows them at each hook. Its ``on_exception`` is called also where a signal ends the run without Lightning's.
 
     Attributes:
-        prints_comparison: whether it prints the first and the last validation, so that Console does not.
+        prints_comparison: whether it prints the first and the last validation, so that a RunPrinter does not.
     """
 
     prints_comparison = False

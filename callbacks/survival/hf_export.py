@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.callbacks.loop.checks import check_module
-from lightning_rlhf.callbacks.records.held_out import shown_names, with_interval
+from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.tokenizers import end_tokens_of
 from lightning_rlhf.expected_errors import UsageError

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks import HFExport
-from lightning_rlhf.callbacks.records.held_out import with_interval
+from lightning_rlhf.callbacks.records.val_metrics import with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.callbacks.conftest import ROWS

@@ -27,10 +27,10 @@ from lightning_rlhf.callbacks.loop.rollout_rows import (
     token_values,
     value_counts,
 )
-from lightning_rlhf.callbacks.records.rollout_images import Thumbnails, text_of_images, with_images
 from lightning_rlhf.callbacks.records.run_files import ROLLOUT_FILE
 from lightning_rlhf.callbacks.records.values import finite
 from lightning_rlhf.encoded_image import EncodedImage
+from lightning_rlhf.extras.console.rollout_images import Thumbnails, text_of_images, with_images
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_at_least
@@ -53,6 +53,8 @@ class RolloutLog(Callback):
             about 90 bytes each. Each response has those of its first tokens, up to the same token; if that were fewer
             than 16, only the best and the worst responses have them.
     """
+
+    needs_rollouts = True  # a default of runs that have a RolloutLoop
 
     def __init__(
         self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4, max_token_values: int = 2048

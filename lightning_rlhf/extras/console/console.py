@@ -15,25 +15,24 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, Timer
 
 from lightning_rlhf.callbacks.loop.checks import check_module
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.records.held_out import (
-    before_and_after,
-    left_to_learn,
-    shown_names,
-    unchanged_kinds,
-    whether_to_continue,
-    with_interval,
-)
 from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV
 from lightning_rlhf.callbacks.records.run_files import read_metrics
-from lightning_rlhf.callbacks.records.run_reader import RunReader
+from lightning_rlhf.callbacks.records.run_reader import RunPrinter, RunReader
+from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.compat import optimizer_at
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import counted
+from lightning_rlhf.extras.console.held_out import (
+    before_and_after,
+    left_to_learn,
+    unchanged_kinds,
+    whether_to_continue,
+)
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
@@ -68,7 +67,7 @@ class StepProgressBar(RichProgressBar):
         return f"Epoch {current_epoch + 1} of {epochs}, steps"
 
 
-class Console(Callback):
+class Console(RunPrinter):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
     Until the first step, lines name the work in progress: every five seconds at first, then after each fifth of the

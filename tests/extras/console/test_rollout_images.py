@@ -10,10 +10,10 @@ from PIL import Image
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
-from lightning_rlhf.callbacks.records import rollout_images
-from lightning_rlhf.callbacks.records.rollout_images import Thumbnails, text_of_images, thumbnail, with_images
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.encoded_image import EncodedImage, sha256_of
+from lightning_rlhf.extras.console import rollout_images
+from lightning_rlhf.extras.console.rollout_images import Thumbnails, text_of_images, thumbnail, with_images
 from lightning_rlhf.extras.report.run_directory import RunDirectory
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
-BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
-_CHANGE = "_change"  # end of the names of changes since the first validation
-# Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
-_REPEATED = {
-    "greedy": "fraction_correct_greedy",
-    "sampled": "fraction_correct_sampled",
-    "best@": "pass@",
-    "maj@": "maj@",
-}
+from lightning_rlhf.callbacks.records.val_metrics import CHANGE, shown_names, with_interval
+
 _FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _CUT = 0.5  # fraction of cut responses with which the length limit comes first
@@ -22,39 +14,6 @@ _REMEDY = (
     "page 'Prompts for a small model'"
 )
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
-
-
-def shown_names(metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of the metrics of a validation that are shown: no bound, no fault that did not occur, no repeat.
-
-    Args:
-        metrics: metrics by name, those of a validation begin with ``val/``.
-    """
-    names = [name for name in metrics if name.startswith("val/") and not _is_bound(name, metrics)]
-    names = [name for name in names if not name.endswith(_CHANGE)]
-    zeros = [name for name in names if "/fault_" in name and not metrics[name]]
-    return [name for name in names if name not in zeros and not _is_repeated(name, metrics)]
-
-
-def with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    """Return the value of a metric, and its 95 % interval if there is one; changes with their sign.
-
-    Args:
-        name: name of the metric.
-        metrics: metrics by name; the bounds have the same name with ``_low`` and ``_high``.
-    """
-    low, high = (metrics.get(f"{name}{end}", math.nan) for end in BOUNDS)
-    if math.isnan(low) or math.isnan(high):
-        return number(metrics[name])
-    sign = "+" if name.endswith(_CHANGE) else ""
-    return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
-
-
-def number(value: float) -> str:
-    """Return a number with three digits, or all digits before the point."""
-    if abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
 
 
 def before_and_after(
@@ -85,7 +44,7 @@ def before_and_after(
     names += [name for name in last if _is_correctness_of_source(name) and name in first]
     compared = []
     for name in names:
-        change = with_interval(f"{name}{_CHANGE}", last) if f"{name}{_CHANGE}" in last else ""
+        change = with_interval(f"{name}{CHANGE}", last) if f"{name}{CHANGE}" in last else ""
         compared.append((name, with_interval(name, first), with_interval(name, last), change))
     return validations[0]["step"], validations[-1]["step"], compared
 
@@ -223,30 +182,3 @@ def _remedy(metrics: Mapping[str, float]) -> str:
 def _is_correctness_of_source(name: str) -> bool:
     """Return whether a metric is the fraction of correct responses of one source."""
     return name.count("/") == 2 and name.endswith(("/fraction_correct_greedy", "/fraction_correct_sampled"))
-
-
-def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
-    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in BOUNDS)
-
-
-def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a metric has the same value as that of correct responses, and so have all means of its reward."""
-    group, _, last = name.rpartition("/")
-    if last == "pass@1":
-        return metrics.get(f"{group}/fraction_correct_sampled") == metrics[name]
-    for end, other in _REPEATED.items():
-        before, ending, k = last.rpartition(f"_{end}")
-        same = f"{group}/{other}{k}"
-        if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
-            return _is_correctness(before, metrics)
-    return False
-
-
-def _is_correctness(reward: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether both means of a reward equal those of the correct responses, for all prompts and each source."""
-    for kind in ("greedy", "sampled"):
-        groups = [name.rpartition("/")[0] for name in metrics if name.endswith(f"/{reward}_{kind}")]
-        for group in groups:
-            if metrics[f"{group}/{reward}_{kind}"] != metrics.get(f"{group}/fraction_correct_{kind}"):
-                return False
-    return True

@@ -1,0 +1,1 @@
+"""What a run prints, and the files and tables of its responses: default callbacks of each run."""

@@ -1,0 +1,3 @@
+"""The runs of tests/callbacks."""
+
+from tests.callbacks.conftest import run  # noqa: F401

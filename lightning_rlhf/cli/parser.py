@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.cli.early import hint, suggestion
 from lightning_rlhf.cli.errors import is_about_a_printed_one
+from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.launch_environment import is_first_process
 from lightning_rlhf.strategies import ranks
 
@@ -97,6 +98,9 @@ class ConfigParser(LightningArgumentParser):
         text = self._unknown_option() or condense(message)
         if absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
             text += suggestion(absent[2], dir(sys.modules[absent[1]]))
+        unknown = re.search(r"class_path '([\w.]+)': Option '([\w.]+)' is not accepted", text)
+        if unknown and (kind := find_class(unknown[1])) is not None:
+            text += suggestion(unknown[2], kind.options)
         if reports_errors() and not is_about_a_printed_one(text):
             print(f"lightning-rlhf: {text}", file=sys.stderr)
         sys.exit(2)

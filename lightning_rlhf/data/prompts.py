@@ -54,7 +54,8 @@ class PromptDataModule(RowsDataModule):
             tuple(prompt.images), self.number_images(prompt.images), tuple(self.tokenize(prompt.unexpanded))
         )
         text = prompt.unexpanded.replace(self._store.processor.placeholder, MARKER)
-        return Prompt(ids, text, {**columns, "images": prompt.images}, prompt.messages, prompt.tools, images)
+        columns["images"] = prompt.images
+        return Prompt(ids, text, columns, prompt.messages, prompt.tools, images=images)
 
     def check_unread(self, fields: Fields) -> list[str]:
         """Return the columns of a row that no field reads; rewards and environments can still read them."""

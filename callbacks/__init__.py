@@ -11,7 +11,6 @@ if __name__ != "lightning_rlhf.callbacks":
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
-    from lightning_rlhf.callbacks.loop.policy_check import PolicyCheck as PolicyCheck
     from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
     from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
     from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV as MetricsCSV
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
     from lightning_rlhf.extras.algorithms.entropy_control import EntropyControl as EntropyControl
     from lightning_rlhf.extras.algorithms.kl_control import KLControl as KLControl
+    from lightning_rlhf.extras.algorithms.policy_check import PolicyCheck as PolicyCheck
     from lightning_rlhf.extras.console.console import Console as Console
     from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
@@ -38,7 +38,7 @@ _HOME = {
     "HealthChecks": "lightning_rlhf.callbacks.records.health",
     "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
     "MetricsCSV": "lightning_rlhf.callbacks.records.metrics_csv",
-    "PolicyCheck": "lightning_rlhf.callbacks.loop.policy_check",
+    "PolicyCheck": "lightning_rlhf.extras.algorithms.policy_check",
     "Report": "lightning_rlhf.extras.report.summary",
     "ReportPage": "lightning_rlhf.extras.report.page_callback",
     "RolloutLog": "lightning_rlhf.extras.console.rollout_log",

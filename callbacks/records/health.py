@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.callbacks.loop.policy_check import PolicyCheck
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.records.health_monitor import HealthMonitor
 from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, precedes, read_metrics
@@ -28,7 +27,7 @@ class HealthChecks(Callback):
 
     The checks are in :mod:`lightning_rlhf.callbacks.records.health_monitor`. A resumed run reads ``metrics.csv``, if
     there is one, and does not repeat its warnings. The file ``health_settings.json`` has the names of the checked
-    rewards and of the checks that do not apply, and the bounds of PolicyCheck, for the report.
+    rewards and of the checks that do not apply, and ``health_bounds`` of the callbacks, for the report.
     """
 
     def __init__(self) -> None:
@@ -39,8 +38,8 @@ class HealthChecks(Callback):
         loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
         rewards = [reward.label for loop in loops for reward in loop.rewards if reward.weight]
         skipped = skipped_checks(pl_module, loops)
-        checks = [callback for callback in trainer.callbacks if isinstance(callback, PolicyCheck)]
-        bounds = {name: bound for check in checks for name, bound in check.bounds.items()}
+        of_callbacks = [getattr(callback, "health_bounds", {}) for callback in trainer.callbacks]
+        bounds = {name: bound for bounds in of_callbacks for name, bound in bounds.items()}
         self.monitor = HealthMonitor(rewards, skipped, bounds)
         directory = Path(trainer.default_root_dir)
         if trainer.is_global_zero and not trainer.fast_dev_run:

@@ -4,11 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_rlhf.environments.parsers import FunctionToolCalls as FunctionToolCalls
-    from lightning_rlhf.environments.parsers import JSONToolCalls as JSONToolCalls
-    from lightning_rlhf.environments.parsers import MarkedToolCalls as MarkedToolCalls
-    from lightning_rlhf.environments.parsers import TokenizerToolCalls as TokenizerToolCalls
-    from lightning_rlhf.environments.parsers import ToolCallParser as ToolCallParser
+    from lightning_rlhf.environments.parsing import ToolCallParser as ToolCallParser
     from lightning_rlhf.environments.protocol import Agent as Agent
     from lightning_rlhf.environments.protocol import Environment as Environment
     from lightning_rlhf.environments.protocol import Reply as Reply
@@ -16,6 +12,10 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.protocol import ToolError as ToolError
     from lightning_rlhf.environments.protocol import Turn as Turn
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
+    from lightning_rlhf.extras.environments.parsers import FunctionToolCalls as FunctionToolCalls
+    from lightning_rlhf.extras.environments.parsers import JSONToolCalls as JSONToolCalls
+    from lightning_rlhf.extras.environments.parsers import MarkedToolCalls as MarkedToolCalls
+    from lightning_rlhf.extras.environments.parsers import TokenizerToolCalls as TokenizerToolCalls
     from lightning_rlhf.extras.environments.tools import StatefulTools as StatefulTools
     from lightning_rlhf.extras.environments.tools import Tools as Tools
     from lightning_rlhf.extras.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
@@ -24,14 +24,14 @@ _MODULES = {
     "Agent": "lightning_rlhf.environments.protocol",
     "Environment": "lightning_rlhf.environments.protocol",
     "EnvironmentSettings": "lightning_rlhf.environments.settings",
-    "FunctionToolCalls": "lightning_rlhf.environments.parsers",
-    "JSONToolCalls": "lightning_rlhf.environments.parsers",
-    "MarkedToolCalls": "lightning_rlhf.environments.parsers",
+    "FunctionToolCalls": "lightning_rlhf.extras.environments.parsers",
+    "JSONToolCalls": "lightning_rlhf.extras.environments.parsers",
+    "MarkedToolCalls": "lightning_rlhf.extras.environments.parsers",
     "Reply": "lightning_rlhf.environments.protocol",
     "StatefulTools": "lightning_rlhf.extras.environments.tools",
-    "TokenizerToolCalls": "lightning_rlhf.environments.parsers",
+    "TokenizerToolCalls": "lightning_rlhf.extras.environments.parsers",
     "ToolCall": "lightning_rlhf.environments.protocol",
-    "ToolCallParser": "lightning_rlhf.environments.parsers",
+    "ToolCallParser": "lightning_rlhf.environments.parsing",
     "ToolError": "lightning_rlhf.environments.protocol",
     "Tools": "lightning_rlhf.extras.environments.tools",
     "Turn": "lightning_rlhf.environments.protocol",

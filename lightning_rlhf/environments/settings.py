@@ -14,7 +14,7 @@ from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.host import Spec
-from lightning_rlhf.environments.parsers import ToolCallParser
+from lightning_rlhf.environments.parsing import ToolCallParser
 from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.ranges import check_range

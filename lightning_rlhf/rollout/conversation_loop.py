@@ -21,7 +21,7 @@ from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
 from lightning_rlhf.environments.host import Call, Fault, Host
 from lightning_rlhf.environments.live import digest_of
-from lightning_rlhf.environments.parsers import ParsedTurn
+from lightning_rlhf.environments.parsing import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError, counted

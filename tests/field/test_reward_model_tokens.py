@@ -4,8 +4,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.extras.rewards.learned import LearnedReward
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.rewards.learned import LearnedReward
 from tests.stand_ins import TINY_LLAMA
 
 

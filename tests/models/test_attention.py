@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_rlhf.extras.plan.architecture import architecture
+from lightning_rlhf.extras.rewards.learned import LearnedReward
 from lightning_rlhf.models import attention
 from lightning_rlhf.models.loading import FromConfig, Pretrained, save_architecture
-from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.cli.published_architectures import GEMMA2_2B, SMALL

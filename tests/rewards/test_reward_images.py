@@ -11,14 +11,14 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.encoded_image import EncodedImage, sha256_of
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.rewards.learned import LearnedReward
 from lightning_rlhf.extras.rewards.sources import BySource
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.scorer import Scorer, check_reward_functions
 from lightning_rlhf.types import Completion
+from tests.extras.rewards.test_learned import own_scores, path
 from tests.rewards.of_images import width
-from tests.rewards.test_learned import own_scores, path
 from tests.stand_ins import columns_of, each
 from tests.vision_models import drawing, write_processor
 

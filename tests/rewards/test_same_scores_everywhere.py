@@ -16,10 +16,10 @@ from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
 from lightning_rlhf.extras.commands import evaluate
 from lightning_rlhf.extras.judges.endpoint import Endpoint
 from lightning_rlhf.extras.judges.remote import RemoteReward, VLLMReward
+from lightning_rlhf.extras.rewards.learned import LearnedReward
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.scored_text import end_tokens
 from tests.stand_ins import TINY_LLAMA, Response, TinyModel, fit, rollout_of
 
@@ -168,7 +168,8 @@ class Paths:
 
     def evaluate(self):
         (self.tmp_path / "score.py").write_text(
-            f"from lightning_rlhf.rewards.learned import LearnedReward\nreward = LearnedReward({self.directory!r})\n"
+            f"from lightning_rlhf.extras.rewards.learned import LearnedReward\n"
+            f"reward = LearnedReward({self.directory!r})\n"
         )
         scores = []
         for i, (prompt, text) in enumerate(ROWS):

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.calls.guard import begin_call, prepare_worker
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.calls.workers import WorkerPool, lost_call
-from lightning_rlhf.environments.parsers import STRICT_JSON, ParsedTurn, ToolCallParser, call_of
+from lightning_rlhf.environments.parsing import ParsedTurn, ToolCallParser
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.extras.environments.parsers import STRICT_JSON, call_of
 
 _LOAD_SECONDS = 600.0  # for the import of vLLM
 _PARSE_SECONDS = 10.0  # for a turn

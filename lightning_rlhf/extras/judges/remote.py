@@ -161,7 +161,7 @@ class RemoteReward(_ServedReward):
 class VLLMReward(_ServedReward):
     """Score of a reward model served by ``vllm serve``, through its ``/classify`` or ``/pooling`` route.
 
-    The text is tokenised here, as :class:`~lightning_rlhf.rewards.learned.LearnedReward` does, because a server adds
+    The text is tokenised here, as :class:`.LearnedReward` does, because a server adds
     no end token; requests contain token ids. The score is normalised by mean and deviation in the model's
     ``config.json``. If the reply has several numbers, the last one is used (last class, last token). Prompts with
     images are sent as messages, which need ``messages: true`` and which the server formats.

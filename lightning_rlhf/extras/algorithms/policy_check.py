@@ -132,12 +132,12 @@ class PolicyCheck(Callback):
         return scores
 
     @property
-    def bounds(self) -> dict[str, float]:
+    def health_bounds(self) -> dict[str, float]:
         """Lowest accuracies without a warning, by metric."""
         return {"val/pair_accuracy": self.min_pair_accuracy, "val/policy_order": self.min_policy_order}
 
     def _report(self, metrics: dict[str, Tensor]) -> None:
-        for name, bound in self.bounds.items():
+        for name, bound in self.health_bounds.items():
             if name not in metrics:
                 continue
             value = float(metrics[name])

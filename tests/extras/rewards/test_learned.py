@@ -9,9 +9,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rewards.learned import LearnedReward
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}"
 PROMPTS = ["ab", "b", "abcabcabc", "c", "aab"]

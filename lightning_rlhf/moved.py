@@ -50,6 +50,7 @@ _MOVED = {
     "lightning_rlhf.environments.tasks.lookup": "lightning_rlhf.tasks.lookup",
     "lightning_rlhf.environments.tools": "lightning_rlhf.extras.environments.tools",
     "lightning_rlhf.environments.vllm_parser": "lightning_rlhf.extras.environments.vllm_parser",
+    "lightning_rlhf.functional.divergence": "lightning_rlhf.extras.algorithms.divergence",
     "lightning_rlhf.images.bad": "lightning_rlhf.images",
     "lightning_rlhf.images.processor": "lightning_rlhf.extras.images.processor",
     "lightning_rlhf.images.reading": "lightning_rlhf.extras.images.reading",

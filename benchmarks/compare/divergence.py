@@ -25,7 +25,7 @@ TURNS = 4
 
 def ours(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
     """Return the summed divergence by lightning-rlhf."""
-    from lightning_rlhf.functional.divergence import TeacherHead, distillation_scores
+    from lightning_rlhf.extras.algorithms.divergence import TeacherHead, distillation_scores
 
     targets = torch.zeros(len(hidden), dtype=torch.long)
     ones = torch.ones(len(hidden), dtype=torch.float64)

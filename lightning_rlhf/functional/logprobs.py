@@ -1,6 +1,6 @@
 """Log-probability and entropy of tokens from hidden states, without storing all logits at once."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ _GPU_CHUNK_BYTES = 512 << 20
 # Memory of the probabilities that are kept for the backward pass, which computes the others again.
 _CPU_KEEP_BYTES = 64 << 20
 _GPU_KEEP_BYTES = 512 << 20
+
+
+class ActorScores(Protocol):
+    """What every loss of an actor has: (B, T) log-probability and entropy of each token."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probability of the token."""
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of its distribution, nats."""
 
 
 class TokenScores(NamedTuple):

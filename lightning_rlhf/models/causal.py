@@ -1,5 +1,8 @@
 """The language model of the roles actor and reference, which computes log-probabilities of tokens."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +14,6 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.functional.divergence import (
-    Distillation,
-    DistilledScores,
-    TeacherHead,
-    TeacherOutputs,
-    distillation_scores,
-    top_tokens,
-)
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
@@ -27,7 +22,6 @@ from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.packed_attention import has_packed_attention
 from lightning_rlhf.models.sequence_parallel import SequenceRanks, layout_of, part_of_row
-from lightning_rlhf.types import TopTokens
 
 
 class CausalLM(nn.Module):
@@ -68,10 +62,9 @@ class CausalLM(nn.Module):
         adapters: bool = True,
         packing: Packing | None = None,
         own_logits: bool = False,
-        distillation: Distillation | None = None,
-        teacher: TeacherOutputs | None = None,
+        of_targets: Callable[[Targets], Any] | None = None,
         images: TextImages | None = None,
-    ) -> TokenScores | DistilledScores | Tensor | TopTokens:
+    ) -> Any:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
         Args:
@@ -86,13 +79,11 @@ class CausalLM(nn.Module):
             packing: layout of the texts in one row without padding; None computes padded rows.
             own_logits: whether to compute all logits by the model's own ``forward``, for a comparison; without packing,
                 temperature and squares.
-            distillation: teacher's distributions with which those of some tokens are compared.
-            teacher: outputs of this model as a teacher, which are returned instead of scores; None for scores.
+            of_targets: what to compute of the targets in place of their scores, such as a divergence from a teacher.
             images: images of the texts; None for texts without images.
 
         Returns:
-            Tensors of shape (B, T), 0 where the mask is False; with ``distillation``, its loss too. As a teacher, the
-            (N, H) hidden states that predict the N targets of the mask, or their (B, T, K) top tokens.
+            :class:`TokenScores` of shape (B, T), 0 where the mask is False, or the result of ``of_targets``.
         """
         if own_logits:
             logits = self.lm(input_ids=input_ids, use_cache=False).logits
@@ -114,11 +105,9 @@ class CausalLM(nn.Module):
         if head.transform is not None:
             states = head.transform(states)
         scale = head.scale / temperature
-        tokens = _Tokens(states, targets.flatten()[scored], head, scale=scale, positions=scored, mask=mask, ranks=ranks)
-        if teacher is not None:
-            return tokens.of_teacher(teacher)
-        if distillation is not None:
-            return DistilledScores(*map(tokens.total, tokens.distilled(distillation)))
+        tokens = Targets(states, targets.flatten()[scored], head, scale=scale, positions=scored, mask=mask, ranks=ranks)
+        if of_targets is not None:
+            return of_targets(tokens)
         scores = tokens.scores(slice(None), squares)
         scattered = (None if values is None else tokens.spread(values) for values in scores)
         return TokenScores(*scattered)  # type: ignore[arg-type]
@@ -135,7 +124,7 @@ class CausalLM(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Targets:
     """Targets of a mask with the hidden states that predict them; with sequence parallelism, those of one process.
 
     Args:
@@ -187,71 +176,6 @@ class _Tokens:
         """Return (B, T, ...) values of some of the N targets, and 0 elsewhere."""
         rows = values.new_zeros(self.mask.numel(), *values.shape[1:])
         return rows.index_copy(0, self.positions[part], values).view(*self.mask.shape, *values.shape[1:])
-
-    def of_teacher(self, outputs: TeacherOutputs) -> Tensor | TopTokens:
-        """Return the outputs of a teacher: (N, H) hidden states of all targets, or (B, T, K) top tokens."""
-        if outputs.top_k is None and self.ranks is None:
-            return self.states
-        if outputs.top_k is None:
-            of_all = self.states.new_zeros(int(self.mask.sum()), self.states.shape[1])
-            everything = torch.arange(len(self.positions), device=self.mask.device)
-            return self.total(of_all.index_copy(0, self.numbers(everything, self.mask), self.states))
-        weight, bias = self.head.weight[: outputs.vocabulary], self.head.bias
-        if bias is not None:
-            bias = bias[: outputs.vocabulary]
-        tokens = top_tokens(
-            self.states,
-            weight,
-            bias,
-            outputs.top_k,
-            scale=self.scale,
-            softcap=self.head.softcap,
-            memory_bytes=outputs.memory_bytes,
-        )
-        return tokens.map(lambda values: self.total(self.scatter(values)).clone())  # FSDP warns of views
-
-    def distilled(self, distillation: Distillation) -> DistilledScores:
-        """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""
-        without = torch.ones_like(self.positions, dtype=torch.bool)
-        zeros = torch.zeros(self.mask.shape, device=self.mask.device)
-        total = DistilledScores(zeros, zeros, zeros, loss=zeros.sum())
-        for teacher, mask in distillation.teachers:
-            has_teacher = mask.flatten()[self.positions]
-            part, without = has_teacher.nonzero().squeeze(1), without & ~has_teacher
-            if self.ranks is not None:
-                teacher = _rows_of(teacher, self.numbers(part, mask))
-            scores = distillation_scores(
-                self.states[part],
-                self.head.weight,
-                self.head.bias,
-                self.targets[part],
-                teacher=teacher,
-                token_weights=distillation.token_weights.flatten()[self.positions[part]],
-                beta=distillation.beta,
-                scale=self.scale,
-                softcap=self.head.softcap,
-                memory_bytes=distillation.memory_bytes,
-            )
-            total = DistilledScores(
-                total.logprobs + self.scatter(scores.logprobs, part),
-                total.entropy + self.scatter(scores.entropy, part),
-                total.divergence + self.scatter(scores.divergence, part),
-                total.loss + scores.loss,
-            )
-        # Also without such targets: ZeRO-3 needs the same operations on every rank.
-        part = without.nonzero().squeeze(1)
-        others = self.scores(part)
-        return total._replace(
-            logprobs=total.logprobs + self.scatter(others.logprobs, part),
-            entropy=total.entropy + self.scatter(others.entropy, part),
-        )
-
-
-def _rows_of(teacher: TeacherHead | TopTokens, rows: Tensor) -> TeacherHead | TopTokens:
-    """Return a teacher's distributions of some of its tokens."""
-    if isinstance(teacher, TopTokens):
-        return teacher.map(lambda values: values[rows])
-    return teacher._replace(states=teacher.states[rows])
 
 
 def hidden_states(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.batching.shares import shuffled
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.functional.divergence import DistilledScores
-from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.logprobs import ActorScores, TokenScores
 from lightning_rlhf.modules.evaluation import Evaluation, OldScores
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.micro_batches import SummedLoss
@@ -35,12 +34,10 @@ class ActorModule(Protocol):
     def corrected(self, logprobs: Tensor, rollout: Rollout, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Return weights, mask and metrics of the gap to the engine. All ranks."""
 
-    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+    def update_scores(self, rows: Experience) -> ActorScores:
         """Return the actor's scores of a micro-batch, with gradient."""
 
-    def policy_objective(
-        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
-    ) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return the actor's loss of a micro-batch from its scores."""
 
 
@@ -109,7 +106,7 @@ class FirstForward(OldScores):
         scores = self.module.update_scores(rows)
         return self.module.policy_objective(self._recorded(rows, scores), scores, means)
 
-    def _recorded(self, rows: Experience, scores: TokenScores | DistilledScores) -> Experience:
+    def _recorded(self, rows: Experience, scores: ActorScores) -> Experience:
         """Store the old log-probs and entropies of a micro-batch, and return its rows with these log-probs."""
         position = rows.rollout.position
         is_first = torch.isin(position, self.first).unsqueeze(1)

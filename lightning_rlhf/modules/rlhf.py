@@ -18,8 +18,7 @@ from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.calls.references import as_function
 from lightning_rlhf.expected_errors import NonFiniteError, RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
-from lightning_rlhf.functional.divergence import DistilledScores
-from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.logprobs import ActorScores, TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.loading import ModelSource
@@ -356,17 +355,15 @@ class RLHFModule(RoleModule):
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         return self.policy_objective(rows, self.update_scores(rows), means)
 
-    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+    def update_scores(self, rows: Experience) -> ActorScores:
         """Return the actor's scores of the rows in an update, with gradient."""
         return self.actor_scores("actor", rows.rollout)
 
-    def policy_objective(
-        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
-    ) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Compute the loss of :meth:`actor_loss` from the result of :meth:`update_scores`."""
         return self.aggregated(self.policy_losses(rows, scores, means), rows)
 
-    def policy_losses(self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator) -> Tensor:
+    def policy_losses(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return (B, T) policy loss, entropy bonus and KL loss of each token."""
         logprobs, mask = scores.logprobs, rows.mask
         policy, diagnostics = self.policy_loss(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.batching.packing import pack_texts
-from lightning_rlhf.functional.divergence import Distillation, TeacherHead, TeacherOutputs
+from lightning_rlhf.extras.algorithms.divergence import Distillation, TeacherHead, TeacherOutputs
 from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from tests.models.test_packed_attention import packings, source, texts
 from tests.stand_ins import VOCABULARY
@@ -95,7 +95,7 @@ def teachers():
         for each in (None, group):
             model.sequence_ranks = teacher.sequence_ranks = each
             with torch.no_grad():
-                outputs = teacher(ids, index, targets, taught, packing=packing, teacher=TeacherOutputs(top_k, 20))
+                outputs = teacher(ids, index, targets, taught, packing=packing, of_targets=TeacherOutputs(top_k, 20))
             if top_k is None:
                 distribution = TeacherHead(outputs, teacher.lm.lm_head.weight.detach())
                 first = outputs
@@ -103,7 +103,7 @@ def teachers():
                 distribution = outputs.map(lambda values: values[taught])
                 first = outputs.logprobs
             distillation = Distillation([(distribution, taught)], weights, beta=0.3)
-            scores = model(ids, index, targets, mask, packing=packing, distillation=distillation)
+            scores = model(ids, index, targets, mask, packing=packing, of_targets=distillation)
             loss = scores.loss + (scores.logprobs * weights).sum()
             values = torch.stack([scores.logprobs, scores.entropy, scores.divergence]).detach()
             compared.append((first, values, scores.loss.detach(), summed_gradients(loss, model, each)))

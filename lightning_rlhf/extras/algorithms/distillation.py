@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.extras.algorithms.remote_teachers import RemoteTeacher, results
-from lightning_rlhf.functional.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
-from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.logprobs import ActorScores
 from lightning_rlhf.models.heads import Head
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
@@ -38,7 +38,7 @@ class Divergence:
 
     With m = beta q + (1 - beta) p:  D = beta KL(q || m) + (1 - beta) KL(p || m), nats;  beta = 0: KL(q || p);
     beta = 1: KL(p || q). Both are distributions at the temperature of the sampling. The formula is computed by
-    :func:`~lightning_rlhf.functional.divergence.distillation_scores`.
+    :func:`~lightning_rlhf.extras.algorithms.divergence.distillation_scores`.
     See "On-Policy Distillation of Language Models", Agarwal et al. 2023, equation 1 and section 3.
 
     Args:
@@ -291,7 +291,7 @@ class DistillationModule(RLHFModule):
         for role in dict.fromkeys(self.teachers.values()):
 
             def tokens(rows: Rollout, role: str = role) -> tuple[Tensor, Tensor, Tensor]:
-                top: TopTokens = self.call_language_model(role, rows.of_teacher(), teacher=outputs)
+                top: TopTokens = self.call_language_model(role, rows.of_teacher(), of_targets=outputs)
                 return top.ids, top.logprobs, top.rest
 
             has_teacher = self.rows_of(role, rollout)
@@ -308,7 +308,7 @@ class DistillationModule(RLHFModule):
             total = [values.index_copy(0, rows[taught], part[taught]) for values, part in pairs]
         return TopTokens(*total)
 
-    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+    def update_scores(self, rows: Experience) -> ActorScores:
         """Return the student's scores with their divergence from the teacher, with gradient. All ranks."""
         return self.compared(rows.rollout, rows.mask, rows.teacher)
 
@@ -334,7 +334,7 @@ class DistillationModule(RLHFModule):
             beta=self.divergence.beta,
             memory_bytes=self._memory_bytes,
         )
-        scores: DistilledScores = self.call_language_model("actor", rollout, distillation=distillation)
+        scores: DistilledScores = self.call_language_model("actor", rollout, of_targets=distillation)
         return scores
 
     @torch.no_grad()
@@ -347,14 +347,12 @@ class DistillationModule(RLHFModule):
             of_role = mask & has_teacher.unsqueeze(1)
             rows = _or_first(has_teacher)
             part = rollout[rows]
-            states = self.call_language_model(role, part.of_teacher(), of_role[rows], teacher=outputs)
+            states = self.call_language_model(role, part.of_teacher(), of_role[rows], of_targets=outputs)
             scale = head.scale / rollout.temperature
             distributions.append((TeacherHead(states, head.weight, head.bias, scale, head.softcap), of_role))
         return distributions
 
-    def policy_objective(
-        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
-    ) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return the summed divergence of some rows."""
         assert isinstance(scores, DistilledScores)
         means.add("loss/distillation", scores.divergence, rows.mask)

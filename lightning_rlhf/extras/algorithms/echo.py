@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.divergence import DistilledScores
-from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.logprobs import ActorScores, TokenScores
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.algorithms import GRPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -48,15 +47,13 @@ class ECHOModule(GRPOModule):
             factor = self.environment_coef * self.denominator(minibatch) / count  # update() divides by the denominator
             yield replace(minibatch, scale=factor.expand(len(minibatch)))
 
-    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+    def update_scores(self, rows: Experience) -> ActorScores:
         """Return the actor's scores of the tokens of policy and environment, with gradient. All ranks."""
         mask = rows.rollout.response_mask | environment_mask(rows.rollout, self.image_tokens)
         scores: TokenScores = self.call_language_model("actor", rows.rollout, mask)
         return scores
 
-    def policy_objective(
-        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
-    ) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return the losses of the tokens of policy and environment, summed over some rows."""
         written = environment_mask(rows.rollout, self.image_tokens)
         means.add("loss/environment", -scores.logprobs, written)

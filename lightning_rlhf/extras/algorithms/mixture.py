@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.distillation import DistillationModule, Divergence, Teacher
-from lightning_rlhf.functional.divergence import DistilledScores
-from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.extras.algorithms.divergence import DistilledScores
+from lightning_rlhf.functional.logprobs import ActorScores
 from lightning_rlhf.functional.mismatch import means_over_ranks
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -265,16 +265,14 @@ class MixtureModule(DistillationModule):
         rewarded = replace(minibatch, mask=self.tokens_of(RewardObjective, minibatch))
         return replace(super().with_selected_tokens(rewarded, seed), mask=minibatch.mask)
 
-    def update_scores(self, rows: Experience) -> TokenScores | DistilledScores:
+    def update_scores(self, rows: Experience) -> ActorScores:
         """Return the actor's scores, with the divergence of tokens that have a teacher, with gradient. All ranks."""
         if not self.teachers:
             return self.actor_scores("actor", rows.rollout)
         mask = self.tokens_of(TeacherObjective, rows)
         return self.compared(rows.rollout, mask, rows.teacher, self.token_weights(rows))
 
-    def policy_objective(
-        self, rows: Experience, scores: TokenScores | DistilledScores, means: MeanAccumulator
-    ) -> Tensor:
+    def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:
         """Return the weighted losses of all objectives, summed over the tokens of some rows."""
         losses = torch.zeros_like(rows.mask, dtype=scores.logprobs.dtype)
         if isinstance(self.advantages, AdvantagesBySource) and self.advantages.estimators:

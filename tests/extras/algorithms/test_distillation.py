@@ -192,7 +192,7 @@ def test_held_out_divergence_is_logged(top_k):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 1.5}, r"beta of a divergence must be in \[0, 1\], got 1.5"),
+        ({"beta": 1.5}, r"beta of a divergence must lie in \[0, 1\], got 1.5"),
         ({"top_k": 0}, "top_k of a divergence must be at least 1 or null, got 0"),
         ({"memory_mb": 0}, "memory_mb of a divergence must be at least 1, got 0"),
     ],

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_rlhf.functional.logprobs import add_product, head_logits, in_one_dtype
 from lightning_rlhf.functional.products import linear, part_of
+from lightning_rlhf.models.causal import Targets
 from lightning_rlhf.types import LEAST_REST, TopTokens
 
 DEFAULT_MEMORY_BYTES = 150 << 20  # of the logits and gradients that distillation computes at a time
@@ -355,6 +356,28 @@ class TeacherOutputs:
     vocabulary: int
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
+    def __call__(self, targets: Targets) -> Tensor | TopTokens:
+        """Return (N, H) hidden states that predict the N targets, or the (B, T, K) top tokens of their distribution."""
+        if self.top_k is None and targets.ranks is None:
+            return targets.states
+        if self.top_k is None:
+            of_all = targets.states.new_zeros(int(targets.mask.sum()), targets.states.shape[1])
+            everything = torch.arange(len(targets.positions), device=targets.mask.device)
+            return targets.total(of_all.index_copy(0, targets.numbers(everything, targets.mask), targets.states))
+        weight, bias = targets.head.weight[: self.vocabulary], targets.head.bias
+        if bias is not None:
+            bias = bias[: self.vocabulary]
+        tokens = top_tokens(
+            targets.states,
+            weight,
+            bias,
+            self.top_k,
+            scale=targets.scale,
+            softcap=targets.head.softcap,
+            memory_bytes=self.memory_bytes,
+        )
+        return tokens.map(lambda values: targets.total(targets.scatter(values)).clone())  # FSDP warns of views
+
 
 @dataclass(frozen=True)
 class Distillation:
@@ -373,6 +396,43 @@ class Distillation:
     beta: float
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
+    def __call__(self, targets: Targets) -> DistilledScores:
+        """Return the (B, T) scores of a student, with the loss of the targets that have a teacher."""
+        without = torch.ones_like(targets.positions, dtype=torch.bool)
+        zeros = torch.zeros(targets.mask.shape, device=targets.mask.device)
+        total = DistilledScores(zeros, zeros, zeros, loss=zeros.sum())
+        for teacher, mask in self.teachers:
+            has_teacher = mask.flatten()[targets.positions]
+            part, without = has_teacher.nonzero().squeeze(1), without & ~has_teacher
+            if targets.ranks is not None:
+                teacher = _rows_of(teacher, targets.numbers(part, mask))
+            scores = distillation_scores(
+                targets.states[part],
+                targets.head.weight,
+                targets.head.bias,
+                targets.targets[part],
+                teacher=teacher,
+                token_weights=self.token_weights.flatten()[targets.positions[part]],
+                beta=self.beta,
+                scale=targets.scale,
+                softcap=targets.head.softcap,
+                memory_bytes=self.memory_bytes,
+            )
+            total = DistilledScores(
+                total.logprobs + targets.scatter(scores.logprobs, part),
+                total.entropy + targets.scatter(scores.entropy, part),
+                total.divergence + targets.scatter(scores.divergence, part),
+                total.loss + scores.loss,
+            )
+        # Also without such targets: ZeRO-3 needs the same operations on every rank.
+        part = without.nonzero().squeeze(1)
+        others = targets.scores(part)
+        total = total._replace(
+            logprobs=total.logprobs + targets.scatter(others.logprobs, part),
+            entropy=total.entropy + targets.scatter(others.entropy, part),
+        )
+        return DistilledScores(*map(targets.total, total))
+
 
 class DistilledScores(NamedTuple):
     """Scores of a student's tokens, some of which have a teacher.
@@ -388,3 +448,10 @@ class DistilledScores(NamedTuple):
     entropy: Tensor
     divergence: Tensor
     loss: Tensor
+
+
+def _rows_of(teacher: TeacherHead | TopTokens, rows: Tensor) -> TeacherHead | TopTokens:
+    """Return a teacher's distributions of some of its tokens."""
+    if isinstance(teacher, TopTokens):
+        return teacher.map(lambda values: values[rows])
+    return teacher._replace(states=teacher.states[rows])

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rlhf.functional.divergence import TeacherHead, distillation_scores, top_tokens
+from lightning_rlhf.extras.algorithms.divergence import TeacherHead, distillation_scores, top_tokens
 from lightning_rlhf.functional.logprobs import token_scores
 from lightning_rlhf.types import TopTokens
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
@@ -357,7 +357,7 @@ def test_memory_of_a_large_vocabulary_stays_below_200_mb_at_any_length(tokens, s
 RESIDENT = """
 import torch
 from benchmarks.compare.head_memory import peak
-from lightning_rlhf.functional.divergence import TeacherHead, distillation_scores
+from lightning_rlhf.extras.algorithms.divergence import TeacherHead, distillation_scores
 torch.set_num_threads(1)
 def step(tokens, vocabulary):
     hidden, weight = torch.randn(tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)

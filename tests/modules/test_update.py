@@ -217,7 +217,7 @@ def test_scaled_gradients_are_rejected_before_any_model_is_loaded():
 
 @pytest.mark.parametrize("micro_batch_tokens", [0, -5])
 def test_token_budget_must_be_positive(micro_batch_tokens):
-    with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {micro_batch_tokens}$"):
+    with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive or null, got {micro_batch_tokens}$"):
         SFTModule(TinyModel(), micro_batch_tokens=micro_batch_tokens)
 
 

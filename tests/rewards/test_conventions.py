@@ -271,7 +271,7 @@ def test_class_is_instantiated_with_the_arguments():
     ("options", "message"),
     [
         ({"timeout_s": 0}, "timeout_s must be positive or null, got 0"),
-        ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1.5"),
+        ({"max_error_rate": 1.5}, r"max_error_rate must lie in \[0, 1\], got 1.5"),
         ({"timeout_s": 1, "per_sample": False}, "timeout_s applies to single completions"),
         ({"function": "nowhere.py:f"}, "file not found: nowhere.py"),
     ],

@@ -400,7 +400,7 @@ def test_missing_vllm_is_reported_with_the_install_command(monkeypatch):
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.5])
 def test_invalid_arguments_are_rejected(installed, fraction):
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must lie in \(0, 1\]"):
         VLLMEngine(gpu_memory_utilization=fraction)
     with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
         VLLMEngine(tensor_parallel_size=0)

@@ -200,7 +200,7 @@ def _kl(history: RunHistory) -> _Failure | None:
 
 def _entropy(history: RunHistory) -> _Failure | None:
     entropies, rewards = history.last("policy/entropy", 20), history.last("reward/mean", 20)
-    start = history.start("policy/entropy")
+    start = history.at_start("policy/entropy")
     if not entropies or not rewards or not fmean(entropies[-5:]) < 0.1 * start:
         return None
     spread = fmean(history.last("reward/std", 5) or [0.0])
@@ -222,7 +222,7 @@ def _entropy(history: RunHistory) -> _Failure | None:
 
 
 def _length(history: RunHistory) -> _Failure | None:
-    start, length = history.start("rollout/response_tokens_mean"), history.mean("rollout/response_tokens_mean", 5)
+    start, length = history.at_start("rollout/response_tokens_mean"), history.mean("rollout/response_tokens_mean", 5)
     is_shorter = length < start / 3 and not history.has_risen(history.mean("reward/mean", 5))  # shorter may be right
     if not start > 0 or not (is_shorter or length > 3 * start):
         return None
@@ -286,7 +286,7 @@ def _critic(history: RunHistory) -> _Failure | None:
     explained = history.mean("value/explained_variance", 5)
     if not history.last("value/explained_variance", 20) or not explained < -0.1:
         return None
-    if history.mean("reward/std", 5) < history.start("reward/std") / 2:  # returns that barely vary cannot be explained
+    if history.mean("reward/std", 5) < history.at_start("reward/std") / 2:  # returns that barely vary cannot be explained
         return None
     return (
         "value/explained_variance",
@@ -369,7 +369,7 @@ def _reward_model(history: RunHistory) -> _Failure | None:
 
 
 def _loss(history: RunHistory) -> _Failure | None:
-    start, loss = history.start("train/loss"), history.mean("train/loss", 10)
+    start, loss = history.at_start("train/loss"), history.mean("train/loss", 10)
     if not start > 0 or not loss > 1.5 * start:
         return None
     return (

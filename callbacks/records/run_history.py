@@ -51,7 +51,7 @@ class RunHistory:
             return fmean(values)
         return math.nan
 
-    def start(self, metric: str) -> float:
+    def at_start(self, metric: str) -> float:
         """Return the mean of a metric over the first steps; NaN before their end."""
         values = values_of(self.first, metric)
         if len(values) == FIRST_STEPS:

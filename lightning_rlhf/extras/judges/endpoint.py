@@ -208,7 +208,7 @@ class Client:
                 self._balancer.exclude(url, _LEFT_OUT_S)
             raise
         finally:
-            self._balancer.finish(url)
+            self._balancer.release(url)
 
     async def _try_at(self, url: str, request: Request, content: bytes | None) -> Any:
         """Send a request to one of the servers."""

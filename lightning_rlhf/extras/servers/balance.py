@@ -64,7 +64,7 @@ class Balancer(Generic[Server]):
                 blocks.clear()
 
     def choose(self, text: Sequence[int] = (), even_excluded: bool = False) -> Server | None:
-        """Return the server for a request, which is unfinished until :meth:`finish`.
+        """Return the server for a request, which is unfinished until :meth:`release`.
 
         Args:
             text: token ids of the request, as far as they are known.
@@ -88,7 +88,7 @@ class Balancer(Generic[Server]):
             self._remember(server, blocks)
             return server
 
-    def finish(self, server: Server, text: Sequence[int] = ()) -> None:
+    def release(self, server: Server, text: Sequence[int] = ()) -> None:
         """End a request.
 
         Args:

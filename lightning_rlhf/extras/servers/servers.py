@@ -295,7 +295,7 @@ class Servers:
                     if failures == _TRIES:
                         raise
             finally:
-                self._balancer.finish(member, sent)
+                self._balancer.release(member, sent)
 
     def wait_for_one(self) -> None:
         """Wait until a server can be used.
@@ -303,7 +303,7 @@ class Servers:
         Raises:
             EngineDied: none can be used in time.
         """
-        self._balancer.finish(self._choose(()))
+        self._balancer.release(self._choose(()))
 
     def _choose(self, text: Sequence[int]) -> Member:
         """Return the server for a request; wait until there is one."""

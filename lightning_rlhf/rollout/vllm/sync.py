@@ -205,7 +205,7 @@ class SharedMemory:
                 self.bytes = map_memory(self.path, slot.end)
         return slot
 
-    def finish(self) -> None:
+    def shrink(self) -> None:
         """Remove the part of the mapping that was not used."""
         os.truncate(self._file, self._end)
         self.bytes = self.bytes[: self._end]
@@ -287,7 +287,7 @@ class WeightSender:
             del tensor  # free it before the next one is gathered
         if shared is None:
             raise RunError("the model has no parameters to push")
-        shared.finish()
+        shared.shrink()
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last write; None if all are equal."""

@@ -38,7 +38,7 @@ class SaveOptions:
 
 
 class BackgroundSave:
-    """Runs one save at a time in a thread; :meth:`finish` raises its error."""
+    """Runs one save at a time in a thread; :meth:`join` raises its error."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -46,7 +46,7 @@ class BackgroundSave:
         self._group: Any = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run a function in the thread; call :meth:`finish` before the next one. All ranks.
+        """Run a function in the thread; call :meth:`join` before the next one. All ranks.
 
         Args:
             work: function that uses only the collectives in :mod:`lightning_rlhf.strategies.ranks`.
@@ -66,7 +66,7 @@ class BackgroundSave:
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         return self._group
 
-    def finish(self, wait: bool = True) -> None:
+    def join(self, wait: bool = True) -> None:
         """Wait for the function and raise its error.
 
         Args:

@@ -117,7 +117,7 @@ class ReshardableCheckpoints:
         Raises:
             OSError, ValueError: errors of :meth:`save_checkpoint`.
         """
-        self._background.finish(wait)
+        self._background.join(wait)
 
     def _checked_state(self, name: str) -> RoleState:
         def checked_state() -> RoleState:

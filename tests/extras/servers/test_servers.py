@@ -501,7 +501,7 @@ def test_responses_to_one_prompt_go_to_one_server_up_to_eight_more_requests():
     assert chosen(balancer, *[text(1)] * 9) == "a" * 9
     assert chosen(balancer, text(1)) == "b"
     for _ in range(9):
-        balancer.finish("a", text(1))
+        balancer.release("a", text(1))
     assert chosen(balancer, text(1)) == "a"  # both have the text, and this one no request
 
 
@@ -512,7 +512,7 @@ def test_later_turns_go_to_the_server_of_the_first_one():
     first = [text(number) for number in range(3)]
     assert chosen(balancer, *first) == "abc"
     for server, prompt in zip("abc", first, strict=True):
-        balancer.finish(server, [*prompt, *text(9)])
+        balancer.release(server, [*prompt, *text(9)])
     second = [[*prompt, *text(9, 4)] for prompt in first]
     assert chosen(balancer, *second[::-1]) == "cba"
 
@@ -531,7 +531,7 @@ def test_servers_that_were_added_and_excluded():
     balancer.include("a")
     balancer.remove("b")
     balancer.remove("c")
-    balancer.finish("c")
+    balancer.release("c")
     balancer.include("c")  # has no effect, as that of a server that has left
     balancer.exclude("c")
     assert chosen(balancer, text(4)) == "a"
@@ -540,8 +540,8 @@ def test_servers_that_were_added_and_excluded():
 def test_texts_are_forgotten():
     balancer = Balancer("ab")
     assert chosen(balancer, text(1), text(2)) == "ab"
-    balancer.finish("a")
-    balancer.finish("b")
+    balancer.release("a")
+    balancer.release("b")
     balancer.forget_texts()
     assert chosen(balancer, text(2)) == "a"
 
@@ -553,7 +553,7 @@ def test_shares_stay_within_eight_requests_for_any_texts():
         prompt = text(draw.randrange(3), draw.randrange(5), length=draw.randrange(1, 80))
         if draw.random() < 0.4 and unfinished.total():
             server = draw.choice(sorted(unfinished.elements()))
-            balancer.finish(server, prompt)
+            balancer.release(server, prompt)
             unfinished[server] -= 1
             continue
         fewest = min(unfinished[each] for each in "abc")

@@ -219,7 +219,6 @@ def follow_until_averaged(callback: Any, module: LightningModule) -> bool:
 
     Args:
         callback: a ``WeightAveraging``.
-        module: module of the run.
     """
     average = callback._average_model
     if average is None or int(average.n_averaged) > 0:

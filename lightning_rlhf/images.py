@@ -89,11 +89,7 @@ class ImageProcessor(Protocol):
 
 
 class ImageStore:
-    """Distinct images of the data, and the processor of the model that reads them.
-
-    Args:
-        processor: processor of the model.
-    """
+    """Distinct images of the data, and the processor of the model that reads them."""
 
     def __init__(self, processor: ImageProcessor) -> None:
         self.processor = processor

@@ -82,7 +82,6 @@ class TrackioLogger(Logger):
             key: name of the table.
             columns: names of its columns.
             data: rows.
-            step: step of the run.
         """
         import trackio
 
@@ -108,7 +107,6 @@ def log_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[
         name: name of the table.
         columns: names of its columns.
         rows: values of its rows.
-        step: step of the run.
     """
     cells = [[cell if isinstance(cell, int | float) else str(cell)[-_LONGEST_CELL:] for cell in row] for row in rows]
     if isinstance(logger, WandbLogger | TrackioLogger):

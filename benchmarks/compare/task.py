@@ -47,12 +47,10 @@ class Sizes:
 
     Attributes:
         folder: folder of model, tokenizer and rows within the directory of the benchmark.
-        prompts: prompts of a step.
         group: responses to each prompt.
         minibatch: responses of an update.
         prompt_tokens: longest prompt.
         response_tokens: longest response.
-        learning_rate: learning rate.
     """
 
     folder: str

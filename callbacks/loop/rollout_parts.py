@@ -41,7 +41,6 @@ class RolloutParts:
         weights: weights of the engine.
         checks: comparisons of engine and actor that are not finished.
         source: function of the prompts and the step that returns the rollout of a step.
-        clock: clock of the step.
         teacher_prompts: prompts of a teacher that has others than the student; None without them.
     """
 
@@ -92,9 +91,6 @@ def make_parts(
 
     Args:
         settings: settings of the rollouts.
-        trainer: trainer of the run.
-        module: module of the run.
-        engine: engine of the run.
         sampler: sampler of the responses.
     """
     roles, device = module.role_strategy, trainer.strategy.root_device

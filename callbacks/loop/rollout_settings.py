@@ -84,10 +84,6 @@ class RolloutSettings:
     def check(self, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the settings against module and data, and call the rewards once; warn about doubtful settings.
 
-        Args:
-            trainer: trainer of the run.
-            module: module of the run.
-
         Raises:
             ValueError: the settings are incompatible.
         """
@@ -206,7 +202,6 @@ def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
     """Validate that the engine can generate while the module learns; warn if it generates before instead.
 
     Args:
-        engine: engine of the run.
         max_staleness: argument of RolloutLoop.
 
     Raises:
@@ -233,7 +228,6 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
     """Validate the batch arithmetic of a step; warn about a policy loss that is only correct for one update.
 
     Args:
-        module: module of the run.
         data: data module of the run.
         prompts: prompts that a step trains on.
         group_size: responses per prompt.

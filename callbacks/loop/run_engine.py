@@ -30,7 +30,6 @@ class RunEngine:
 
     Args:
         choice: engine of the configuration; ``auto`` chooses one.
-        trainer: trainer of the run.
         module: module with the actor.
         sampling: sampling parameters of the training responses.
         max_staleness: argument of RolloutLoop.
@@ -123,7 +122,6 @@ def make_engine_directory(trainer: Trainer, source: ModelSource) -> Path:
     """Return a directory with the actor's configuration for this rank's engine; remove files of ranks that are gone.
 
     Args:
-        trainer: trainer of the run.
         source: source of the actor.
     """
     directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"

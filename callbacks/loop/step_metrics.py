@@ -18,8 +18,6 @@ def rollout_metrics(
 
     Args:
         sampled: rollout of the step.
-        module: module of the run.
-        clock: clock of the step.
         max_staleness: largest allowed difference of the step and the version of a token.
         restarted: number of times that this rank's engine was started again; None for an engine that is not.
 

@@ -81,7 +81,6 @@ def skipped_checks(module: LightningModule, loops: Sequence[RolloutLoop]) -> lis
     """Return the names of the checks whose bounds do not apply to a run.
 
     Args:
-        module: module of the run.
         loops: its callbacks that generate rollouts.
     """
     skipped = []

@@ -286,7 +286,7 @@ def _critic(history: RunHistory) -> _Failure | None:
     explained = history.mean("value/explained_variance", 5)
     if not history.last("value/explained_variance", 20) or not explained < -0.1:
         return None
-    if history.mean("reward/std", 5) < history.at_start("reward/std") / 2:  # returns that barely vary cannot be explained
+    if history.mean("reward/std", 5) < history.at_start("reward/std") / 2:  # nearly equal returns cannot be explained
         return None
     return (
         "value/explained_variance",

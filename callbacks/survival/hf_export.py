@@ -108,7 +108,6 @@ class Origin:
 
     Args:
         module: module that trained it.
-        role: role of the model.
         data: data module of the run.
         config: path of the run's configuration; the file may be absent.
         step: number of training steps.
@@ -127,7 +126,6 @@ def check_adapter(module: RoleModule, role: str, option: str) -> None:
     """Validate that a role can be exported as adapters alone.
 
     Args:
-        module: module of the run.
         role: role to export.
         option: option that requests adapters, for the message.
 
@@ -146,7 +144,6 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
 
     Args:
         directory: directory with the weights.
-        origin: origin of the model.
         tokenizer: tokenizer of the run, with its chat template.
     """
     scores = origin.role != "actor" and (directory / "config.json").is_file()
@@ -204,7 +201,6 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
     """Return the model card, in Markdown with the hub's header.
 
     Args:
-        origin: origin of the model.
         adapter_only: whether only LoRA adapters are exported.
     """
     source = origin.module.sources[origin.role]

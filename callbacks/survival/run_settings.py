@@ -31,7 +31,6 @@ def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
 
     Args:
         trainer: trainer with its data module set up.
-        module: module of the run.
     """
     settings = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
     settings |= _data_settings(trainer.datamodule)

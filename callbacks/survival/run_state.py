@@ -227,7 +227,6 @@ def continue_random_state(states: list[dict[str, Any]], stored_ranks: int, step:
         states: states of all ranks of the run that wrote the checkpoint.
         stored_ranks: number of data ranks of that run.
         step: step of the checkpoint.
-        data_ranks: data ranks of this run.
     """
     if (len(states), stored_ranks) == (ranks.world_size(), data_ranks.size):
         restore_random_state(states[ranks.rank()])

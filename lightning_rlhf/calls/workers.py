@@ -173,7 +173,6 @@ class _Running:
     """A started pool.
 
     Args:
-        pool: the pool.
         calls: calls that are not done.
         stopped: set when it is ended on purpose; nothing waits for its calls then.
     """

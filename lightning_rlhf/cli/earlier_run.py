@@ -44,11 +44,7 @@ def restore_earlier_run(earlier: Path, directory: Path) -> None:
 
 
 class RunRecord:
-    """Files about a run that its next part writes before the first step, to restore them if that part never starts.
-
-    Args:
-        directory: directory of the run.
-    """
+    """Files about a run that its next part writes before the first step, to restore them if that part never starts."""
 
     def __init__(self, directory: Path) -> None:
         paths = [directory / name for name in _RECORD]
@@ -67,7 +63,6 @@ def check_writable(directory: Path, renames: bool) -> None:
     """Validate that a run can write to its directory, which is created and removed for it.
 
     Args:
-        directory: directory of the run.
         renames: whether an earlier run in it will be renamed.
 
     Raises:
@@ -85,7 +80,6 @@ def check_permission(directory: Path, renames: bool) -> None:
     """Validate that a run's directory is not a file, and that there is permission to write to it.
 
     Args:
-        directory: directory of the run.
         renames: whether an earlier run in it will be renamed.
 
     Raises:

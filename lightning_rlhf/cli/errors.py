@@ -86,7 +86,6 @@ def disk_error(error: BaseException, directory: Path) -> str | None:
 
     Args:
         error: error that ended the run.
-        directory: directory of the run.
     """
     cause: BaseException | None = error
     visited: list[BaseException] = []

@@ -311,7 +311,6 @@ def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | 
 
     Args:
         error: error that ended the run.
-        trainer: Trainer of the run.
         started: whether the first training step has begun.
     """
     code = 1 if started else 2

@@ -144,7 +144,6 @@ class AnswersDataModule(RowsDataModule):
 
         Args:
             fields: the row's fields.
-            messages: messages of the conversation.
             label: name of the conversation in error messages.
             first: index of the first message that the loss mask may cover.
         """
@@ -189,7 +188,6 @@ def sequences(texts: Sequence[MaskedText], store: ImageStore | None = None) -> S
     """Pad texts and their loss masks on the right to the longest text.
 
     Args:
-        texts: texts of the batch.
         store: images of the data; None if the data have none.
     """
     ids, lengths = pad_right([text.ids for text in texts])

@@ -298,7 +298,6 @@ def lookup(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> A
     """Return the value of a column; dots separate the keys of nested values, unless a column has exactly this name.
 
     Args:
-        row: row of the data.
         column: name of the column.
         mapping: configured column of each field, which a message repeats.
 
@@ -357,7 +356,6 @@ def text_of(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> 
     """Return the text of a column.
 
     Args:
-        row: row of the data.
         column: name of the column.
         mapping: configured column of each field, which a message repeats.
 

@@ -32,7 +32,6 @@ class Sampler(Protocol):
         Args:
             keys: keys of all rows.
             lengths: tokens of all rows.
-            seed: seed of the run.
             epoch: number of completed epochs.
         """
 

@@ -140,7 +140,6 @@ def end_tokens_of(tokenizer: PreTrainedTokenizerBase, source: object) -> tuple[i
     """Return the tokens at which answers end: the tokenizer's end token, then those of the model beside it.
 
     Args:
-        tokenizer: tokenizer of the run.
         source: its directory or hub id, or another source, which has no model.
     """
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *generation_ends(source if isinstance(source, str) else None)]))

@@ -40,7 +40,6 @@ class Bridge(ABC):
     is changed by a space after its first character.
 
     Args:
-        tokenizer: tokenizer of the run.
         max_message_tokens: tokens of one message; longer ones are cut in the middle. None does not cut.
     """
 
@@ -59,7 +58,6 @@ class Bridge(ABC):
         """Prepare for prompts with images.
 
         Args:
-            processor: processor of the model.
             writes_images: whether messages of the environment may have images, too.
 
         Raises:
@@ -171,7 +169,6 @@ class PlainBridge(Bridge):
     """Texts alone, without a chat template, for models that were trained on such texts.
 
     Args:
-        tokenizer: tokenizer of the run.
         max_message_tokens: argument of :class:`Bridge`.
     """
 

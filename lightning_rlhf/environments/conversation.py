@@ -51,7 +51,6 @@ class Conversation:
 
     Args:
         prompt: prompt of the conversation, without the images that the environment wrote.
-        limits: limits of the conversation.
         written_images: images that the environment wrote at the end of the prompt.
     """
 

@@ -57,7 +57,6 @@ class Call:
     Args:
         key: identifier of the conversation.
         row: columns of the prompt's row.
-        seed: seed of the conversation.
         turns: turns of the policy so far.
         replies: digests of the replies to ``reset`` and to all turns but the last; for ``finish`` to all turns.
         base_url: address of the endpoint, for a call of an agent; empty for a call of an environment.

@@ -171,10 +171,8 @@ class ProcessHost(Host):
         """Set the result of a call whose future is done; an error that this did not handle would be lost.
 
         Args:
-            call: the call.
             result: future of its result.
             attempt: attempt whose future is done.
-            future: future of the process.
         """
         slot = attempt.slot
         with self._lock:

@@ -95,7 +95,6 @@ def _replay(live: _Live, call: Call, reply: Reply) -> Steps[Fault | None]:
 
     Args:
         live: environment after its ``reset``.
-        call: the call.
         reply: reply to ``reset``.
     """
     for number, digest in enumerate(call.replies):

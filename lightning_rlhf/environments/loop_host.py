@@ -148,7 +148,6 @@ class _LoopCall:
     """A call in an event loop.
 
     Args:
-        call: the call.
         result: future of its result.
         started: time of its begin, as of ``time.monotonic()``; None while it waits.
     """

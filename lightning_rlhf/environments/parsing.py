@@ -36,7 +36,6 @@ class ToolCallParser(ABC):
 
         Args:
             text: text of the turn with special tokens, without its end token.
-            tokenizer: tokenizer of the run.
         """
 
     def check(  # noqa: B027 (most parsers accept every tokenizer)
@@ -45,7 +44,6 @@ class ToolCallParser(ABC):
         """Validate the tokenizer before a model is loaded.
 
         Args:
-            tokenizer: tokenizer of the run.
             tools: JSON schemas of the environment's tools.
 
         Raises:

@@ -137,7 +137,6 @@ class EnvironmentSettings:
         """Return the validated bridge for a tokenizer.
 
         Args:
-            tokenizer: tokenizer of the run.
             options: variables of the chat template.
 
         Raises:

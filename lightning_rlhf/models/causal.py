@@ -130,7 +130,6 @@ class Targets:
     Args:
         states: (N, H) hidden states.
         targets: (N,) int64 token ids.
-        head: head of the model.
         scale: factor of the logits.
         positions: (N,) int64 positions in the flat mask.
         mask: (B, T) bool.

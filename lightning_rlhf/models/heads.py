@@ -85,7 +85,6 @@ def without_tokens(head: Head, tokens: tuple[int, ...]) -> Head:
     """Return a head with which some tokens have no probability, as in an engine that never samples them.
 
     Args:
-        head: head of a model.
         tokens: ids of the tokens.
     """
     if not tokens:

@@ -176,7 +176,6 @@ def set_scale(config: PretrainedConfig, head: ScoreHead, path: str) -> None:
 
     Args:
         config: configuration of the model; changed in place.
-        head: head of the model.
         path: path of the model, for messages.
 
     Raises:

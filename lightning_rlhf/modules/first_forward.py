@@ -48,7 +48,6 @@ class FirstForward(OldScores):
     The first mini-batch needs no separate pass for them: its ratio of new to old log-probs is exactly 1.
 
     Args:
-        module: module of the step.
         first: positions of the rows of the first mini-batch among the responses of all ranks.
         positions: positions of the rows of each micro-batch of the updates.
         logprobs: (rows, T) old log-probs of each of these micro-batches.
@@ -66,7 +65,6 @@ class FirstForward(OldScores):
         """Return the scores of a step; None if the first mini-batch is unknown or empty. All ranks.
 
         Args:
-            module: module of the step.
             rollout: rows of this rank.
             seed: seed of the order of the rows.
         """

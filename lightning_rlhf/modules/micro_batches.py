@@ -29,7 +29,6 @@ class MicroBatches:
 
     Args:
         layout: layout of the texts, which splits a batch.
-        strategy: strategy of the run.
         device: device of the models.
     """
 

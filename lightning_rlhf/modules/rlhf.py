@@ -238,7 +238,6 @@ class RLHFModule(RoleModule):
 
         Args:
             evaluation: evaluation of the rollout.
-            updates: updates of the step.
             times: seconds of ``evaluate`` and ``update`` on this rank.
         """
         experience = evaluation.experience

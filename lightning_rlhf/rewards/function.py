@@ -338,7 +338,6 @@ class RewardFunction:
 
         Args:
             rows: columns of each row.
-            name: name of the data.
             positions: file and line of each row.
 
         Returns:

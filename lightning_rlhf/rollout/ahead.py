@@ -54,7 +54,6 @@ class Ahead:
         max_staleness: k, at least 1.
         waits_before_push: whether all requests must be finished before a push, as the turns of a conversation are from
             the same weights.
-        clock: clock of the step.
     """
 
     source: Source
@@ -194,7 +193,6 @@ class RestoringSampler:
     """Returns completions of a checkpoint where there are some, else those of another sampler.
 
     Args:
-        sampler: sampler of the run.
         restored: completions of a checkpoint.
         engine: engine of the run, whose ranks send requests together.
     """

@@ -39,7 +39,6 @@ class ConversationRequest:
     """Request of one conversation.
 
     Args:
-        prompt: prompt of the conversation.
         seed: seed of the environment, in [0, 2**63).
         turn_seeds: seed of each turn of the policy.
         sampling: sampling parameters, whose ``max_tokens`` limits the tokens after the prompt.

@@ -45,7 +45,6 @@ class DynamicSampling:
         """Validate the settings before anything is generated.
 
         Args:
-            batch_size: batch size of the data.
             group_size: responses per prompt.
             weights: weight of each reward by its name.
             advantages: estimator of the advantages.

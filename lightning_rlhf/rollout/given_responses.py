@@ -110,7 +110,6 @@ class WithGiven(Source):
         samples: sampled responses per prompt.
         temperature: temperature of the sampling.
         rewards: names of all rewards, which given responses do not have.
-        clock: clock of the step.
         has_environment: whether the sampled responses are conversations with an environment.
         is_agent: whether the environment is an agent.
     """

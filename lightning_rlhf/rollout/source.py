@@ -81,7 +81,6 @@ class PendingRewards:
         scorer: scorer of the responses, which was launched on the group leader.
         roles: strategy of the run, which knows the leader.
         device: device of reductions over ranks.
-        clock: clock of the step.
         earlier: metrics of other rewards of the step.
     """
 
@@ -188,7 +187,6 @@ class RolloutSource(Source):
         weights: weights of the engine.
         roles: strategy of the run.
         progress: function of a step and its prompts that returns the progress of the run.
-        clock: clock of the step.
     """
 
     sampler: Sampler

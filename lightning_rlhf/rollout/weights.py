@@ -21,12 +21,10 @@ class EngineWeights:
     """Keeps the engine's weights equal to the actor's.
 
     Args:
-        engine: engine of the run.
         roles: strategy of the run, which has the actor.
         device: device of the actor.
         dtype: dtype in which matrices are pushed.
         compare: function that raises an error if engine and actor compute different log-probs of some responses.
-        clock: clock of the step.
         pushed: number of finished steps of the weights that the engine has; None if it has none.
     """
 

@@ -50,7 +50,6 @@ class FailureWatch:
     """Monitor that ends this process when this or another rank fails.
 
     Args:
-        rank: rank of this process.
         world_size: number of ranks.
         node: index of this process's node.
         children: processes launched by this one, which are ended with it.

@@ -357,7 +357,6 @@ def describe_batch(batch: Any, tokenizer: Any, spans: FindSpans) -> dict[str, di
 
     Args:
         batch: batch of one of our data modules.
-        tokenizer: tokenizer of the run.
         spans: function of the tokens of a text that returns the positions of its images.
 
     Returns:

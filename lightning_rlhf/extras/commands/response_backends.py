@@ -95,7 +95,6 @@ class ResponseRequest:
     """Request of one response.
 
     Args:
-        prompt: prompt.
         seed: seed of the response.
         environment_seed: seed of the environment, which all responses to a prompt share.
     """
@@ -504,7 +503,6 @@ def _as_json(row: Row, images: ImageSettings | None = None) -> dict[str, Any]:
     """Convert a row to plain JSON values.
 
     Args:
-        row: row of the data.
         images: limits of its images, whose bytes are written in base64; None for a row without images.
 
     Raises:

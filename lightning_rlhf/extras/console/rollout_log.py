@@ -168,7 +168,6 @@ class RolloutLog(Callback):
         """Return the first responses of the step as plain values.
 
         Args:
-            trainer: trainer of the run.
             module: module with the experience of the step.
             answers: correct answer to each response's prompt; empty if the data has no answers.
         """

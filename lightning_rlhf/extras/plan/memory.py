@@ -59,7 +59,6 @@ class Shard:
 
     Args:
         role: the model.
-        strategy: strategy of the run.
         ranks: number N of ranks over which it is sharded.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
         replicas: number of replicas of each shard.

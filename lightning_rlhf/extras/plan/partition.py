@@ -20,7 +20,6 @@ def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -
     shards the next dimension that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
 
     Args:
-        parameters: parameters of a model.
         ranks: number N of data-parallel ranks.
         split: tensor-parallel size.
     """
@@ -40,7 +39,6 @@ def zero3_elements(parameters: Iterable[Parameter], ranks: int, persistent: int 
     """Count the elements that ZeRO-3 stores on a rank: sum of ceil(d / N), plus d if d < persistent.
 
     Args:
-        parameters: parameters of a model.
         ranks: number N of data-parallel ranks.
         persistent: size below which a parameter stays gathered (``stage3_param_persistence_threshold``).
     """

@@ -176,7 +176,6 @@ def precision(strategy: Strategy, dtype: str, mixed: bool) -> Precision:
     Training Trillion Parameter Models", Rajbhandari et al. 2020, section 3.1), the masters even for float32 weights.
 
     Args:
-        strategy: strategy of the run.
         dtype: dtype of the model's source, float32 or bfloat16.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
     """

@@ -122,7 +122,6 @@ def _data_of(run: RunDirectory, image_bytes: int, live: bool, signature: tuple[A
     """Return the data of a run whose files have this signature, without its state.
 
     Args:
-        run: the run.
         image_bytes: largest number of bytes of its thumbnails in the data.
         live: whether the page gets the responses of validations from a server.
         signature: its signature.
@@ -299,7 +298,6 @@ def _thumbnails_of(run: RunDirectory, rows: Iterable[dict[str, Any]], most: int)
     """Return the thumbnails of the images of responses as ``data:`` URLs, by their files.
 
     Args:
-        run: the run.
         rows: responses of the page; those of the first ones have precedence.
         most: largest number of bytes of all of them.
     """

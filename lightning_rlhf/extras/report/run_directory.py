@@ -32,11 +32,7 @@ _MAX_ROLLOUT_BYTES = 128 << 20  # of the responses of a step; a page with more i
 
 
 def end_state(directory: Path) -> dict[str, str]:
-    """Return the state of a run by the file that ReportPage writes at its end, and the error that ended it.
-
-    Args:
-        directory: directory of the run.
-    """
+    """Return the state of a run by the file that ReportPage writes at its end, and the error that ended it."""
     end = _object_in(directory / RUN_END)
     error = str(end.get("error") or "")
     stopped = "failed"

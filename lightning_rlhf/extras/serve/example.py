@@ -54,7 +54,6 @@ def curl_command(url: str, name: str, key: tuple[str, str], request: tuple[str, 
 
     Args:
         url: address of the server.
-        name: name of the model.
         key: result of :func:`~lightning_rlhf.extras.serve.access.load_key`: the key and a shell expression for it,
             which are equal for a generated key.
         request: route and body.

@@ -114,7 +114,6 @@ class ServerProcess:
         limits: limits of requests.
         log: file for the output.
         secrets: names of environment variables that the process does not inherit.
-        command: command of the process.
 
     Raises:
         ValueError: the folder for sockets or the log cannot be used.

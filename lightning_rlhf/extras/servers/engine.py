@@ -229,7 +229,6 @@ class VLLMServerEngine(RolloutEngine):
         """Yield the option that corrects each setting of a server that does not fit this run.
 
         Args:
-            server: the server.
             config: its settings.
             backend: its transport of weights.
         """

@@ -282,7 +282,6 @@ def _confirmed(server: VLLMServer, path: str, body: Any = None) -> None:
     """Send a step of a push, and validate that the server confirms it.
 
     Args:
-        server: server.
         path: route.
         body: content of the request.
 

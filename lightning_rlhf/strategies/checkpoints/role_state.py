@@ -168,7 +168,6 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
     """Return the stored settings of an optimizer's groups.
 
     Args:
-        optimizer: optimizer of this run.
         groups: parameter names of each group.
         stored: stored role with its settings.
 

@@ -135,7 +135,7 @@ class RolloutValidation(Callback):
         def completions(first: int, sampling: Sampling) -> list[Completion]:
             on_finished = partial(score, first, sampling.samples)
             version = self._parts.weights.version
-            return self._parts.sampler.request(batch, sampling, trainer.global_step, version, on_finished).result()
+            return self._parts.sampler.sample(batch, sampling, trainer.global_step, version, on_finished).result()
 
         greedy = completions(0, Sampling(1, 0.0, "validation"))
         sampled = completions(1, Sampling(samples, 1.0, "validation"))

@@ -211,7 +211,7 @@ class RestoringSampler:
         """Settings of the environment whose conversations the responses are; None without one."""
         return self.sampler.environment
 
-    def request(
+    def sample(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -220,11 +220,11 @@ class RestoringSampler:
         on_finished: OnFinished | None = None,
         in_background: bool = False,
     ) -> PendingCompletions:
-        """See :meth:`Sampler.request`."""
+        """See :meth:`Sampler.sample`."""
         completions = self.restored.pop(step, prompts, sampling, self.engine.group)
         if completions is not None:
             return RestoredResponses(lambda: completions)
-        return self.sampler.request(
+        return self.sampler.sample(
             prompts, sampling, step, version, on_finished=on_finished, in_background=in_background
         )
 

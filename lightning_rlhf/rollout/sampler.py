@@ -41,7 +41,7 @@ class Sampler(Protocol):
     def environment(self) -> EnvironmentSettings | None:
         """Settings of the environment whose conversations the responses are; None without one."""
 
-    def request(
+    def sample(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -90,7 +90,7 @@ class ResponseSampler:
         """Settings of the environment whose conversations the responses are; None without one."""
         return None
 
-    def request(
+    def sample(
         self,
         prompts: PromptBatch,
         sampling: Sampling,
@@ -99,7 +99,7 @@ class ResponseSampler:
         on_finished: OnFinished | None = None,
         in_background: bool = False,
     ) -> PendingCompletions:
-        """See :meth:`Sampler.request`."""
+        """See :meth:`Sampler.sample`."""
         traits = self.engine.traits
         check = CompletionCheck(self.max_tokens, version, self.vocabulary, traits.mixes_versions or traits.restarts)
         pending = self._requested(prompts, sampling, check, on_finished, in_background)

@@ -208,7 +208,7 @@ class RolloutSource(Source):
             state=self.progress(step, prompts),
             environment=sampler.environment,
         )
-        pending = sampler.request(
+        pending = sampler.sample(
             prompts,
             self.sampling,
             step,

@@ -22,7 +22,8 @@ _MOST_PIXELS = 178_956_970  # Pillow opens no larger image
 def reader() -> Any:
     """Return the module that reads images and loads processors, :mod:`lightning_rlhf.extras.images` by default.
 
-    It has ``read_image``, ``load_processor``, ``copy_processor`` and ``blank_image``.
+    It has ``read_image``, ``blank_image``, ``load_processor``, ``copy_processor``; for models ``check_reads_images``,
+    ``images_alike``, ``TextImages`` and ``FeatureCache``.
     """
     return the_offered("images")
 
@@ -86,6 +87,23 @@ class ImageProcessor(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write the files of the processor."""
+
+
+class FeatureCache(Protocol):
+    """Features of the last images that a frozen encoder has encoded."""
+
+
+class TextImages(Protocol):
+    """Images of the texts of a forward pass."""
+
+    def to(self, device: Any) -> TextImages:
+        """Move the tensors to a device."""
+
+    def arguments(self, lm: Any, input_ids: Tensor, packing: Any, cache: FeatureCache | None = None) -> dict[str, Any]:
+        """Return the arguments of a backbone's forward pass, besides the token ids."""
+
+    def generation_arguments(self, lm: Any, input_ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of ``generate`` of transformers, besides the token ids."""
 
 
 class ImageStore:

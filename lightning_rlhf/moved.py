@@ -56,6 +56,7 @@ _MOVED = {
     "lightning_rlhf.images.reading": "lightning_rlhf.extras.images.reading",
     "lightning_rlhf.images.remote": "lightning_rlhf.extras.images.remote",
     "lightning_rlhf.images.store": "lightning_rlhf.images",
+    "lightning_rlhf.models.images": "lightning_rlhf.extras.images.model",
     "lightning_rlhf.modules.distillation": "lightning_rlhf.extras.algorithms.distillation",
     "lightning_rlhf.modules.echo": "lightning_rlhf.extras.algorithms.echo",
     "lightning_rlhf.modules.kto": "lightning_rlhf.extras.algorithms.kto",

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
+from lightning_rlhf.images import FeatureCache, TextImages
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import EXCLUDED, Head, head_of, without_tokens
-from lightning_rlhf.models.images import FeatureCache, TextImages, image_arguments
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.packed_attention import has_packed_attention
@@ -210,7 +210,7 @@ def hidden_states(
     else:
         rows, arguments = input_ids, {}
     if images is not None:
-        arguments |= image_arguments(lm, input_ids, images, packing, cache)
+        arguments |= images.arguments(lm, input_ids, packing, cache)
     states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False, **arguments).last_hidden_state
     return states.flatten(0, 1)
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.images import FeatureCache, TextImages
 from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.images import FeatureCache, TextImages
 from lightning_rlhf.models.lora import merged_weights
 from lightning_rlhf.models.master_weights import in_bfloat16_if_chosen
 from lightning_rlhf.models.score_heads import LayeredScore, name_layered_class

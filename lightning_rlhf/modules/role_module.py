@@ -24,10 +24,10 @@ from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.products import use_faster_products
+from lightning_rlhf.images import FeatureCache, reader
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import text_model_of
-from lightning_rlhf.models.images import FeatureCache, check_reads_images
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, with_dtype
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.master_weights import needs_master_weights, use_master_weights
@@ -220,7 +220,7 @@ class RoleModule(LightningModule):
             # With sharded weights, all ranks must encode images together.
             trains_images = name in self.trained_roles and self.sources[name].train_vision
             if self.role_strategy.keeps_whole_weights and not trains_images:
-                role.image_features = FeatureCache()
+                role.image_features = reader().FeatureCache()
                 source = self.sources[name]
                 if isinstance(source, Pretrained):  # random weights of other classes are drawn in another order
                     base = replace(source.base, train_vision=False)
@@ -232,7 +232,7 @@ class RoleModule(LightningModule):
         if getattr(data, "image_store", None) is None:
             return
         for name, source in self.sources.items():
-            check_reads_images(name, source.hf_config())
+            reader().check_reads_images(name, source.hf_config())
 
     def _check_quantization(self) -> None:
         """Raise if quantized weights would be trained, or sharded."""

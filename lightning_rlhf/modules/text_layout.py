@@ -17,12 +17,11 @@ from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts,
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.images import ImageStore, reader
+from lightning_rlhf.images import ImageStore, TextImages, reader
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
-from lightning_rlhf.models.images import TextImages, images_alike
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.strategies.roles import RoleStrategy
@@ -186,10 +185,11 @@ class TextLayout:
         shown = [written.get(number) or store.images[number] for number in distinct.tolist()]
         tensors = [store.processor.tensors(image) for image in shown]
         renumbered = torch.searchsorted(distinct, numbers).masked_fill(numbers < 0, -1)
-        passes = len(images_alike(tensors))
+        passes = len(reader().images_alike(tensors))
         if together:
             passes = int(self.module.data_ranks.max(torch.tensor(float(passes), device=self.module.device)))
-        return TextImages(tensors, renumbered, keys=distinct.tolist(), passes=passes).to(self.module.device)
+        result: TextImages = reader().TextImages(tensors, renumbered, keys=distinct.tolist(), passes=passes)
+        return result.to(self.module.device)
 
     @torch.no_grad()
     def check(self) -> None:

@@ -19,11 +19,10 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.images import ImageProcessor
+from lightning_rlhf.images import ImageProcessor, TextImages, reader
 from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.heads import EXCLUDED
-from lightning_rlhf.models.images import TextImages, generation_arguments, image_arguments
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished
@@ -111,7 +110,7 @@ class TransformersEngine(RolloutEngine):
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([sampler]),
-            **({} if pictures is None else generation_arguments(model, ids, pictures)),
+            **({} if pictures is None else pictures.generation_arguments(model, ids)),
         )[:, width:].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
@@ -126,7 +125,8 @@ class TransformersEngine(RolloutEngine):
         for row, of_prompt in enumerate(images):
             numbers[row, : len(of_prompt)] = torch.tensor([distinct.index(image) for image in of_prompt]).long()
         tensors = [self._processor.tensors(image) for image in distinct]
-        return TextImages(tensors, numbers).to(self._running.device)
+        of_texts: TextImages = reader().TextImages(tensors, numbers)
+        return of_texts.to(self._running.device)
 
     def _completion(self, row: list[int], logprobs: list[float], sampling: SamplingParams) -> Completion:
         stops = [position for position, token in enumerate(row) if token in sampling.stop_token_ids]
@@ -138,7 +138,7 @@ class TransformersEngine(RolloutEngine):
         model: Any = self._running
         ids = torch.tensor([list(prompt)], device=model.device)
         pictures = self._images([prompt])
-        arguments = {} if pictures is None else image_arguments(model, ids, pictures, None)
+        arguments = {} if pictures is None else pictures.arguments(model, ids, None)
         logprobs = model(ids, use_cache=False, **arguments).logits[0, :-1].float().log_softmax(dim=-1)
         echoed = logprobs.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1).tolist()
         return replace(

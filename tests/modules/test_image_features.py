@@ -5,7 +5,7 @@ import pytest
 from lightning_rlhf import FromConfig, GRPOModule, PPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.models import images
+from lightning_rlhf.extras.images import model as images
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -25,7 +25,7 @@ def fitted(make, tmp_path, monkeypatch, source=None, **options):
         return encode(lm, tensors, *further)
 
     monkeypatch.setattr(images, "encode_images", counted)
-    monkeypatch.setattr("lightning_rlhf.rollout.transformers.generation_arguments", lambda *_: {})
+    monkeypatch.setattr(images.TextImages, "generation_arguments", lambda *_: {})
     rows = with_pictures([{"prompt": word} for word in ("a", "bc", "cab", "ga")])  # pictures 1, 2 and 2 of 20 x 40
     data = PromptDataModule(InMemory(rows), tokenizer=model, batch_size=2, max_tokens=110)
     loop = RolloutLoop(

@@ -7,8 +7,8 @@ import torch
 
 from lightning_rlhf import Pretrained
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.extras.images.model import TextImages
 from lightning_rlhf.extras.images.processor import load_processor
-from lightning_rlhf.models.images import TextImages
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup

@@ -68,6 +68,51 @@ class TextImages:
         moved = [{name: tensor.to(device) for name, tensor in image.items()} for image in self.tensors]
         return replace(self, tensors=moved, numbers=self.numbers.to(device))
 
+    def arguments(
+        self, lm: Any, input_ids: Tensor, packing: Packing | None, cache: FeatureCache | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a backbone's forward pass, besides the token ids, for texts with these images.
+
+        Args:
+            lm: vision-language model.
+            input_ids: (B, L) int64, right-padded.
+            packing: layout of the texts in one row; None for padded rows.
+            cache: features of earlier passes, for a frozen image encoder; None encodes all images.
+
+        Raises:
+            ValueError: the number of image tokens of a text is not that of its images' features, or rows have several
+                texts.
+        """
+        if packing is not None and packing.width is not None:
+            raise UsageError("conversations with several branches cannot have images: use prompts without images")
+        features = encode_images(lm, self.tensors, self.passes) if cache is None else cache.of(lm, self)
+        index = _feature_index(input_ids, features.counts, self.numbers, lm.config.image_token_id)
+        placed = index if packing is None else index.flatten()[packing.tokens].unsqueeze(0)
+        arguments, backbone = _placed_features(lm, features, placed), backbone_of(lm)
+        if hasattr(backbone, "get_rope_index"):
+            positions, _ = backbone.get_rope_index(
+                input_ids, mm_token_type_ids=(index >= 0).long(), image_grid_thw=_grids(self)
+            )
+            if packing is not None:  # with the positions in the texts, which separate them
+                in_row = positions.flatten(1)[:, packing.tokens].unsqueeze(1)
+                positions = torch.cat([packing.positions.unsqueeze(0), in_row])
+            arguments["position_ids"] = positions
+        return arguments
+
+    def generation_arguments(self, lm: Any, input_ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of ``generate`` of transformers, besides the token ids, for prompts with these images.
+
+        Args:
+            lm: vision-language model.
+            input_ids: (B, L) int64, left-padded.
+        """
+        features = encode_images(lm, self.tensors)
+        index = _feature_index(input_ids, features.counts, self.numbers, lm.config.image_token_id)
+        arguments = _placed_features(lm, features, index)
+        if hasattr(backbone_of(lm), "get_rope_index"):
+            arguments |= {"mm_token_type_ids": (index >= 0).long(), "image_grid_thw": _grids(self)}
+        return arguments
+
 
 class _Encoded:
     """Output of an image encoder, as transformers passes it to the text model.
@@ -205,55 +250,6 @@ def _encode_alike(backbone: Any, images: Sequence[dict[str, Tensor]]) -> tuple[A
             features = features.split([image["pixel_values"].shape[axis] for image in images])
         of_layers.append([features_of_one.flatten(0, -2) for features_of_one in features])
     return output.pooler_output, [list(features) for features in zip(*of_layers, strict=True)]
-
-
-def image_arguments(
-    lm: Any, input_ids: Tensor, images: TextImages, packing: Packing | None, cache: FeatureCache | None = None
-) -> dict[str, Any]:
-    """Return the arguments of a backbone's forward pass, besides the token ids, for texts with images.
-
-    Args:
-        lm: vision-language model.
-        input_ids: (B, L) int64, right-padded.
-        images: images of the texts.
-        packing: layout of the texts in one row; None for padded rows.
-        cache: features of earlier passes, for a frozen image encoder; None encodes all images.
-
-    Raises:
-        ValueError: the number of image tokens of a text is not that of its images' features, or rows have several
-            texts.
-    """
-    if packing is not None and packing.width is not None:
-        raise UsageError("conversations with several branches cannot have images: use prompts without images")
-    features = encode_images(lm, images.tensors, images.passes) if cache is None else cache.of(lm, images)
-    index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
-    placed = index if packing is None else index.flatten()[packing.tokens].unsqueeze(0)
-    arguments, backbone = _placed_features(lm, features, placed), backbone_of(lm)
-    if hasattr(backbone, "get_rope_index"):
-        positions, _ = backbone.get_rope_index(
-            input_ids, mm_token_type_ids=(index >= 0).long(), image_grid_thw=_grids(images)
-        )
-        if packing is not None:  # with the positions in the texts, which separate them
-            in_row = positions.flatten(1)[:, packing.tokens].unsqueeze(1)
-            positions = torch.cat([packing.positions.unsqueeze(0), in_row])
-        arguments["position_ids"] = positions
-    return arguments
-
-
-def generation_arguments(lm: Any, input_ids: Tensor, images: TextImages) -> dict[str, Any]:
-    """Return the arguments of ``generate`` of transformers, besides the token ids, for prompts with images.
-
-    Args:
-        lm: vision-language model.
-        input_ids: (B, L) int64, left-padded.
-        images: images of the prompts.
-    """
-    features = encode_images(lm, images.tensors)
-    index = _feature_index(input_ids, features.counts, images.numbers, lm.config.image_token_id)
-    arguments = _placed_features(lm, features, index)
-    if hasattr(backbone_of(lm), "get_rope_index"):
-        arguments |= {"mm_token_type_ids": (index >= 0).long(), "image_grid_thw": _grids(images)}
-    return arguments
 
 
 def _placed_features(lm: Any, features: ImageFeatures, index: Tensor) -> dict[str, Any]:

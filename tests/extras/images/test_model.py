@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from lightning_rlhf import Pretrained
 from lightning_rlhf.batching.packing import pack_responses, pack_texts, pad_parts
+from lightning_rlhf.extras.images.model import FeatureCache, TextImages, check_reads_images, encode_images
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.images import FeatureCache, TextImages, check_reads_images, encode_images
 from lightning_rlhf.models.packed_attention import has_packed_attention
 from tests.helpers import assert_close
 from tests.vision_models import config, drawing, tensors_of, token_ids

@@ -19,7 +19,8 @@ TARGETS = {
     "benchmark": "tests/test_documented_commands.py",
     "release": "tests/test_documented_commands.py",
     **dict.fromkeys(
-        ("help", "install", "test", "test-all", "test-gpu", "lint", "lock", "clean"), "the work on the project"
+        ("help", "install", "test", "test-core", "test-all", "test-gpu", "lint", "lock", "clean"),
+        "the work on the project",
     ),
 }
 MODULES = {

@@ -65,7 +65,7 @@ def test_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
     [
         ({"weights": {}}, "weights must be positive and not empty"),
         ({"weights": {"a": 0.0}}, "weights must be positive and not empty, got {'a': 0.0}"),
-        ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1, got 0"),
+        ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1 or null, got 0"),
     ],
 )
 def test_invalid_mixtures_are_rejected(inputs, reason):

@@ -95,7 +95,7 @@ def largest_gap_of_sampled(actor, requested, completions):
         first = 0
         for end in completion.conversation.turn_ends:
             start = first + completion.sampled[first:end].count(False)
-            prompts.append([*request.prompt_ids, *completion.token_ids[:start]])
+            prompts.append([*request.prompt.token_ids, *completion.token_ids[:start]])
             part = slice(start, end)
             parts.append(
                 replace(

@@ -210,7 +210,11 @@ def test_parallel_requests_are_answered_sequentially(converse):
     [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],
 )
 def test_failing_agents_do_not_affect_others(converse, fault, kind):
-    requested = [replace(request, row={"fault": fault if i else ""}) for i, request in enumerate(requests(2))]
+    columns = [{"fault": ""}, {"fault": fault}]
+    requested = [
+        replace(request, prompt=replace(request.prompt, columns=of_row))
+        for request, of_row in zip(requests(2), columns, strict=True)
+    ]
     good, bad = converse(
         Spy(LETTERS, ["bc"]), requested, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
         timeout_s=4.0 if fault == "hang" else 60.0, concurrency=2,

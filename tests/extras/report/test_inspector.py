@@ -273,9 +273,9 @@ def test_only_requests_with_the_key_and_the_local_host_are_answered(serve, run_d
     assert get(server, f"/{server.key}/data")[0].status == 200
 
 
-@pytest.mark.parametrize("command", ["inspect", "report", "new"])
+@pytest.mark.parametrize("command", ["report.inspect", "report.command", "commands.new"])
 def test_light_commands_do_not_import_torch(command):
-    code = f"import sys, lightning_rlhf.extras.commands.{command}; print('torch' in sys.modules)"
+    code = f"import sys, lightning_rlhf.extras.{command}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -219,7 +219,7 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
         instance = [body for body in bodies if body["token_ids"][0] == request.prompt.token_ids[0]]
         first, second = sorted(instance, key=lambda body: body["sampling_params"]["seed"])
         assert tuple(body["sampling_params"]["seed"] for body in (first, second)) == request.turn_seeds
-        assert second["token_ids"] == [*request.prompt_ids, *row.token_ids[: row.sampled.index(False) + 2]]
+        assert second["token_ids"] == [*request.prompt.token_ids, *row.token_ids[: row.sampled.index(False) + 2]]
         assert (first["sampling_params"]["max_tokens"], second["sampling_params"]["max_tokens"]) == (4, 4)
         assert (row.policy_version, row.conversation.turn_ends, row.sampled.count(False)) == (7, [3, 8], 2)
 

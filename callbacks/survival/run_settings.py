@@ -17,6 +17,7 @@ from lightning_rlhf.functional.seeding import run_seed
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.types import Prompt
 
 # Settings that determine which rows precede a checkpoint's position in the data.
 WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
@@ -122,6 +123,8 @@ def _digest(value: Any) -> str:
 def _add(total: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         total.update(value.contiguous().numpy().tobytes())
+    elif isinstance(value, Prompt):  # without its place in a batch, in the order of values that old checkpoints have
+        _add(total, (value.text, value.token_ids, value.columns, value.messages, value.images))
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             _add(total, getattr(value, field.name))

@@ -49,7 +49,7 @@ class FakeEngine(RolloutEngine):
         self.version = version
 
     def request(self, prompts, sampling, seeds):
-        self._note(list(prompts))
+        self._note([list(prompt) for prompt in prompts])
         rows = zip(prompts, seeds, strict=True)
         return finished(
             Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows
@@ -102,7 +102,7 @@ def submitted(engine, rank):
     second = submit(engine, [[5]], SAMPLING, [2])
     wrong = submit(engine, [[5]], SamplingParams(8 + rank), [2])
     results = [(item.result()[0].token_ids, item.result()[0].policy_version) for item in (first, second)]
-    return [*results, error_of(wrong.completions), engine.traits.overlaps]
+    return [*results, error_of(wrong.result), engine.traits.overlaps]
 
 
 def share():

@@ -45,7 +45,7 @@ FLOORS = (
 DOORS = {"__init__", "__main__"}  # of the package: they name what lies inside, and nothing inside imports them
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # Tables of public names, which may name an extra.
-PUBLIC_NAMES = ("lightning_rlhf", "lightning_rlhf.callbacks", "lightning_rlhf.environments")
+PUBLIC_NAMES = ("lightning_rlhf", "lightning_rlhf.callbacks.public", "lightning_rlhf.environments")
 FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 
 
@@ -92,14 +92,14 @@ def wrong_imports(path, source=None):
 
 
 def test_core_imports_no_extra():
-    """Nor does a text name one, except in the tables of commands and of moved modules."""
+    """Nor does a text name one, except in the table of commands."""
     core = {
         ".".join(module_of(path)).removesuffix(".__init__"): path for path in FILES if module_of(path)[1] != "extras"
     }
     importing = {name for name, path in core.items() if any("lightning_rlhf.extras" in part for part in imported(path))}
     assert importing == set(PUBLIC_NAMES)
     naming = {name for name, path in core.items() if re.search(r"[\"']lightning_rlhf\.extras", path.read_text())}
-    assert naming == {*PUBLIC_NAMES, "lightning_rlhf.cli.commands", "lightning_rlhf.moved"}
+    assert naming == {*PUBLIC_NAMES, "lightning_rlhf.cli.commands"}
 
 
 def test_every_file_belongs_to_a_known_subpackage():

@@ -6,10 +6,10 @@ import pytest
 
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.moved import _MOVED, new_name
+from lightning_rlhf.moved import moved_modules, new_name
 
 
-@pytest.mark.parametrize("old", _MOVED)
+@pytest.mark.parametrize("old", moved_modules())
 def test_each_moved_module_exists(old):
     name = new_name(f"{old}.x").removesuffix(".x")
     package, _, last = name.rpartition(".")

@@ -1,59 +1,13 @@
 """Makes the top-level ``callbacks/`` folder importable; a wheel has that folder here instead."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 __path__ = [str(Path(__file__).resolve().parents[2] / "callbacks")]
 
+from lightning_rlhf.callbacks.public import __all__ as __all__
+from lightning_rlhf.callbacks.public import __dir__ as __dir__
+from lightning_rlhf.callbacks.public import __getattr__ as __getattr__
+
 if TYPE_CHECKING:
-    from lightning_rlhf.callbacks.defaults import complete as complete
-    from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
-    from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
-    from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV as MetricsCSV
-    from lightning_rlhf.callbacks.records.throughput import Throughput as Throughput
-    from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint as RunCheckpoint
-    from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
-    from lightning_rlhf.callbacks.survival.hf_export import HFExport as HFExport
-    from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
-    from lightning_rlhf.extras.algorithms.entropy_control import EntropyControl as EntropyControl
-    from lightning_rlhf.extras.algorithms.kl_control import KLControl as KLControl
-    from lightning_rlhf.extras.algorithms.policy_check import PolicyCheck as PolicyCheck
-    from lightning_rlhf.extras.console.console import Console as Console
-    from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
-    from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
-    from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
-    from lightning_rlhf.extras.report.summary import Report as Report
-    from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
-
-_HOME = {
-    "Console": "lightning_rlhf.extras.console.console",
-    "DynamicSampling": "lightning_rlhf.rollout.dynamic_sampling",
-    "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
-    "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
-    "HFExport": "lightning_rlhf.callbacks.survival.hf_export",
-    "HealthChecks": "lightning_rlhf.callbacks.records.health",
-    "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
-    "MetricsCSV": "lightning_rlhf.callbacks.records.metrics_csv",
-    "PolicyCheck": "lightning_rlhf.extras.algorithms.policy_check",
-    "Report": "lightning_rlhf.extras.report.summary",
-    "ReportPage": "lightning_rlhf.extras.report.page_callback",
-    "RolloutLog": "lightning_rlhf.extras.console.rollout_log",
-    "RolloutLoop": "lightning_rlhf.callbacks.loop.rollout_loop",
-    "RunCheckpoint": "lightning_rlhf.callbacks.survival.checkpoint",
-    "RunState": "lightning_rlhf.callbacks.survival.run_state",
-    "StepProgressBar": "lightning_rlhf.extras.console.console",
-    "Throughput": "lightning_rlhf.callbacks.records.throughput",
-    "complete": "lightning_rlhf.callbacks.defaults",
-}
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_rlhf.callbacks' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    from lightning_rlhf.callbacks.public import *  # noqa: F403

@@ -69,7 +69,11 @@ class Writer:
                 self.links[instance.path] = self.links[path] = f"{page.name}#{instance.name.lower()}"
 
     def object(self, path):
-        instance = self.package[path.removeprefix("lightning_rlhf.")]
+        path = path.removeprefix("lightning_rlhf.")
+        head, _, rest = path.partition("callbacks.")
+        if not head and rest and "." not in rest:  # the folder takes its public names from this module
+            path = f"callbacks.public.{rest}"
+        instance = self.package[path]
         return instance.final_target if instance.is_alias else instance
 
     def linked(self, path, name):

@@ -71,6 +71,7 @@ def _unknown(config: dict[str, Any]) -> Iterator[Mistake]:
                 f"unknown option {name!r}{_hint(str(name), (*SECTIONS, 'seed_everything', 'ckpt_path'))}",
                 (str(name),),
             )
+    yield from _moved(config)
     for used in _used(config):
         if used.path and used.entry is None and (message := _unknown_class(used)):
             yield f"{used.key}{message}", (used.path,)
@@ -83,12 +84,26 @@ def _unknown(config: dict[str, Any]) -> Iterator[Mistake]:
             yield f"{used.label}: unknown option {name!r}{end}", (name,)
 
 
+def _moved(value: Any, key: str = "") -> Iterator[Mistake]:
+    """Yield the old names of classes and functions that were moved, whether in ``class_path`` or as plain values."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _moved(
+                each, key if name == "class_path" else f"{key}.{name}".removeprefix(".").removesuffix(".init_args")
+            )
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _moved(each, f"{key}.{number}")
+    elif isinstance(value, str) and (now := new_name(value)) is not None:
+        yield f"{key}: {value} is now {now}", (value,)
+
+
 def _unknown_class(used: Used) -> str:
     """Return the end of a message about the name of a class that cannot exist; empty if it may exist."""
     path = used.path
     package, _, name = path.rpartition(".")
-    if (now := new_name(path)) is not None:
-        return f": {path} is now {now}"
+    if new_name(path) is not None:
+        return ""
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         folder, _, stem = file.removesuffix(".py").rpartition("/")

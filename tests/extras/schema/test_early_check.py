@@ -158,6 +158,8 @@ def test_sizes_of_an_algorithm_belong_together(path):
          "must be a class (class_path: package.Class) or null, got 'hermes'; available: lightning_rlhf.environments."),
         ("--model.class_path=lightning_rlhf.rewards.code.X", "model: lightning_rlhf.rewards.code.X is now "
          "lightning_rlhf.extras.sandbox.code.X"),
+        ("--trainer.logger=lightning_rlhf.loggers.TrackioLogger", "trainer.logger: "
+         "lightning_rlhf.loggers.TrackioLogger is now lightning_rlhf.extras.loggers.trackio.TrackioLogger"),
     ],
 )  # fmt: skip
 def test_mistakes_are_described(found, option, message):

@@ -20,11 +20,11 @@ from torch import multiprocessing as processes
 from benchmarks.acceptance_runs import LETTERS, accelerator, data_of, module_of, trainer_on
 from lightning_rlhf.batching.packing import pack_responses
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.records.throughput import PEAKS
 from lightning_rlhf.extras.doctor.trial import share_of_a
 from lightning_rlhf.extras.plan import memory as terms
 from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.extras.plan.setup import Role, Run, Work, strategy
+from lightning_rlhf.extras.records.throughput import PEAKS
 from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.modules.optimizers import use_fused_kernels

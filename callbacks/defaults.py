@@ -11,9 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAvera
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.records.health import HealthChecks
-from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV
-from lightning_rlhf.callbacks.records.run_reader import RunPrinter, RunReader
-from lightning_rlhf.callbacks.records.throughput import Throughput
+from lightning_rlhf.callbacks.records.run_reader import RunMeter, RunPrinter, RunReader, RunWriter
 from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint
 from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown
 from lightning_rlhf.callbacks.survival.hf_export import HFExport
@@ -56,7 +54,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
     defaults takes the place of that of Lightning, which saves at the end of each epoch. With an average of weights,
-    AverageStart is a default too. Extras offer further ones, such as Console, and RolloutLog for runs with RolloutLoop.
+    AverageStart is a default too. Extras offer further ones, such as MetricsCSV.
 
     Args:
         callbacks: callbacks of the Trainer.
@@ -65,15 +63,15 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint()]
-    defaults = [GracefulShutdown, Throughput, MetricsCSV, HealthChecks, RunState, HFExport]
+    defaults = [GracefulShutdown, HealthChecks, RunState, HFExport]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
     has_rollouts = any(isinstance(callback, RolloutLoop) for callback in callbacks)
     further = offered("default_callback")
     defaults += [kind for kind in further if has_rollouts or not getattr(kind, "needs_rollouts", False)]
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
-    first = (AverageStart, GracefulShutdown, Throughput, RunPrinter, RolloutLoop)
-    order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, RunReader, Checkpoint)
+    first = (AverageStart, GracefulShutdown, RunMeter, RunPrinter, RolloutLoop)
+    order = (*first, Callback, RunWriter, HealthChecks, RunState, HFExport, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:
         positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]

@@ -7,8 +7,6 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
     from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop as RolloutLoop
     from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
-    from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV as MetricsCSV
-    from lightning_rlhf.callbacks.records.throughput import Throughput as Throughput
     from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint as RunCheckpoint
     from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
     from lightning_rlhf.callbacks.survival.hf_export import HFExport as HFExport
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.console.console import Console as Console
     from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
+    from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
+    from lightning_rlhf.extras.records.throughput import Throughput as Throughput
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
     from lightning_rlhf.extras.report.summary import Report as Report
     from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
@@ -31,7 +31,7 @@ _HOME = {
     "HFExport": "lightning_rlhf.callbacks.survival.hf_export",
     "HealthChecks": "lightning_rlhf.callbacks.records.health",
     "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
-    "MetricsCSV": "lightning_rlhf.callbacks.records.metrics_csv",
+    "MetricsCSV": "lightning_rlhf.extras.records.metrics_csv",
     "PolicyCheck": "lightning_rlhf.extras.algorithms.policy_check",
     "Report": "lightning_rlhf.extras.report.summary",
     "ReportPage": "lightning_rlhf.extras.report.page_callback",
@@ -40,7 +40,7 @@ _HOME = {
     "RunCheckpoint": "lightning_rlhf.callbacks.survival.checkpoint",
     "RunState": "lightning_rlhf.callbacks.survival.run_state",
     "StepProgressBar": "lightning_rlhf.extras.console.console",
-    "Throughput": "lightning_rlhf.callbacks.records.throughput",
+    "Throughput": "lightning_rlhf.extras.records.throughput",
     "complete": "lightning_rlhf.callbacks.defaults",
 }
 __all__ = list(_HOME)

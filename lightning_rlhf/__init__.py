@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.data.prompts import PromptDataModule as PromptDataModule
     from lightning_rlhf.data.unpaired import UnpairedDataModule as UnpairedDataModule
     from lightning_rlhf.extras.algorithms.distillation import DistillationModule as DistillationModule
+    from lightning_rlhf.extras.algorithms.dpo import DPOModule as DPOModule
+    from lightning_rlhf.extras.algorithms.dpo import IPOModule as IPOModule
     from lightning_rlhf.extras.algorithms.echo import ECHOModule as ECHOModule
     from lightning_rlhf.extras.algorithms.kto import KTOModule as KTOModule
     from lightning_rlhf.extras.algorithms.mixture import MixtureModule as MixtureModule
@@ -28,13 +30,11 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.algorithms import GPGModule as GPGModule
     from lightning_rlhf.modules.algorithms import GRPOModule as GRPOModule
     from lightning_rlhf.modules.algorithms import GSPOModule as GSPOModule
-    from lightning_rlhf.modules.algorithms import IPOModule as IPOModule
     from lightning_rlhf.modules.algorithms import OPOModule as OPOModule
     from lightning_rlhf.modules.algorithms import ReinforcePlusPlusModule as ReinforcePlusPlusModule
     from lightning_rlhf.modules.algorithms import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.algorithms import RLOOModule as RLOOModule
     from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
-    from lightning_rlhf.modules.dpo import DPOModule as DPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
     from lightning_rlhf.modules.rlhf import RLHFModule as RLHFModule
@@ -53,13 +53,13 @@ _HOME = {
     "CISPOModule": "lightning_rlhf.modules.algorithms",
     "DAPOModule": "lightning_rlhf.modules.algorithms",
     "DistillationModule": "lightning_rlhf.extras.algorithms.distillation",
-    "DPOModule": "lightning_rlhf.modules.dpo",
+    "DPOModule": "lightning_rlhf.extras.algorithms.dpo",
     "DrGRPOModule": "lightning_rlhf.modules.algorithms",
     "GMPOModule": "lightning_rlhf.modules.algorithms",
     "GPGModule": "lightning_rlhf.modules.algorithms",
     "GRPOModule": "lightning_rlhf.modules.algorithms",
     "GSPOModule": "lightning_rlhf.modules.algorithms",
-    "IPOModule": "lightning_rlhf.modules.algorithms",
+    "IPOModule": "lightning_rlhf.extras.algorithms.dpo",
     "ECHOModule": "lightning_rlhf.extras.algorithms.echo",
     "KTOModule": "lightning_rlhf.extras.algorithms.kto",
     "MixtureModule": "lightning_rlhf.extras.algorithms.mixture",

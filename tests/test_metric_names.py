@@ -24,11 +24,11 @@ from lightning_rlhf import (
     UnpairedDataModule,
 )
 from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput
-from lightning_rlhf.callbacks.records import throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective
+from lightning_rlhf.extras.records import throughput
 from lightning_rlhf.extras.report.definitions import definitions, expanded
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection

@@ -9,6 +9,14 @@ class RunPrinter(Callback):
     """A callback that prints what a run does. It precedes RolloutLoop, and so describes a run before it begins."""
 
 
+class RunMeter(Callback):
+    """A callback that measures steps. It precedes RolloutLoop, and so measures generation too."""
+
+
+class RunWriter(Callback):
+    """A callback that writes what the others measured. It precedes those that read it."""
+
+
 class RunReader(Callback):
     """A callback that reads what the other callbacks wrote.
 

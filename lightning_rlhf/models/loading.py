@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.adapter_files import (
@@ -45,10 +47,10 @@ from lightning_rlhf.models.classes import freeze_towers, language_model_class, s
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
-from lightning_rlhf.models.quantized import Quantization, bitsandbytes, names_to_quantize, quantize
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.models.score_heads import find_head, set_head, set_scale
 from lightning_rlhf.models.shared_bases import shared
+from lightning_rlhf.models.tensors import Quantization
 from lightning_rlhf.paths import (
     READ_ERRORS,
     expect_hub,
@@ -109,7 +111,7 @@ class Pretrained:
         if self.quantization is not None:
             if self.quantization not in get_args(Quantization):
                 raise UsageError(f"quantization must be nf4, int8 or null, got {self.quantization!r}")
-            bitsandbytes()
+            the_offered("quantization").bitsandbytes()
             if self.lora is not None and self.lora.dora:
                 raise UsageError("lora: dora needs the lengths of unquantized rows: remove dora or quantization")
 
@@ -225,7 +227,7 @@ class Pretrained:
         with torch.device("meta"):
             model = find_class(config).from_config(config, trust_remote_code=False)
             if self.quantization is not None:
-                names_to_quantize(model)
+                the_offered("quantization").names_to_quantize(model)
             _adapted(model, self.lora, self.train_vision)
             if self.adapter is not None:
                 check_fits(model, adapter_directory(self.adapter), self.path)
@@ -271,7 +273,7 @@ class Pretrained:
                 "An export will not contain all of %s: %s does not load %s", self.path, type(model).__name__, listed
             )
         if self.quantization is not None:
-            quantize(model, self.quantization)
+            the_offered("quantization").quantize(model, self.quantization)
         return model
 
 
@@ -463,3 +465,7 @@ def quiet_transformers() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
         if bar:
             transformers.utils.logging.enable_progress_bar()
+
+
+if find_spec("kernels") is not None and find_spec("bitsandbytes") is not None:
+    the_offered("quantization").bitsandbytes()  # before the class_path of an optimizer imports it

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.seeding import derive_seed, run_seed
 from lightning_rlhf.models.classes import layers_read_by_kernels, text_model_of
-from lightning_rlhf.models.quantized import bitsandbytes
 from lightning_rlhf.models.tensors import whole_tensors
 
 NAME = "default"  # name of the adapter in peft
@@ -84,7 +84,7 @@ class LoRA:
             ValueError: a target is not a linear layer of the backbone, or peft would also adapt stacked experts.
         """
         if importlib.util.find_spec("bitsandbytes") is not None:
-            bitsandbytes()  # before peft imports it
+            the_offered("quantization").bitsandbytes()  # before peft imports it
         from peft import inject_adapter_in_model
 
         layers = self.targets(lm)

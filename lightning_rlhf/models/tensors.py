@@ -1,13 +1,45 @@
-"""Iterators over a model's parameters and persistent buffers."""
+"""Iterators over a model's parameters and persistent buffers, and layers that store their weights in another form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.models.quantized import whole_parameters
+Quantization = Literal["nf4", "int8"]  # what the extra ``quantization`` offers
+
+
+class StoredLinear(nn.Linear):
+    """A frozen linear layer whose ``weight`` has the numbers of another form, such as 4 bits."""
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the (out_features, in_features) weight.
+
+        Args:
+            dtype: its dtype; None is that of the layer before it was quantized.
+        """
+        raise NotImplementedError
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, StoredLinear]]:
+    """Yield the quantized layers of a model with the names of their weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, StoredLinear):
+            yield f"{name}.weight", module
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all parameters, quantized ones dequantized one at a time. Tied ones are yielded once.
+
+    Args:
+        model: unsharded model.
+    """
+    layers = dict(quantized_layers(model))
+    for name, parameter in model.named_parameters():
+        yield name, layers[name].dequantized() if name in layers else parameter.detach()
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -47,3 +79,15 @@ def layers(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Ite
     named = (item for item in model.named_parameters() if wanted is None or wanted(item[0]))
     for _, parameters in groupby(named, block):
         yield list(parameters)
+
+
+def count_parameters(model: nn.Module, trained: bool = False) -> int:
+    """Count the parameters of a model, all shards together, quantized ones by the size of the layer.
+
+    Args:
+        model: model, which ZeRO-3 may have sharded.
+        trained: whether to count only parameters with a gradient.
+    """
+    sizes = {name: layer.in_features * layer.out_features for name, layer in quantized_layers(model)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not trained]
+    return sum(sizes.get(name) or getattr(p, "ds_numel", p.numel()) for name, p in named)

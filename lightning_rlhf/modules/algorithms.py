@@ -1,4 +1,4 @@
-"""Algorithms that differ from :class:`RLHFModule` or :class:`DPOModule` in their defaults only."""
+"""Algorithms that differ from :class:`RLHFModule` in their defaults only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
 from lightning_rlhf.objectives.group_advantages import GPG, GRPO, OPO, RLOO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss, SAPOLoss
-from lightning_rlhf.objectives.preference_losses import IPOLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss
 
@@ -175,13 +173,4 @@ class ReinforcePlusPlusModule(RLHFModule):
     """PPO's clipped loss on rewards-to-go that are whitened over the whole batch; no critic, no groups.
 
     See "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", Hu 2025, section 3.
-    """
-
-
-@with_defaults(loss=IPOLoss())
-class IPOModule(DPOModule):
-    """Identity preference optimization: a pair's log-ratios are moved a fixed distance apart, and no further.
-
-    DPO increases the distance without bound where all annotators agree.
-    See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar et al. 2023.
     """

@@ -13,7 +13,7 @@ from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.objectives.preference_losses import PairwiseLoss
+from lightning_rlhf.objectives.pairwise_loss import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch
 
 

@@ -32,8 +32,8 @@ from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source, wi
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names
 from lightning_rlhf.models.master_weights import needs_master_weights, use_master_weights
 from lightning_rlhf.models.positions import check_positions
-from lightning_rlhf.models.quantized import count_parameters
 from lightning_rlhf.models.shared_bases import sharing
+from lightning_rlhf.models.tensors import count_parameters
 from lightning_rlhf.models.tiled_mlp import tile_mlps
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult

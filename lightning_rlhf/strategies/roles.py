@@ -21,8 +21,7 @@ from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.adapter_files import is_head
 from lightning_rlhf.models.heads import Head, head_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
-from lightning_rlhf.models.quantized import quantized_layers
-from lightning_rlhf.models.tensors import persistent_buffers
+from lightning_rlhf.models.tensors import persistent_buffers, quantized_layers
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.strategies.activations import ActivationOffload
 from lightning_rlhf.strategies.names import OURS

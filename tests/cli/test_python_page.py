@@ -5,7 +5,7 @@ import re
 import runpy
 from pathlib import Path
 
-from lightning_rlhf.callbacks.records.metrics_csv import read_metrics
+from lightning_rlhf.extras.records.metrics_csv import read_metrics
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/lightning.md").read_text()
 SMALLER = {

@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 from lightning_rlhf import RewardModule
 from lightning_rlhf.functional.samples import wilson_interval
 from lightning_rlhf.models.loading import Pretrained
-from lightning_rlhf.objectives.preference_losses import PairwiseLoss
+from lightning_rlhf.objectives.pairwise_loss import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close, normal, over_ranks
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_rlhf.objectives.preference_losses import PairwiseLoss
+from lightning_rlhf.objectives.pairwise_loss import PairwiseLoss
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 

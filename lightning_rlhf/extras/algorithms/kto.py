@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_rlhf.batching.sequences import with_next_rows_response
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.dpo import DPOModule
+from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import UnpairedBatch
 
 
@@ -27,7 +27,7 @@ class KTOModule(DPOModule):
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
         loss: loss of a response from its log-ratio.
-        **kwargs: arguments of :class:`~lightning_rlhf.modules.dpo.DPOModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.extras.algorithms.dpo.DPOModule`.
     """
 
     reads = UnpairedBatch

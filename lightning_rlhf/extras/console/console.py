@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import RichProgressBar, Timer
 
 from lightning_rlhf.callbacks.loop.checks import check_module
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.records.metrics_csv import MetricsCSV
 from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.callbacks.records.run_reader import RunPrinter, RunReader
 from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
@@ -33,6 +32,7 @@ from lightning_rlhf.extras.console.held_out import (
     unchanged_kinds,
     whether_to_continue,
 )
+from lightning_rlhf.extras.records.metrics_csv import MetricsCSV
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule

@@ -20,6 +20,7 @@ from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.extras.algorithms.distillation import DistillationModule
+from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.kto import KTOModule
 from lightning_rlhf.extras.commands.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
 from lightning_rlhf.extras.plan import bounds, memory, one_gpu
@@ -28,7 +29,6 @@ from lightning_rlhf.extras.plan.bounds import Speeds
 from lightning_rlhf.extras.plan.plan import GIB, Plan, misfit_message, plan
 from lightning_rlhf.extras.plan.setup import NODE_GPUS, Engine, Role, Run, Strategy, Work, Zero, strategy
 from lightning_rlhf.models.loading import Pretrained, with_dtype
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.text_layout import GPU_TOKENS

@@ -7,12 +7,12 @@ import torch
 
 from lightning_rlhf import KTOModule, UnpairedDataModule
 from lightning_rlhf.batching.sequences import with_next_rows_response
+from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
 from lightning_rlhf.functional.data_ranks import ONE_RANK
-from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 from tests.data.rows_given import GivenRows, Letters
+from tests.extras.algorithms.test_dpo import logprobs, models
 from tests.helpers import assert_close, over_ranks
-from tests.modules.test_dpo import logprobs, models
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer
 
 LOSS = KTOLoss(0.3, 0.7, 1.6)

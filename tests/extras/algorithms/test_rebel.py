@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lightning_rlhf import REBELModule
+from lightning_rlhf.extras.algorithms.preference_losses import REBELLoss
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.objectives.preference_losses import REBELLoss
+from tests.extras.algorithms.test_dpo import models
 from tests.extras.algorithms.test_online_dpo import answer_logprobs
 from tests.helpers import assert_close
-from tests.modules.test_dpo import models
 from tests.stand_ins import Response, TinyModel, fit, rollout_of
 
 # Two prompts with four responses each: pairs (0, 1), (2, 3), (4, 5), (6, 7); the rewards of the second are equal.

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.kto import KTOModule
 from lightning_rlhf.extras.plan import traffic as terms
 from lightning_rlhf.extras.plan.activations import Pass
 from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.extras.plan.setup import Role, Run, Work, precision, strategy
 from lightning_rlhf.extras.plan.traffic import traffic
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch, UnpairedBatch
 from tests.extras.plan.fakes import saved_by, source

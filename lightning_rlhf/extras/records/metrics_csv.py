@@ -7,15 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.callbacks.records.run_files import precedes, read_metrics
 from lightning_rlhf.callbacks.records.run_history import VALIDATION_MARK, is_validation
+from lightning_rlhf.callbacks.records.run_reader import RunWriter
 from lightning_rlhf.ranges import check_at_least
 
 
-class MetricsCSV(Callback):
+class MetricsCSV(RunWriter):
     """Writes ``metrics.csv``: one row per training step and one per validation, the step in the first column.
 
     A row is written before the checkpoint of its step, so that a resumed run continues the table without a gap; rows

@@ -1,4 +1,4 @@
-"""Losses of preferences: for reward models from pairs, for policies from pairs or single judgements."""
+"""Losses of policies from preference pairs or single judgements."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,38 +10,6 @@ from torch.nn.functional import logsigmoid
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.ranges import check_ranges
-
-
-@dataclass(frozen=True)
-class PairwiseLoss:
-    """Bradley-Terry loss of preference pairs, with margin and centring.
-
-    L = -log sigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected)^2.
-    See "Training language models to follow instructions with human feedback", Ouyang et al. 2022, eq. 1;
-    margin: "Llama 2", Touvron et al. 2023, eq. 2; centring: "Helping or Herding?", Eisenstein et al. 2023.
-
-    Args:
-        center_coef: weight of the term that keeps scores around 0, at least 0; 0 switches it off.
-    """
-
-    center_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_ranges(self, center_coef="at least 0")
-
-    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-        """Loss of each pair.
-
-        Args:
-            chosen: (B,) scores of the preferred answers.
-            rejected: (B,) scores of the others.
-            margin: (B,) number subtracted from the difference of the scores, score units; None is 0.
-
-        Returns:
-            (B,) nats.
-        """
-        difference = chosen - rejected if margin is None else chosen - rejected - margin
-        return -logsigmoid(difference) + self.center_coef * (chosen + rejected) ** 2
 
 
 @dataclass(frozen=True)

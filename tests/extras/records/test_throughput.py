@@ -8,8 +8,8 @@ import torch
 
 from lightning_rlhf import PPOModule, SFTModule
 from lightning_rlhf.callbacks import Throughput
-from lightning_rlhf.callbacks.records import throughput
-from lightning_rlhf.callbacks.records.throughput import known_peak, memory, operations_per_pass
+from lightning_rlhf.extras.records import throughput
+from lightning_rlhf.extras.records.throughput import known_peak, memory, operations_per_pass
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import over_ranks
 from tests.stand_ins import OneOfTwoRanks, TinyModel, fit, responses, rollout_of

@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
-from lightning_rlhf.objectives.preference_losses import (
+from lightning_rlhf.extras.algorithms.preference_losses import (
     APODownLoss,
     APOZeroLoss,
     DPOLoss,
@@ -20,6 +18,8 @@ from lightning_rlhf.objectives.preference_losses import (
     RobustDPOLoss,
     SimPOLoss,
 )
+from lightning_rlhf.objectives.base import AdvantageInputs
+from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 RECORDED = golden("preferences")

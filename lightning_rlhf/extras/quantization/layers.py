@@ -6,10 +6,9 @@ import ctypes
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.functional.products import linear
 from lightning_rlhf.models.classes import layers_read_by_kernels, text_model_of
+from lightning_rlhf.models.tensors import Quantization, StoredLinear
 
-Quantization = Literal["nf4", "int8"]
 _BLOCK = 64  # weights with one scale in NF4
 _LEAST_SHARE = 0.5  # of a backbone's parameters that can be quantized
 
@@ -48,7 +47,7 @@ def bitsandbytes() -> ModuleType:
     return import_module("bitsandbytes")
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(StoredLinear):
     """A frozen linear layer whose weight is stored in 4 or 8 bits, and dequantized in each forward and backward pass.
 
     ``nf4``: 4 bits, one scale for 64 weights, which is itself stored in 8 bits: see "QLoRA: Efficient Finetuning of
@@ -208,37 +207,3 @@ def names_to_quantize(lm: Any) -> list[str]:
             f"experts, and would stay as they are: remove quantization"
         )
     return list(sizes)
-
-
-def count_parameters(model: nn.Module, trained: bool = False) -> int:
-    """Count the parameters of a model, all shards together, quantized ones by the size of the layer.
-
-    Args:
-        model: model, which ZeRO-3 may have sharded.
-        trained: whether to count only parameters with a gradient.
-    """
-    sizes = {name: layer.in_features * layer.out_features for name, layer in quantized_layers(model)}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not trained]
-    return sum(sizes.get(name) or getattr(p, "ds_numel", p.numel()) for name, p in named)
-
-
-def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    """Yield the quantized layers of a model with the names of their weights."""
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            yield f"{name}.weight", module
-
-
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all parameters, quantized ones dequantized one at a time. Tied ones are yielded once.
-
-    Args:
-        model: unsharded model.
-    """
-    layers = dict(quantized_layers(model))
-    for name, parameter in model.named_parameters():
-        yield name, layers[name].dequantized() if name in layers else parameter.detach()
-
-
-if importlib.util.find_spec("kernels") is not None and importlib.util.find_spec("bitsandbytes") is not None:
-    bitsandbytes()  # before the class_path of an optimizer imports it

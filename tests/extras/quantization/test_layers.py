@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_rlhf import FromConfig, PPOModule, Pretrained
+from lightning_rlhf.extras.quantization.layers import QuantizedLinear, quantize
 from lightning_rlhf.models.lora import LoRA, is_adapter, merged_weights
-from lightning_rlhf.models.quantized import QuantizedLinear, count_parameters, quantize
+from lightning_rlhf.models.tensors import count_parameters
 from tests.distributed.test_vision_language import write_checkpoint
 from tests.models.architectures import tiny
 from tests.models.test_lora import GPT2, IDS, INDEX, logprobs, randomize_adapters
@@ -224,7 +225,7 @@ fake = types.ModuleType("kernels")
 fake.__spec__ = importlib.machinery.ModuleSpec("kernels", None)
 fake.get_kernel = lambda *names, **options: asked.append(names)
 sys.modules["kernels"] = fake
-import lightning_rlhf.models.quantized
+import lightning_rlhf.models.loading
 import bitsandbytes.optim
 assert sys.modules["kernels"] is fake
 print("asked", asked)

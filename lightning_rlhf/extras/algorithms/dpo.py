@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.preference_losses import DirectLoss, DPOLoss, IPOLoss
+from lightning_rlhf.extras.algorithms.start_logprobs import StartLogprobs
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.algorithms import with_defaults
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.modules.start_logprobs import StartLogprobs
 from lightning_rlhf.modules.texts import text_scores
-from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import SequenceBatch
 
@@ -206,3 +207,12 @@ class DPOModule(PairModule):
 def _tokens(texts: SequenceBatch) -> Tensor:
     """Return (B,) the number of tokens of each response, at least 1."""
     return texts.loss_mask.sum(dim=1).clamp(min=1)
+
+
+@with_defaults(loss=IPOLoss())
+class IPOModule(DPOModule):
+    """Identity preference optimization: a pair's log-ratios are moved a fixed distance apart, and no further.
+
+    DPO increases the distance without bound where all annotators agree.
+    See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar et al. 2023.
+    """

@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_rlhf.callbacks.loop.checks import check_module
+from lightning_rlhf.callbacks.records.run_reader import RunMeter
 from lightning_rlhf.modules.rlhf import RLHFModule, TrainedStep
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.ranges import check_range
@@ -23,7 +24,7 @@ PEAKS = {
 }  # fmt: skip
 
 
-class Throughput(Callback):
+class Throughput(RunMeter):
     """Logs ``time/step_s``, the duration of a step on the slowest rank, and ``perf/...`` over all ranks.
 
     Tokens are those of prompts and responses. Memory is the peak since the start of the run, of the device and of the

@@ -53,7 +53,7 @@ def test_kills_change_no_result(forge, tmp_path, max_staleness):
     assert all(len(set(values)) > 6 for values in losses.values())
     deaths = [
         {"position": ("lightning_rlhf.modules.role_module:RoleModule.update", 10, "before")},
-        {"position": ("lightning_rlhf.rollout.source:RolloutSource.start", 3, "after")},
+        {"position": ("lightning_rlhf.rollout.source:RolloutSource.request", 3, "after")},
     ]
     assert forge.finish(tmp_path / "killed", config, deaths) == len(deaths)
     assert_same(tmp_path / "killed", tmp_path / "whole")

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 DEATHS = [
     {"position": ("lightning_rlhf.modules.role_module:RoleModule.update", 10, "before")},
     {"position": ("torch:save", 2, "half")},
-    {"position": ("lightning_rlhf.rollout.source:RolloutSource.start", 3, "after")},
+    {"position": ("lightning_rlhf.rollout.source:RolloutSource.request", 3, "after")},
 ]
 
 

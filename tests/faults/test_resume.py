@@ -35,7 +35,7 @@ DEATHS = {
     "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
     "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
-    "in the middle of generation": (_SOURCE + "start", 3, "after"),
+    "in the middle of generation": (_SOURCE + "request", 3, "after"),
     "after the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
     "in the last validation": (_VALIDATION + "on_validation_batch_end", 1, "before"),
     "before the export": (_EXPORT + "_write", 1, "before"),

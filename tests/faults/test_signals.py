@@ -42,7 +42,7 @@ def test_sigterm_during_asynchronous_generation_leads_to_the_uninterrupted_resul
     forge, undisturbed, tmp_path, max_staleness
 ):
     config = ppo(every=5, max_staleness=max_staleness)
-    assert forge.attempt(tmp_path, config, position=(_SOURCE + "finish", 4, [TERM])) == 143
+    assert forge.attempt(tmp_path, config, position=(_SOURCE + "collect", 4, [TERM])) == 143
     assert checkpoint(tmp_path)["global_step"] == 3
     assert len(checkpoint(tmp_path)["lightning_rlhf_requests"]) == max_staleness
     assert forge.attempt(tmp_path, config, resume="last") == 0

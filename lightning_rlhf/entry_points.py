@@ -8,6 +8,7 @@ The core names no extra. It asks here, by the name of what it needs:
 ``images``           module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
 ``agents``           class that runs the conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
 ``quantization``     module that stores layers in 4 or 8 bits, as :mod:`lightning_rlhf.extras.quantization`
+``full_name``        function that returns the full name of a class by its short name, or None
 ``renderers``        class of the bridge ``renderers`` of an environment
 ==================== ===============================================================================================
 """

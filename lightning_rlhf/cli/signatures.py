@@ -23,6 +23,7 @@ import yaml
 from jsonargparse._parameter_resolvers import get_signature_parameters
 
 from lightning_rlhf.cli.config_files import read_text
+from lightning_rlhf.entry_points import offered
 
 Schema = dict[str, Any]
 CLASSES = "x-classes"
@@ -72,7 +73,7 @@ Find = Callable[[str], Known | None]
 
 
 def find_class(path: str) -> Known | None:
-    """Return the class with a full or short name, whose module is imported; None if there is none."""
+    """Return the class with a full or short name; None if there is none."""
     try:
         kind = pkgutil.resolve_name(path) if "." in path else _with_short_name(path)
     except Exception:  # of a user's module: the parser imports it again, and reports it
@@ -81,15 +82,17 @@ def find_class(path: str) -> Known | None:
 
 
 def _with_short_name(name: str) -> Any:
-    """Return the class of this package with a name, as far as its module was imported; None if there is none."""
+    """Return the class of this package with a name, or that of an extra; None if there is none."""
     public = sys.modules["lightning_rlhf"]
     if name in public.__all__:
         return getattr(public, name)
     modules = [module for key, module in list(sys.modules.items()) if key.startswith("lightning_rlhf.")]
     kinds = [vars(module).get(name) for module in modules]
-    return next(
-        (kind for kind in kinds if isinstance(kind, type) and kind.__module__.startswith("lightning_rlhf")), None
-    )
+    for kind in kinds:
+        if isinstance(kind, type) and kind.__module__.startswith("lightning_rlhf"):
+            return kind
+    paths = [full_name_of(name) for full_name_of in offered("full_name")]
+    return next((pkgutil.resolve_name(path) for path in paths if path is not None), None)
 
 
 @functools.cache

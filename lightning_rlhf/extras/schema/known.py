@@ -29,9 +29,14 @@ def _by_name() -> dict[str, str]:
     return {name: next(iter(paths)) for name, paths in found.items() if len(paths) == 1}
 
 
+def full_name(name: str) -> str | None:
+    """Return the full name of a class by one of its names; None for a class that the schema does not know."""
+    return _by_name().get(name)
+
+
 def definition(path: str) -> Schema | None:
     """Return the definition of a class by one of its names; None for a class that the schema does not know."""
-    home = _by_name().get(path)
+    home = full_name(path)
     return None if home is None else schema()["$defs"][home]
 
 

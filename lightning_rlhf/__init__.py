@@ -12,29 +12,29 @@ if TYPE_CHECKING:
     from lightning_rlhf.data.conversations import ConversationDataModule as ConversationDataModule
     from lightning_rlhf.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_rlhf.data.prompts import PromptDataModule as PromptDataModule
-    from lightning_rlhf.data.unpaired import UnpairedDataModule as UnpairedDataModule
     from lightning_rlhf.extras.algorithms.distillation import DistillationModule as DistillationModule
     from lightning_rlhf.extras.algorithms.dpo import DPOModule as DPOModule
     from lightning_rlhf.extras.algorithms.dpo import IPOModule as IPOModule
     from lightning_rlhf.extras.algorithms.echo import ECHOModule as ECHOModule
     from lightning_rlhf.extras.algorithms.kto import KTOModule as KTOModule
     from lightning_rlhf.extras.algorithms.mixture import MixtureModule as MixtureModule
+    from lightning_rlhf.extras.algorithms.presets import GMPOModule as GMPOModule
+    from lightning_rlhf.extras.algorithms.presets import GPGModule as GPGModule
+    from lightning_rlhf.extras.algorithms.presets import GSPOModule as GSPOModule
+    from lightning_rlhf.extras.algorithms.presets import OPOModule as OPOModule
+    from lightning_rlhf.extras.algorithms.presets import SAPOModule as SAPOModule
     from lightning_rlhf.extras.algorithms.response_pairs import OnlineDPOModule as OnlineDPOModule
     from lightning_rlhf.extras.algorithms.response_pairs import REBELModule as REBELModule
+    from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule as UnpairedDataModule
     from lightning_rlhf.models.loading import FromConfig as FromConfig
     from lightning_rlhf.models.loading import Pretrained as Pretrained
     from lightning_rlhf.modules.algorithms import CISPOModule as CISPOModule
     from lightning_rlhf.modules.algorithms import DAPOModule as DAPOModule
     from lightning_rlhf.modules.algorithms import DrGRPOModule as DrGRPOModule
-    from lightning_rlhf.modules.algorithms import GMPOModule as GMPOModule
-    from lightning_rlhf.modules.algorithms import GPGModule as GPGModule
     from lightning_rlhf.modules.algorithms import GRPOModule as GRPOModule
-    from lightning_rlhf.modules.algorithms import GSPOModule as GSPOModule
-    from lightning_rlhf.modules.algorithms import OPOModule as OPOModule
     from lightning_rlhf.modules.algorithms import ReinforcePlusPlusModule as ReinforcePlusPlusModule
     from lightning_rlhf.modules.algorithms import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.algorithms import RLOOModule as RLOOModule
-    from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
     from lightning_rlhf.modules.rlhf import RLHFModule as RLHFModule
@@ -47,7 +47,7 @@ _HOME = {
     "ConversationDataModule": "lightning_rlhf.data.conversations",
     "PreferenceDataModule": "lightning_rlhf.data.preferences",
     "PromptDataModule": "lightning_rlhf.data.prompts",
-    "UnpairedDataModule": "lightning_rlhf.data.unpaired",
+    "UnpairedDataModule": "lightning_rlhf.extras.algorithms.unpaired_rows",
     "FromConfig": "lightning_rlhf.models.loading",
     "Pretrained": "lightning_rlhf.models.loading",
     "CISPOModule": "lightning_rlhf.modules.algorithms",
@@ -55,16 +55,16 @@ _HOME = {
     "DistillationModule": "lightning_rlhf.extras.algorithms.distillation",
     "DPOModule": "lightning_rlhf.extras.algorithms.dpo",
     "DrGRPOModule": "lightning_rlhf.modules.algorithms",
-    "GMPOModule": "lightning_rlhf.modules.algorithms",
-    "GPGModule": "lightning_rlhf.modules.algorithms",
+    "GMPOModule": "lightning_rlhf.extras.algorithms.presets",
+    "GPGModule": "lightning_rlhf.extras.algorithms.presets",
     "GRPOModule": "lightning_rlhf.modules.algorithms",
-    "GSPOModule": "lightning_rlhf.modules.algorithms",
+    "GSPOModule": "lightning_rlhf.extras.algorithms.presets",
     "IPOModule": "lightning_rlhf.extras.algorithms.dpo",
     "ECHOModule": "lightning_rlhf.extras.algorithms.echo",
     "KTOModule": "lightning_rlhf.extras.algorithms.kto",
     "MixtureModule": "lightning_rlhf.extras.algorithms.mixture",
     "OnlineDPOModule": "lightning_rlhf.extras.algorithms.response_pairs",
-    "OPOModule": "lightning_rlhf.modules.algorithms",
+    "OPOModule": "lightning_rlhf.extras.algorithms.presets",
     "PPOModule": "lightning_rlhf.modules.ppo",
     "REBELModule": "lightning_rlhf.extras.algorithms.response_pairs",
     "RLHFModule": "lightning_rlhf.modules.rlhf",
@@ -72,7 +72,7 @@ _HOME = {
     "ReMaxModule": "lightning_rlhf.modules.algorithms",
     "ReinforcePlusPlusModule": "lightning_rlhf.modules.algorithms",
     "RewardModule": "lightning_rlhf.modules.reward",
-    "SAPOModule": "lightning_rlhf.modules.algorithms",
+    "SAPOModule": "lightning_rlhf.extras.algorithms.presets",
     "SFTModule": "lightning_rlhf.modules.sft",
     "Experience": "lightning_rlhf.types",
     "Rollout": "lightning_rlhf.types",

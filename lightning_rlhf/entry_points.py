@@ -2,15 +2,18 @@
 
 The core names no extra. It asks here, by the name of what it needs:
 
-==================== ===============================================================================================
-``default_callback`` class of a callback that each run has, unless the trainer has one; a dot and a name may follow
-``gpu_buffer``       module that pushes weights within a GPU, as :mod:`lightning_rlhf.extras.gpu_buffer.transfer`
-``images``           module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
-``agents``           class that runs the conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
-``quantization``     module that stores layers in 4 or 8 bits, as :mod:`lightning_rlhf.extras.quantization`
-``full_name``        function that returns the full name of a class by its short name, or None
-``renderers``        class of the bridge ``renderers`` of an environment
-==================== ===============================================================================================
+====================== =================================================================================================
+``agents``             class that runs conversations of agents, as :class:`~lightning_rlhf.extras.agents.loop.Agents`
+``default_callback``   class of a callback that each run has, unless the trainer has one; a dot and a name may follow
+``full_name``          function that returns the full name of a class by its short name, or None
+``gpu_buffer``         module that pushes weights within a GPU, as :mod:`lightning_rlhf.extras.gpu_buffer.transfer`
+``images``             module that reads images and processors, as :mod:`lightning_rlhf.extras.images`
+``quantization``       module that stores layers in 4 or 8 bits, as :mod:`lightning_rlhf.extras.quantization`
+``remote_checkpoints`` module that copies checkpoints to URLs, as :mod:`lightning_rlhf.extras.remote_checkpoints.copies`
+``renderers``          class of the bridge ``renderers`` of an environment
+``reward_warnings``    function of the reward functions and the data that returns warnings before a run
+``teacher_prompts``    module for ``teacher_prompt``, as :mod:`lightning_rlhf.extras.algorithms.teacher_prompts`
+====================== =================================================================================================
 """
 
 from __future__ import annotations

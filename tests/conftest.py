@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from tests.stand_ins import TinyModel
 
 # Folders whose tests share engines, or the process that ranks and runs are forked from.

@@ -1,8 +1,8 @@
 """Mutation test of the mathematics: change one operator, constant or call at a time and see whether a test fails.
 
-    make mutants                                   all of objectives/ and functional/, which takes hours
-    make mutants ARGS="--every 10"                 every tenth mutant
-    make mutants ARGS="objectives/kl_controllers.py"
+    make mutants                            the mathematics of core and extras, which takes hours
+    make mutants ARGS="--every 10"          every tenth mutant
+    make mutants ARGS="objectives/kl_term.py"
 
 A mutant is a fork of a process that has imported torch and pytest; it replaces the module while it is imported, so that
 no file changes. The tests of a module are those that import it.
@@ -29,7 +29,12 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_rlhf"
-FOLDERS = ("functional", "objectives")
+MATHEMATICS = (
+    "functional/[a-z]*.py", "objectives/[a-z]*.py",
+    "extras/algorithms/*_losses.py", "extras/algorithms/*advantages*.py", "extras/algorithms/*_baselines.py",
+    "extras/algorithms/divergence.py",
+)  # fmt: skip
+TESTS = ("functional", "objectives", "extras/algorithms")
 SECONDS = 120  # of one mutant, after which it counts as killed
 
 OPERATORS = {
@@ -131,7 +136,7 @@ def tests_of(path):
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     folder, _, stem = name.rpartition(".")
     files = []
-    for file in sorted([*ROOT.glob("tests/objectives/test_*.py"), *ROOT.glob("tests/functional/test_*.py")]):
+    for file in sorted(file for tests in TESTS for file in ROOT.glob(f"tests/{tests}/test_*.py")):
         text = file.read_text()
         if name in text or f"from {folder} import {stem}" in text:
             files.append(str(file))
@@ -165,14 +170,14 @@ def survives(path, tests, source):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="files below lightning_rlhf/; all of functional/ and objectives/")
+    parser.add_argument("files", nargs="*", help="files below lightning_rlhf/; all of the mathematics without them")
     parser.add_argument("--every", type=int, default=1, help="try one mutant of so many")
     parser.add_argument("--processes", type=int, default=2, help="mutants at a time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.chdir(ROOT)
     paths = [PACKAGE / file for file in arguments.files]
-    paths = paths or [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("[a-z]*.py"))]
+    paths = paths or [path for pattern in MATHEMATICS for path in sorted(PACKAGE.glob(pattern))]
     tried = alive = 0
     for path in paths:
         tests = tests_of(path)

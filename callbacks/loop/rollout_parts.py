@@ -14,8 +14,8 @@ from lightning_rlhf.callbacks.loop.engine_comparison import PushChecks, check_fi
 from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
 from lightning_rlhf.callbacks.loop.run_engine import RunEngine
 from lightning_rlhf.data.resumable import ResumableLoader
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.function import TrainerState
@@ -27,7 +27,6 @@ from lightning_rlhf.rollout.given_responses import WithGiven
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
-from lightning_rlhf.rollout.teacher_prompts import TeacherPrompts, WithTeacherPrompts
 from lightning_rlhf.rollout.weights import EngineWeights
 from lightning_rlhf.types import PromptBatch
 
@@ -41,7 +40,8 @@ class RolloutParts:
         weights: weights of the engine.
         checks: comparisons of engine and actor that are not finished.
         source: function of the prompts and the step that returns the rollout of a step.
-        teacher_prompts: prompts of a teacher that has others than the student; None without them.
+        teacher_prompts: :class:`~lightning_rlhf.extras.algorithms.teacher_prompts.TeacherPrompts` of a teacher that has
+            other prompts than the student; None without them.
     """
 
     sampler: ResponseSampler
@@ -49,7 +49,7 @@ class RolloutParts:
     checks: PushChecks
     source: OnPolicy | Ahead
     clock: Clock
-    teacher_prompts: TeacherPrompts | None = None
+    teacher_prompts: Any = None
 
     @property
     def ahead(self) -> Ahead | None:
@@ -109,9 +109,11 @@ def make_parts(
         clock=clock,
     )
     source: Source = sampled
-    teacher_prompts = make_teacher_prompts(settings, trainer, module)
-    if teacher_prompts is not None:
-        source = WithTeacherPrompts(source, teacher_prompts, roles)
+    teacher_prompts = None
+    if settings.teacher_prompt is not None:
+        offered = the_offered("teacher_prompts")
+        teacher_prompts = offered.teacher_prompts(settings, trainer, module)
+        source = offered.WithTeacherPrompts(source, teacher_prompts, roles)
     if settings.given_responses is not None:
         source = with_given_responses(source, settings, trainer, clock)
     if module.advantages.needs_greedy:
@@ -132,16 +134,6 @@ def make_parts(
             clock=clock,
         )
     return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
-
-
-def make_teacher_prompts(settings: RolloutSettings, trainer: Trainer, module: RLHFModule) -> TeacherPrompts | None:
-    """Return the prompts of a teacher that has others than the student; None without them."""
-    if settings.teacher_prompt is None:
-        return None
-    limits = [max_positions(model.hf_config()) for model in module.teacher_sources or ()]
-    limit = min((each for each in limits if each is not None), default=None)
-    has_environment = settings.environment is not None
-    return TeacherPrompts(settings.teacher_prompt, trainer.datamodule, limit, has_environment)
 
 
 def with_given_responses(source: Source, settings: RolloutSettings, trainer: Trainer, clock: Clock) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lightning_rlhf.callbacks.loop.checks import tensor_ranks
 from lightning_rlhf.callbacks.loop.validation import AnswerExtractor
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import generation_ends
+from lightning_rlhf.entry_points import offered
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.positions import check_positions
@@ -21,15 +22,14 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
-from lightning_rlhf.rollout.answer_rewards import answer_warnings
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from lightning_rlhf.rollout.scorer import check_reward_functions
-from lightning_rlhf.rollout.teacher_prompts import TeacherPrompt
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 
 log = logging.getLogger(__name__)
+TeacherPrompt = str | Callable[..., Sequence[Any]]
 _TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
 
 
@@ -131,8 +131,9 @@ class RolloutSettings:
         check_positions(roles, data.longest_text_tokens, self.max_response_tokens, module.has_pairs)
         check_reward_functions(rewards, self.reward_executor, data, self.environment)
         if self.environment is None and not trainer.fast_dev_run:
-            for warning in answer_warnings(rewards, data):
-                log.warning(warning)
+            for warnings_of in offered("reward_warnings"):
+                for warning in warnings_of(rewards, data):
+                    log.warning(warning)
 
     def _check_given(self, responses: GivenResponses, trainer: Trainer, module: RLHFModule) -> None:
         """Validate that module and data can use given responses.

@@ -17,7 +17,6 @@ from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, precedes
 from lightning_rlhf.callbacks.records.run_history import is_validation
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +83,8 @@ def skipped_checks(module: LightningModule, loops: Sequence[RolloutLoop]) -> lis
         loops: its callbacks that generate rollouts.
     """
     skipped = []
-    if isinstance(module, RLHFModule) and isinstance(module.policy_loss, GSPOLoss | GMPOLoss | VESPOLoss):
-        skipped.append("clipping")  # ratios of whole responses are clipped far more often
+    if isinstance(module, RLHFModule) and module.policy_loss.weighs_responses:
+        skipped.append("clipping")
     if any(loop.max_staleness for loop in loops):
         skipped.append("engine and actor")  # the engine's weights are older than the actor's
     return skipped

@@ -19,8 +19,9 @@ from lightning_rlhf.directions import direction_of, is_own
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.ranges import check_at_least, check_range
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.strategies.checkpoints import manifest, remote
+from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
+from lightning_rlhf.strategies.checkpoints.io import is_url, url_copies
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 
 log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ class RunCheckpoint(ModelCheckpoint):
         if isinstance(trainer.strategy, ReshardableCheckpoints):
             options = SaveOptions(self.keep_last, self.background)
             if self.copy_to:
-                remote.check_url(self.copy_to)
-                newest = ranks.on_first_rank(lambda: remote.newest(self._url))
+                url_copies().check_url(self.copy_to)
+                newest = ranks.on_first_rank(lambda: url_copies().newest(self._url))
                 options = SaveOptions(self.keep_last, self.background, self._copy, newest)
             trainer.strategy.save_options[self.path] = options
         elif self.keep_last > 1 or self.copy_to:
@@ -163,7 +164,7 @@ class RunCheckpoint(ModelCheckpoint):
         self._saved_at = time.monotonic()
         if trainer.ckpt_path is None:
             check_copies(trainer)
-        elif not remote.is_url(trainer.ckpt_path) and Path(trainer.ckpt_path) == self.path:
+        elif not is_url(trainer.ckpt_path) and Path(trainer.ckpt_path) == self.path:
             self._own_steps.add(trainer.global_step)
             self._saved_step = trainer.global_step
 
@@ -263,7 +264,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def _copy(self, version: Path) -> None:
         try:
-            remote.upload(version, self._url)
+            url_copies().upload(version, self._url)
         except OSError as error:
             self._copy_failed = error
             log.warning("%s could not be copied to %s: %s. The next save copies again.", version, self._url, error)
@@ -313,8 +314,8 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
     if not (manifest.never_finished(last) or manifest.is_empty(last)):
         return str(last)
     if callback is not None and callback.copy_to:
-        remote.check_url(callback.copy_to)
-        if remote.exists(url := f"{callback.copy_to}/last.ckpt"):
+        url_copies().check_url(callback.copy_to)
+        if url_copies().exists(url := f"{callback.copy_to}/last.ckpt"):
             return url
     others = sorted(path for path in folder.glob("*.ckpt") if not manifest.never_finished(path) and path != last)
     if others:
@@ -345,7 +346,7 @@ def check_copies(trainer: Trainer) -> None:
 
     def look() -> None:
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, RunCheckpoint) and callback.copy_to and remote.exists(callback._url):
+            if isinstance(callback, RunCheckpoint) and callback.copy_to and url_copies().exists(callback._url):
                 raise UsageError(
                     f"{callback._url} is a checkpoint of an earlier run, which this run would replace: resume with "
                     f"--ckpt_path last, or set another copy_to of RunCheckpoint"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rlhf.functional.data_ranks import DataRanks
-from lightning_rlhf.types import Rollout, SequenceBatch, TensorBatch, UnpairedBatch
+from lightning_rlhf.types import Rollout, SequenceBatch, TensorBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,37 +77,7 @@ def concat_texts(texts: Sequence[SequenceBatch]) -> SequenceBatch:
     return dataclasses.replace(batch, text_starts=torch.cat(list(map(widened, starts))), shared=torch.cat(shared))
 
 
-def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceBatch:
-    """Combine each prompt of this rank with the response of the next text in the whole batch, cyclically. All ranks.
-
-    A response is cut where a text would be longer than the longest of the batch, so that it fits wherever they fit.
-
-    Args:
-        batch: rows of this rank.
-        ranks: ranks that hold the other rows.
-    """
-    texts = batch.texts.map(ranks.gather).to("cpu")  # rows are cut one by one
-    positions = ranks.gather(batch.position).cpu()
-    order = positions.argsort()
-    next_row = torch.empty_like(order)
-    next_row[order] = order.roll(-1)
-    starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
-    ends = _first_texts(texts)
-    longest = int(ends.max())
-    rows, masks = [], []
-    for position in batch.position.tolist():
-        index = int((positions == position).nonzero())
-        other = int(next_row[index])
-        prompt_tokens, other_start = int(starts[index]), int(starts[other])
-        response = slice(other_start, min(int(ends[other]), other_start + longest - prompt_tokens))
-        rows.append([*texts.input_ids[index, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
-        masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
-    ids, lengths = pad_right(rows)
-    mask, _ = pad_right(masks)
-    return SequenceBatch(ids, lengths, mask.bool(), batch.texts.images).to(batch.position.device)
-
-
-def _first_texts(texts: SequenceBatch) -> Tensor:
+def first_texts(texts: SequenceBatch) -> Tensor:
     """Return (B,) the number of tokens of the first text of each row."""
     if texts.text_starts is None:
         return texts.lengths

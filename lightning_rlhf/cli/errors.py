@@ -9,8 +9,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,6 @@ def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
             return 2
 
     return run
-
-
-@contextmanager
-def failure_code_1(shows_cause: bool = False) -> Iterator[None]:
-    """Give expected errors exit code 1, after the work has started.
-
-    Args:
-        shows_cause: whether the traceback of the cause is printed, such as that of an error in a user's function.
-    """
-    try:
-        yield
-    except ExpectedError as error:
-        if shows_cause:
-            print_cause(error)
-        raise CLIError(str(error), code=1) from error
 
 
 def print_cause(error: BaseException) -> None:

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
-from lightning_rlhf.objectives.group_advantages import GPG, GRPO, OPO, RLOO
-from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss, SAPOLoss
+from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
+from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
-from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss
 
 _Module = TypeVar("_Module", bound=type)
 
@@ -98,51 +97,11 @@ class DAPOModule(RLHFModule):
     """
 
 
-@with_defaults(advantages=GRPO(), policy_loss=GSPOLoss(), aggregation=SequenceMeanTokenMean())
-class GSPOModule(RLHFModule):
-    """GRPO with one importance ratio per response, clipped as a whole.
-
-    See "Group Sequence Policy Optimization", Zheng et al. 2025, section 4.
-    """
-
-
-@with_defaults(advantages=GRPO(), policy_loss=GMPOLoss(), aggregation=SequenceMeanTokenMean())
-class GMPOModule(RLHFModule):
-    """GRPO with the geometric mean of the token ratios, which is less sensitive to outliers.
-
-    See "Geometric-Mean Policy Optimization", Zhao et al. 2025.
-    """
-
-
 @with_defaults(advantages=GRPO(), policy_loss=CISPOLoss())
 class CISPOModule(RLHFModule):
     """GRPO whose importance weight is clipped and treated as a constant, so that every token keeps its gradient.
 
     See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025, section 3.1.
-    """
-
-
-@with_defaults(advantages=GRPO(), policy_loss=SAPOLoss(), aggregation=SequenceMeanTokenMean())
-class SAPOModule(RLHFModule):
-    """GRPO with a soft gate instead of the clip.
-
-    See "Soft Adaptive Policy Optimization", Gao et al. 2025.
-    """
-
-
-@with_defaults(advantages=GPG(), policy_loss=ReinforceLoss())
-class GPGModule(RLHFModule):
-    """Plain policy gradient over groups, scaled up for the groups without a difference in reward.
-
-    See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025.
-    """
-
-
-@with_defaults(advantages=OPO(), policy_loss=ReinforceLoss())
-class OPOModule(RLHFModule):
-    """On-policy REINFORCE with the baseline of least variance, the mean reward weighted by length.
-
-    Keep it exactly on-policy: one update per rollout. See "On-Policy RL with Optimal Reward Baseline", Hao et al. 2025.
     """
 
 

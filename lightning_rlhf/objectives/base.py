@@ -169,6 +169,8 @@ class PolicyLoss(ABC):
 
     uses_ratio: ClassVar[bool] = True  # whether exp(logprobs - old_logprobs) is part of the loss
     selects_tokens: ClassVar[bool] = False  # whether select_tokens() is called for each mini-batch
+    # Whether a ratio is that of a whole response, which is clipped far more often than that of a token.
+    weighs_responses: ClassVar[bool] = False
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.columns import unread_message
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.tokenizers import end_tokens
 from lightning_rlhf.environments.conversation import StopReason, last_turn_start
 from lightning_rlhf.environments.host import FaultKind
 from lightning_rlhf.environments.settings import EnvironmentSettings
@@ -26,7 +27,6 @@ from lightning_rlhf.rewards.function import (
     TrainerState,
     check_rewards,
 )
-from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 log = logging.getLogger(__name__)

@@ -6,12 +6,13 @@ import pytest
 import yaml
 
 from lightning_rlhf.cli.main import RLHFCLI
+from lightning_rlhf.extras.algorithms.group_advantages import GDPO
+from lightning_rlhf.extras.algorithms.sequence_policy_losses import GSPOLoss
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.group_advantages import GDPO, GRPO
+from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.resampling import ScoreResampling
-from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
 from tests.algorithm_tables import BASE, CONFIGS, ROOT, arguments, bounds, pages, values
 from tests.cli.conftest import LLAMA
 from tests.learning.test_preference_tasks import BOUNDS as PREFERENCE_BOUNDS
@@ -33,7 +34,7 @@ def tiny(path):
         "init_args": {"architecture": LLAMA},
     }
     config["data"]["init_args"]["tokenizer"] = {
-        "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+        "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
         "init_args": {"characters": "0123456789+=: "},
     }
     for loop in (c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c)):

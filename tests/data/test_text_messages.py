@@ -7,7 +7,7 @@ from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.text_messages import TextMessages
-from lightning_rlhf.data.unpaired import UnpairedDataModule
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule
 from tests.data.rows_given import error_of, first_batch, module_of
 from tests.stand_ins import columns_of, each
 

@@ -7,7 +7,8 @@ import pytest
 
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.survival.checkpoint import checkpoint_to_resume
-from lightning_rlhf.strategies.checkpoints import manifest, remote
+from lightning_rlhf.extras.remote_checkpoints import copies as remote
+from lightning_rlhf.strategies.checkpoints import manifest
 from tests.faults.runs import assert_same, callback, checkpoint, output, ppo, rows
 from tests.stand_ins import quiet_trainer
 

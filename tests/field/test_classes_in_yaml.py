@@ -19,7 +19,7 @@ from lightning_rlhf.extras.commands.run_config import parse_run_config
 from lightning_rlhf.modules.role_module import RoleModule
 
 LOSSES = "lightning_rlhf.extras.algorithms.preference_losses"
-KLTERM = "lightning_rlhf.objectives.kl_controllers.KLTerm"
+KLTERM = "lightning_rlhf.objectives.kl_term.KLTerm"
 OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad]
 MODULES = [
     kind for name in lightning_rlhf.__all__ if inspect.isclass(kind := getattr(lightning_rlhf, name))

@@ -9,12 +9,12 @@ import torch
 from lightning_rlhf import GRPOModule, PPOModule, RLHFModule
 from lightning_rlhf.extras.algorithms.covariance_policy_losses import ClipCovLoss
 from lightning_rlhf.extras.algorithms.response_pairs import OnlineDPOModule
+from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline
 from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.kl_term import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
-from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
 from tests.stand_ins import TinyModel, fit, responses, rollout_of
 
 ROWS = 8

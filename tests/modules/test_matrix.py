@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, RLHFModule
+from lightning_rlhf.extras.algorithms.advantages_by_source import AdvantagesBySource
+from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
+from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages, TeacherLogRatio
 from lightning_rlhf.objectives import group_advantages as groups
 from lightning_rlhf.objectives import policy_losses as tokens
 from lightning_rlhf.objectives import return_advantages as returns
-from lightning_rlhf.objectives.advantages import GAE, AdvantagesBySource, NoAdvantages, TeacherLogRatio
+from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import (
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
@@ -20,8 +23,7 @@ from lightning_rlhf.objectives.aggregation import (
 )
 from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
-from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.kl_term import KLTerm
 from lightning_rlhf.types import StepRollout
 from tests.helpers import concrete_objectives
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer, responses, rollout_of

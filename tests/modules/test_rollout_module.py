@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, ReMaxModule, RLHFModule
+from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import TokenMean
@@ -17,7 +18,6 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.resampling import ScoreResampling
-from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
 from lightning_rlhf.types import StepRollout
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of

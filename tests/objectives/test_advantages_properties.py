@@ -7,23 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.objectives.advantages import GAE, AdvantagesBySource, TeacherLogRatio
-from lightning_rlhf.objectives.group_advantages import (
+from lightning_rlhf.extras.algorithms.advantages_by_source import AdvantagesBySource
+from lightning_rlhf.extras.algorithms.group_advantages import (
     GDPO,
     GPG,
-    GRPO,
     OPO,
-    RLOO,
     GRPOPassK,
     MaxRL,
     ReinforcePlusPlusBaseline,
 )
-from lightning_rlhf.objectives.return_advantages import (
-    OptimalTokenBaseline,
-    ReinforcePlusPlus,
-    ReMax,
-    ToolOptimalTokenBaseline,
-)
+from lightning_rlhf.extras.algorithms.teacher_advantages import TeacherLogRatio
+from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline, ToolOptimalTokenBaseline
+from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
+from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from tests.helpers import assert_close, masks, pad_columns, properties, seeds
 from tests.objectives.advantage_inputs import TOKEN_FIELDS, batches, padded, random_inputs, rows_of
 

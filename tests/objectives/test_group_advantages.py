@@ -8,17 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.group_advantages import (
+from lightning_rlhf.extras.algorithms.group_advantages import (
     GDPO,
     GPG,
-    GRPO,
     OPO,
-    RLOO,
     GRPOPassK,
     MaxRL,
     ReinforcePlusPlusBaseline,
 )
+from lightning_rlhf.objectives.base import AdvantageInputs
+from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
 from tests.helpers import assert_close, float64, golden, over_ranks, properties
 from tests.objectives.advantage_inputs import batches, outcomes, recorded, rows_of
 

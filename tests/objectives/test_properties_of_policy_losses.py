@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.extras.algorithms.covariance_policy_losses import HighEntropyLoss, KLCovLoss
+from lightning_rlhf.extras.algorithms.policy_losses import DROLoss
 from lightning_rlhf.objectives.aggregation import (
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
@@ -18,10 +19,8 @@ from lightning_rlhf.objectives.aggregation import (
     TokenSum,
 )
 from lightning_rlhf.objectives.base import PolicyLoss
-from lightning_rlhf.objectives.policy_losses import (
-    DROLoss,
-)
 from tests.extras.algorithms import test_covariance_policy_losses as covariance
+from tests.extras.algorithms import test_sequence_policy_losses as sequence
 from tests.helpers import (
     assert_close,
     concrete_objectives,
@@ -32,7 +31,6 @@ from tests.helpers import (
     seeds,
     with_garbage,
 )
-from tests.objectives import test_sequence_policy_losses as sequence
 from tests.objectives import test_token_policy_losses as token
 
 CASES = token.CASES | sequence.CASES | covariance.CASES

@@ -9,13 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline, ToolOptimalTokenBaseline
 from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.return_advantages import (
-    OptimalTokenBaseline,
-    ReinforcePlusPlus,
-    ReMax,
-    ToolOptimalTokenBaseline,
-)
+from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from tests.helpers import assert_close, float64, golden, over_ranks, properties, with_garbage
 from tests.objectives.advantage_inputs import batches, inside, random_inputs, recorded, rows_of
 

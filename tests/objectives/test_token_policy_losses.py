@@ -5,17 +5,15 @@ import math
 import pytest
 import torch
 
-from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from lightning_rlhf.objectives.base import PolicyTokens
-from lightning_rlhf.objectives.policy_losses import (
-    CISPOLoss,
-    ClippedPolicyLoss,
+from lightning_rlhf.extras.algorithms.policy_losses import (
     DPPOBernoulliKLLoss,
     DPPOTotalVariationLoss,
     DROLoss,
-    ReinforceLoss,
     SAPOLoss,
 )
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
+from lightning_rlhf.objectives.base import PolicyTokens
+from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss
 from tests.helpers import assert_close, float64, golden
 from tests.objectives.paper_loops import Case, bounded, of_mean_token, over_responses, over_tokens, ppo
 

@@ -17,6 +17,7 @@ from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.extras.algorithms.remote_teachers import RemoteTeacher, results
+from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages
 from lightning_rlhf.functional.logprobs import ActorScores
 from lightning_rlhf.models.heads import Head
 from lightning_rlhf.models.loading import ModelSource
@@ -24,7 +25,6 @@ from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.objectives.advantages import NoAdvantages
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
 from lightning_rlhf.ranges import check_range
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens

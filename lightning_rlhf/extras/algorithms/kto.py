@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.batching.sequences import with_next_rows_response
+from lightning_rlhf.batching.sequences import first_texts, pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
+from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.types import UnpairedBatch
+from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 
 
 class KTOModule(DPOModule):
@@ -101,3 +102,33 @@ class KTOModule(DPOModule):
             means.add(f"{prefix}/reward_{name}", self.loss.beta * ratios, which)
             means.add(f"{prefix}/logprob_{name}", logprobs, which)
         return losses
+
+
+def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceBatch:
+    """Combine each prompt of this rank with the response of the next text in the whole batch, cyclically. All ranks.
+
+    A response is cut where a text would be longer than the longest of the batch, so that it fits wherever they fit.
+
+    Args:
+        batch: rows of this rank.
+        ranks: ranks that hold the other rows.
+    """
+    texts = batch.texts.map(ranks.gather).to("cpu")  # rows are cut one by one
+    positions = ranks.gather(batch.position).cpu()
+    order = positions.argsort()
+    next_row = torch.empty_like(order)
+    next_row[order] = order.roll(-1)
+    starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
+    ends = first_texts(texts)
+    longest = int(ends.max())
+    rows, masks = [], []
+    for position in batch.position.tolist():
+        index = int((positions == position).nonzero())
+        other = int(next_row[index])
+        prompt_tokens, other_start = int(starts[index]), int(starts[other])
+        response = slice(other_start, min(int(ends[other]), other_start + longest - prompt_tokens))
+        rows.append([*texts.input_ids[index, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
+        masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
+    ids, lengths = pad_right(rows)
+    mask, _ = pad_right(masks)
+    return SequenceBatch(ids, lengths, mask.bool(), batch.texts.images).to(batch.position.device)

@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.algorithms.advantages_by_source import AdvantagesBySource
 from lightning_rlhf.extras.algorithms.distillation import DistillationModule, Divergence, Teacher
 from lightning_rlhf.extras.algorithms.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import ActorScores
@@ -19,12 +20,11 @@ from lightning_rlhf.functional.mismatch import means_over_ranks
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.objectives.advantages import AdvantagesBySource
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
 from lightning_rlhf.objectives.base import AdvantageEstimator, AnyPolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.kl_term import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.types import Experience, Rollout
 

@@ -37,13 +37,13 @@ from lightning_rlhf.extras.commands.run_config import (
     parse_run_config,
 )
 from lightning_rlhf.extras.images.processor import image_token
+from lightning_rlhf.extras.rewards.answers import rewards_of_answers
 from lightning_rlhf.extras.schema.inputs import mistakes_of_settings
 from lightning_rlhf.extras.schema.known import find
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
-from lightning_rlhf.rollout.answer_rewards import rewards_of_answers
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns, read_columns
 from lightning_rlhf.run_checks import check_val_metric
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch

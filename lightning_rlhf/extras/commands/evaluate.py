@@ -14,9 +14,10 @@ from rich.table import Table
 
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.config_files import add_import_folders
-from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
+from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.commands import row_images
+from lightning_rlhf.extras.commands.exit_codes import failure_code_1
 from lightning_rlhf.extras.commands.kept_responses import check_target, write_kept
 from lightning_rlhf.extras.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles, table_width
 from lightning_rlhf.extras.commands.response_rows import ALL, NO_SOURCE, ResponseRow, common_columns, read_rows

@@ -16,12 +16,13 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_rlhf.cli.config_files import add_import_folders
-from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
+from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.image_parts import converted_images
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.extras.commands import row_images
+from lightning_rlhf.extras.commands.exit_codes import failure_code_1
 from lightning_rlhf.extras.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles
 from lightning_rlhf.extras.commands.response_backends import (
     Conversations,

@@ -25,7 +25,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, use_rows
 from lightning_rlhf.data.text_messages import TextMessages
-from lightning_rlhf.data.tokenizers import generation_ends
+from lightning_rlhf.data.tokenizers import end_tokens, generation_ends
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -38,7 +38,6 @@ from lightning_rlhf.images import ImageSettings, ImageStore
 from lightning_rlhf.models.loading import Dtype, Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rewards.scored_text import end_tokens
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler

@@ -17,20 +17,19 @@ from rich.table import Table
 
 from lightning_rlhf.callbacks.loop.checks import check_module, last_step_of
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.loop.rollout_rows import (
-    correct_answers,
-    end_of,
-    group_size_of,
-    own_parts,
-    prompt_images,
-    segments_of,
-    token_values,
-    value_counts,
-)
+from lightning_rlhf.callbacks.loop.rollout_rows import end_of, segments_of
 from lightning_rlhf.callbacks.records.run_files import ROLLOUT_FILE
 from lightning_rlhf.callbacks.records.values import finite
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.extras.console.rollout_images import Thumbnails, text_of_images, with_images
+from lightning_rlhf.extras.console.row_values import (
+    correct_answers,
+    group_size_of,
+    own_parts,
+    prompt_images,
+    token_values,
+    value_counts,
+)
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_at_least

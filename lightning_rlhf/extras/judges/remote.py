@@ -20,9 +20,9 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import MissingFileError, RunError, UsageError
 from lightning_rlhf.extras.judges.endpoint import Client, Endpoint, Request, estimated_tokens
 from lightning_rlhf.extras.judges.judge import as_text, images_in
+from lightning_rlhf.extras.rewards.scored_text import scored_ids
 from lightning_rlhf.models.checks import stored_file
 from lightning_rlhf.models.score_heads import scale_of
-from lightning_rlhf.rewards.scored_text import scored_ids
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
-from lightning_rlhf.callbacks.loop.rollout_rows import own_parts
 from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.callbacks.records.run_reader import RunReader
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.console.held_out import before_and_after, unchanged_kinds
+from lightning_rlhf.extras.console.row_values import own_parts
 from lightning_rlhf.extras.records.metrics_csv import MetricsCSV
 from lightning_rlhf.modules.rlhf import RLHFModule
 

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.rewards.scored_text import scored_ids
 from lightning_rlhf.models.attention import check_attention_package, set_attention
 from lightning_rlhf.models.classes import has_score
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
-from lightning_rlhf.rewards.scored_text import scored_ids
 
 
 @dataclass(eq=False)

@@ -11,7 +11,21 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
+
+
+def is_url(path: str | Path) -> bool:
+    """Return whether a path is a URL, such as ``s3://bucket/run/last.ckpt``."""
+    return "://" in str(path)
+
+
+def url_copies() -> Any:
+    """Return the module that copies checkpoints to URLs, :mod:`lightning_rlhf.extras.remote_checkpoints` by default.
+
+    It has ``check_url``, ``newest``, ``exists``, ``upload`` and ``download``.
+    """
+    return the_offered("remote_checkpoints")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

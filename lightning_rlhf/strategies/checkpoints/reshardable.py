@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.strategies.checkpoints import manifest, remote
+from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.background import BackgroundSave, SaveOptions, in_host_memory
-from lightning_rlhf.strategies.checkpoints.io import load_plain
+from lightning_rlhf.strategies.checkpoints.io import is_url, load_plain, url_copies
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, write_role
 from lightning_rlhf.strategies.checkpoints.role_state import native_load, native_state
 
@@ -139,11 +139,11 @@ class ReshardableCheckpoints:
             ValueError: the checkpoint is incomplete, damaged, or does not match this run.
         """
         self.finish_saving()
-        if not remote.is_url(checkpoint_path):
+        if not is_url(checkpoint_path):
             return self._load(Path(checkpoint_path))
         folder = Path(self._owner.trainer.default_root_dir) / "checkpoints" / _FETCHED
         with ranks.over(self._background.group()):
-            ranks.on_first_rank(lambda: remote.download(str(checkpoint_path), folder))
+            ranks.on_first_rank(lambda: url_copies().download(str(checkpoint_path), folder))
         try:
             state = self._load(folder)
         except BaseException:  # perhaps of one rank, while the others are in collectives

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
 from lightning_rlhf.extras.algorithms.preference_losses import (
     APODownLoss,
     APOZeroLoss,
@@ -19,7 +20,6 @@ from lightning_rlhf.extras.algorithms.preference_losses import (
     SimPOLoss,
 )
 from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 RECORDED = golden("preferences")

@@ -12,9 +12,9 @@ from lightning_rlhf import DistillationModule, RLHFModule
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.distillation import Divergence
+from lightning_rlhf.extras.algorithms.teacher_advantages import TeacherLogRatio
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.objectives.advantages import TeacherLogRatio
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, TokenMean
 from lightning_rlhf.objectives.group_advantages import RLOO
 from lightning_rlhf.types import PaddedPrompts

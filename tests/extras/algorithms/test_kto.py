@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf import KTOModule, UnpairedDataModule
-from lightning_rlhf.batching.sequences import with_next_rows_response
+from lightning_rlhf.extras.algorithms.kto import with_next_rows_response
 from lightning_rlhf.extras.algorithms.preference_losses import KTOLoss
 from lightning_rlhf.functional.data_ranks import ONE_RANK
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch

@@ -402,7 +402,7 @@ def test_messages_are_continued_by_the_response_or_the_conversation(evaluate):
 
 def test_kept_rows_are_read_by_the_data_modules(evaluate):
     from lightning_rlhf import ConversationDataModule, PreferenceDataModule
-    from lightning_rlhf.data.tokenizers import CharacterTokenizer
+    from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 
     for keep, kind in (("best", ConversationDataModule), ("pairs", PreferenceDataModule)):
         rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", keep)

@@ -9,11 +9,11 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
-from lightning_rlhf.callbacks.loop.rollout_rows import own_parts, value_counts
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.console.rollout_log import _short
-from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.extras.console.row_values import own_parts, value_counts
+from lightning_rlhf.objectives.kl_term import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.environments import worlds

@@ -140,7 +140,7 @@ def test_only_fit_needs_a_batch_of_training_rows():
     config = changed("data.init_args.batch_size", 8)
     assert found(config, "validate") == []
     assert len(found(config)) == 1
-    config["data"]["init_args"]["sampler"] = {"class_path": "lightning_rlhf.data.samplers.Curriculum"}
+    config["data"]["init_args"]["sampler"] = {"class_path": "lightning_rlhf.extras.samplers.curriculum.Curriculum"}
     assert found(config) == []
 
 

@@ -14,11 +14,6 @@ from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.strategies.checkpoints import manifest
 
 
-def is_url(path: str | Path) -> bool:
-    """Return whether a path is a URL, such as ``s3://bucket/run/last.ckpt``."""
-    return "://" in str(path)
-
-
 def check_url(url: str) -> None:
     """Validate before training that fsspec supports the protocol of a URL.
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_rlhf import RLHFModule
-from lightning_rlhf.objectives.advantages import GAE, TeacherLogRatio
+from lightning_rlhf.extras.algorithms.teacher_advantages import TeacherLogRatio
+from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.base import AdvantageInputs
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
 from tests.helpers import golden

@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from lightning_rlhf.objectives.sequence_policy_losses import (
+from lightning_rlhf.extras.algorithms.sequence_policy_losses import (
     GMPOLoss,
     GSPOLoss,
     LUSPOLoss,
@@ -15,6 +14,7 @@ from lightning_rlhf.objectives.sequence_policy_losses import (
     TOPRLoss,
     VESPOLoss,
 )
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from tests.helpers import assert_close, float64, golden, masks, normal, properties, seeds
 from tests.objectives.paper_loops import Case, bounded, clipped, of_mean_token, over_responses, ppo
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.resumable import SamplerOrder
-from lightning_rlhf.data.samplers import Curriculum, Mixture, Sampler, shuffle
+from lightning_rlhf.data.samplers import Sampler, shuffle
+from lightning_rlhf.extras.samplers.curriculum import Curriculum
+from lightning_rlhf.extras.samplers.mixture import Mixture
 from tests.data.rows_given import GivenRows, Letters, error_of, module_of
 from tests.helpers import properties
 from tests.stand_ins import each

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf import UnpairedDataModule
-from lightning_rlhf.data.unpaired import UnpairedDataModule as Same
+from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule as Same
 from tests.data.rows_given import GivenRows, Letters, error_of, first_batch, module_of
 
 ROWS = [{"prompt": "who?", "completion": " me", "label": True}, {"prompt": "a", "completion": "b", "label": False}]

@@ -11,7 +11,6 @@ from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.image_parts import text_messages
 from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.row import BadRow
-from lightning_rlhf.data.tokenizers import special_ids
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.expected_errors import UsageError
 
@@ -41,23 +40,6 @@ def scored_ids(
         return list(tokenizer(prompt + response)["input_ids"])
     ids = [*_ids(tokenizer, prompt), *_ids(tokenizer, response)]
     return _ended(tokenizer, ids) if finished else ids
-
-
-def end_tokens(
-    tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]], finished: Sequence[bool]
-) -> list[str]:
-    """Return the text of the special token that ended each response, empty without one.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        responses: token ids of the responses.
-        finished: whether each response ended, and was not cut.
-    """
-    special = special_ids(tokenizer)
-    ends = [
-        ids[-1:] if ended and ids and ids[-1] in special else [] for ids, ended in zip(responses, finished, strict=True)
-    ]
-    return [_text(tokenizer, end) for end in ends]
 
 
 def _conversation_ids(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings, TeacherPrompt
 from lightning_rlhf.calls.private import private
 from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.data.chat import Chat
@@ -15,12 +18,12 @@ from lightning_rlhf.data.messages import holds_messages, messages_of
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.positions import max_positions
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, GENERATED_COLUMNS
 from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import PaddedPrompts, Prompt, PromptBatch, Rollout
-
-TeacherPrompt = str | Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -145,3 +148,13 @@ class WithTeacherPrompts(Source):
             return self.prompts.add(sampled.rollout, requests.prompts.prompts, columns)
 
         return replace(sampled, rollout=self.roles.run_on_group_leader(with_prompts))
+
+
+def teacher_prompts(settings: RolloutSettings, trainer: Trainer, module: RLHFModule) -> TeacherPrompts:
+    """Return the prompts of a teacher for the rollouts of a run, whose ``teacher_prompt`` is set."""
+    assert settings.teacher_prompt is not None
+    limits = [max_positions(model.hf_config()) for model in module.teacher_sources or ()]
+    limit = min((each for each in limits if each is not None), default=None)
+    has_environment = settings.environment is not None
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return TeacherPrompts(settings.teacher_prompt, data, limit, has_environment)

@@ -4,6 +4,7 @@ Each docstring names the aggregation that gives the loss of its paper; other agg
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class GSPOLoss(PolicyLoss):
         clip_range_high: largest increase above 1, positive. A mean over many tokens stays close to 1, so both are
             a thousand times smaller than for tokens; the defaults are the paper's.
     """
+
+    weighs_responses: ClassVar[bool] = True
 
     clip_range_low: float = 3e-4
     clip_range_high: float = 4e-4
@@ -82,6 +85,8 @@ class GMPOLoss(PolicyLoss):
         clip_range_high: largest increase above 0, nats, positive. The defaults are the paper's.
     """
 
+    weighs_responses: ClassVar[bool] = True
+
     clip_range_low: float = 0.4
     clip_range_high: float = 0.4
 
@@ -112,6 +117,8 @@ class VESPOLoss(PolicyLoss):
         k_neg: ``k_pos`` where the advantage is negative.
         lambda_neg: ``lambda_pos`` where the advantage is negative.
     """
+
+    weighs_responses: ClassVar[bool] = True
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0

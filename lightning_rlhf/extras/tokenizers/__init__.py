@@ -1,0 +1,1 @@
+"""Tokenizers for models that are trained from scratch."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError
@@ -626,8 +627,8 @@ class Experience(TensorBatch):
         """(B,) bool, the sampled responses that have a reward."""
         return self.rollout.sampled_rows & ~self.reward.isnan()
 
+    @override
     def prompt_numbers(self) -> Tensor:
-        """See :meth:`Rollout.prompt_numbers`."""
         return self.rollout.prompt_numbers()
 
 

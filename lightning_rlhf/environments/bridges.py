@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.image_parts import (
@@ -172,18 +173,18 @@ class PlainBridge(Bridge):
         max_message_tokens: argument of :class:`Bridge`.
     """
 
+    @override
     def prompt(
         self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
     ) -> list[int]:
-        """See :meth:`Bridge.prompt`."""
         if expanded:
             text = self.expand(text, images_of(messages))
         return self.ids(text) + self.between([], written, expanded=expanded)
 
+    @override
     def between(
         self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
     ) -> list[int]:
-        """See :meth:`Bridge.between`."""
         ids: list[int] = []
         for message in map(self.safe, written):
             text = text_of_content(message["content"], self._images.placeholder if self._images else MARKER)
@@ -224,10 +225,10 @@ class TemplateBridge(Bridge):
         self._roles_with_images: set[str] = set()
         self._special_ids = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
+    @override
     def prompt(
         self, text: str, messages: Sequence[Message], written: Sequence[Message], expanded: bool = True
     ) -> list[int]:
-        """See :meth:`Bridge.prompt`."""
         chat = replace(self._chat, expand=self.expand)
         safe = [self._checked(message) for message in written]
         return self.ids(chat.render([*messages, *safe], "prompt", generation=True, expanded=expanded))
@@ -245,10 +246,11 @@ class TemplateBridge(Bridge):
             chat = self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
+    @override
     def between(
         self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
     ) -> list[int] | None:
-        """See :meth:`Bridge.between`; tokens at the end of an answer are left out if the policy sampled them."""
+        """Tokens at the end of an answer are left out if the policy sampled them."""
         for message in written:
             self._check_role(message["role"])  # roles that check() did not expect
         text = self._text_after([_PROBE], [self._checked(message) for message in written])

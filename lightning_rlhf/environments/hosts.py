@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_rlhf.calls.guard import SCAN_SECONDS, begin_call, prepare_worker
 from lightning_rlhf.calls.references import as_function, load_function
 from lightning_rlhf.calls.threads import DaemonThreads
@@ -58,12 +60,12 @@ class ThreadHost(Host):
         self._threads = DaemonThreads(concurrency, "environments")
         self._environments = LiveEnvironments(spec)
 
+    @override
     def call(self, call: Call) -> Future[Reply | Fault]:
-        """See :meth:`Host.call`."""
         return self._threads.submit(_advance, self._environments, call)
 
+    @override
     def release(self, key: str) -> None:
-        """See :meth:`Host.release`."""
         self._threads.submit(lambda: run_steps(self._environments.release(key)))
 
     def close(self) -> None:
@@ -132,8 +134,8 @@ class ProcessHost(Host):
         self._lock = threading.RLock()
         self._answered = False  # whether any process has answered a call, so that processes can start
 
+    @override
     def call(self, call: Call) -> Future[Reply | Fault]:
-        """See :meth:`Host.call`."""
         result: Future[Reply | Fault] = Future()
         self._schedule(call, result, _REPEATS, MOST_STARTS)
         return result
@@ -203,8 +205,8 @@ class ProcessHost(Host):
         else:
             result.set_result(Fault("timeout" if lost.kind == "timeout" else "died", lost.message))
 
+    @override
     def release(self, key: str) -> None:
-        """See :meth:`Host.release`."""
         with self._lock:
             slot, _ = self._homes.pop(key, (None, 0))
             if slot is not None and slot.workers.active:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from lightning_rlhf.calls.loop import GRACE_S, EventLoopThread, cancel_other_tasks
 from lightning_rlhf.calls.workers import timeout_message
 from lightning_rlhf.environments.host import Call, Fault, Host, Spec
@@ -36,8 +38,8 @@ class LoopHost(Host):
         self._calls: dict[str, _LoopCall] = {}  # unfinished calls, by conversation
         self._lock = threading.Lock()
 
+    @override
     def call(self, call: Call) -> Future[Reply | Fault]:
-        """See :meth:`Host.call`."""
         started = _LoopCall(call, Future())
         self._submit(started)
         return started.result
@@ -85,8 +87,8 @@ class LoopHost(Host):
         state.releases.add(task)
         task.add_done_callback(state.releases.discard)
 
+    @override
     def release(self, key: str) -> None:
-        """See :meth:`Host.release`."""
         if self._state is not None:
             self._state.thread.loop.call_soon_threadsafe(self._begin_release, key, self._state)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.modules.micro_batches import SummedLoss
@@ -39,8 +40,8 @@ class SeparatePass(OldScores):
 
     score: Callable[[Rollout], TokenScores]
 
+    @override
     def evaluate(self, rollout: Rollout) -> TokenScores:
-        """See :meth:`OldScores.evaluate`."""
         return self.score(rollout)
 
 
@@ -48,8 +49,8 @@ class SeparatePass(OldScores):
 class EngineScores(OldScores):
     """Log-probs of the engine in place of the actor's; there are no entropies."""
 
+    @override
     def evaluate(self, rollout: Rollout) -> TokenScores:
-        """See :meth:`OldScores.evaluate`."""
         return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
 
 

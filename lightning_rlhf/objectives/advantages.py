@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -56,6 +57,7 @@ class GAE(AdvantageEstimator):
                 raise UsageError(f"{name} must lie in [0, 1], got {value}")
         check_ranges(self, length_alpha="positive or null")
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.ranges import check_ranges
@@ -79,8 +80,8 @@ class SequenceMeanTokenSum(Aggregation):
 class SequenceMeanTokenMean(Aggregation):
     """The mean over responses of the mean over their tokens ("DeepSeekMath", Shao et al. 2024, eq. 3)."""
 
+    @override
     def weights(self, mask: Tensor) -> Tensor:
-        """See :meth:`Aggregation.weights`."""
         return mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:

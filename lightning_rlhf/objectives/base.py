@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -229,6 +230,7 @@ class FunctionLoss(PolicyLoss):
 
     function: Callable[[PolicyTokens], Tensor | tuple[Tensor, dict[str, Tensor]]]
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.segments import segment_centered, segment_std, segment_sum
@@ -21,8 +22,8 @@ class GroupAdvantage(AdvantageEstimator):
 
     needs_groups: ClassVar[bool] = True
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """See :meth:`AdvantageEstimator.__call__`."""
         advantage = self.of_responses(inputs, inputs.mask.any(dim=1), ranks)
         return over_tokens(advantage, inputs), over_tokens(inputs.reward, inputs)
 
@@ -65,8 +66,8 @@ class GRPO(GroupAdvantage):
     def __post_init__(self) -> None:
         check_range("eps", self.eps, "positive and finite")
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         if not self.normalize_std:
             return centered
@@ -80,8 +81,8 @@ class RLOO(GroupAdvantage):
     See "Back to Basics: Revisiting REINFORCE Style Optimization", Ahmadian et al. 2024, section 3.2.
     """
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         size = segment_sum(member, inputs.group)
         # R - (sum - R) / (n - 1) = (R - mean) n / (n - 1), which is exactly 0 for equal rewards.
         return segment_centered(inputs.reward, inputs.group, member) * size / (size - 1).clamp(min=1)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.ranges import check_ranges
@@ -47,6 +48,7 @@ class ClippedPolicyLoss(PolicyLoss):
             dual_clip="greater than 1 or null",
         )
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`.
 
@@ -81,8 +83,8 @@ class ReinforceLoss(PolicyLoss):
 
     uses_ratio: ClassVar[bool] = False
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`."""
         return -tokens.advantages * tokens.logprobs, {}
 
 
@@ -106,8 +108,9 @@ class CISPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, clip_range_low="in (0, 1] or null", clip_range_high="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
+        """Diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
         ratio = torch.exp(tokens.log_ratio.detach())
         low = 0.0 if self.clip_range_low is None else 1 - self.clip_range_low
         weight = ratio.clamp(low, 1 + self.clip_range_high)

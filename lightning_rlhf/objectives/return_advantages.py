@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -28,8 +29,8 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def __post_init__(self) -> None:
         check_ranges(self, gamma="in [0, 1]")
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """See :meth:`AdvantageEstimator.__call__`."""
         returns = discounted_sums(inputs.token_rewards, inputs.mask, self.gamma)
         return like_rewards(inputs, masked_whiten(returns, inputs.mask, ranks), returns)
 
@@ -45,6 +46,7 @@ class ReMax(AdvantageEstimator):
 
     needs_greedy: ClassVar[bool] = True
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 

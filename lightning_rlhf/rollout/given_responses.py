@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from typing_extensions import override
 
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.data.chat import Chat
@@ -131,8 +132,9 @@ class WithGiven(Source):
         requests = self.sampling.request(prompts.take(sampled), step, in_background)
         return replace(requests, given=prompts.take(given))
 
+    @override
     def collect(self, requests: StepRequests) -> SampledRollout:
-        """See :meth:`Source.collect`; waits for the rewards."""
+        """Waits for the rewards."""
         assert requests.given is not None
         if not len(requests.prompts):
             # Other ranks may share the engine and its requests, and all ranks must log the same times.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from lightning_rlhf.rollout.source import SampledRollout, Source, StepRequests
 from lightning_rlhf.types import PromptBatch
 
@@ -23,13 +25,13 @@ class WithGreedy(Source):
     source: Source
     greedy: Source
 
+    @override
     def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
-        """See :meth:`Source.request`."""
         sampled = self.source.request(prompts, step, in_background)
         return replace(sampled, greedy=self.greedy.request(prompts, step, in_background))
 
+    @override
     def collect(self, requests: StepRequests) -> SampledRollout:
-        """See :meth:`Source.collect`."""
         assert requests.greedy is not None
         sampled = self.source.collect(requests)
         baseline = self.greedy.collect(requests.greedy).scored()

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine
@@ -43,26 +44,28 @@ class SharedEngine(RolloutEngine):
         self._ranks = ranks
 
     @property
+    @override
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`."""
         return replace(self._engine.traits, ranks=self._ranks, push_ranks=1 if self._joint else self._ranks)
 
     @property
+    @override
     def source(self) -> str:
-        """See :attr:`RolloutEngine.source`."""
         return self._engine.source
 
     @property
+    @override
     def restarted(self) -> int:
-        """See :attr:`RolloutEngine.restarted`; 0 on other ranks than the first."""
+        """0 on other ranks than the first."""
         return self._engine.restarted
 
+    @override
     def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`; all ranks wait until the engine sleeps."""
+        """All ranks wait until the engine sleeps."""
         self._running.run_on_first(self._engine.sleep)
 
+    @override
     def check(self, sampling: SamplingParams) -> None:
-        """See :meth:`RolloutEngine.check`."""
         self._engine.check(sampling)
 
     def start(self, setup: EngineSetup) -> None:
@@ -88,12 +91,13 @@ class SharedEngine(RolloutEngine):
 
         self.group.run_on_first(start)
 
+    @override
     def wait(self) -> str:
-        """See :meth:`RolloutEngine.wait`."""
         return f"{self._running.run_on_first(self._engine.wait)}, shared by {self._ranks} ranks"
 
+    @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; all ranks exhaust the parameters, also after an error of all."""
+        """All ranks exhaust the parameters, also after an error of all."""
         if self._joint is None:
             if self._engine.traits.sleeps:
                 self._running.gather(None)  # the engine wakes up on the GPUs of all ranks, whose memory must be free
@@ -106,18 +110,21 @@ class SharedEngine(RolloutEngine):
             deque(remaining, maxlen=0)
             raise
 
+    @override
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_adapters`; every rank exhausts the parameters, also after an error."""
+        """Every rank exhausts the parameters, also after an error."""
         self._running.run_on_first_with(parameters, lambda remaining: self._engine.update_adapters(remaining, version))
 
+    @override
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
+        """Every rank exhausts the parameters."""
         return self._running.run_on_first_with(parameters, self._engine.first_difference)
 
+    @override
     def request(
         self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; only on the first rank."""
+        """Only on the first rank."""
         return self._engine.request(prompts, sampling, seeds)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
+from typing_extensions import override
 
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
 from lightning_rlhf.rewards.function import TrainerState
@@ -197,8 +198,8 @@ class RolloutSource(Source):
     progress: Callable[[int, PromptBatch], TrainerState]
     clock: Clock
 
+    @override
     def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
-        """See :meth:`Source.request`."""
         sampler = self.sampler
         scorer = Scorer(
             prompts,
@@ -218,8 +219,8 @@ class RolloutSource(Source):
         )
         return StepRequests(step, prompts, self.sampling, pending, scorer)
 
+    @override
     def collect(self, requests: StepRequests) -> SampledRollout:
-        """See :meth:`Source.collect`."""
         with self.clock("time/generate_s"):
             completions = requests.completions()
 

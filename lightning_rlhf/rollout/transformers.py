@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.images import ImageProcessor, TextImages, reader
@@ -53,13 +54,13 @@ class TransformersEngine(RolloutEngine):
         model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 
+    @override
     def wait(self) -> str:
-        """See :meth:`RolloutEngine.wait`."""
         return f"transformers' generate on {self._running.device} in {str(self._running.dtype).removeprefix('torch.')}"
 
     @torch.no_grad()
+    @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`."""
         not_updated = dict(whole_tensors(self._running))
         for name, tensor in parameters:
             not_updated.pop(name).copy_(tensor)
@@ -68,15 +69,15 @@ class TransformersEngine(RolloutEngine):
         self._version = version
 
     @property
+    @override
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`."""
         return EngineTraits(reads_images=True)
 
     @torch.no_grad()
+    @override
     def request(
         self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`."""
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             batch = slice(first, first + self._batch_size)
@@ -147,8 +148,8 @@ class TransformersEngine(RolloutEngine):
             logprobs=[*echoed, *completion.logprobs],
         )
 
+    @override
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`RolloutEngine.first_difference`."""
         ours = dict(whole_tensors(self._running))
         for name, tensor in parameters:
             if not torch.equal(ours[name].cpu(), tensor.to(ours[name].dtype).cpu()):

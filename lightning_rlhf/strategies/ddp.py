@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
@@ -57,8 +58,8 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
         for name in self.module.trained_roles:
             self._engines[name] = self._setup_model(getattr(self.module, name))
 
+    @override
     def role(self, name: str) -> Callable[..., Any]:
-        """See :meth:`RoleStrategy.role`."""
         return self._engines.get(name) or super().role(name)
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:

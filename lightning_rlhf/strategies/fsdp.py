@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.expected_errors import UsageError
@@ -176,12 +177,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         return ProcessRanks(mesh.get_local_rank(), mesh.size(), self.root_device, mesh.get_group())
 
     @property
+    @override
     def is_group_leader(self) -> bool:
-        """See :meth:`RoleStrategy.is_group_leader`."""
         return self._group_mesh.get_local_rank() == 0
 
+    @override
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
-        """See :meth:`RoleStrategy.run_on_group_leader`."""
         if self._group_mesh.size() == 1:
             return make()
         group = self._group_mesh.get_group()
@@ -280,8 +281,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
         return nullcontext()
 
+    @override
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`RoleStrategy.clip_role`; torch's function does not support gradients on different meshes."""
+        """Torch's function does not support gradients on different meshes."""
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
@@ -300,6 +302,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- weights for the engine -------------------------------------------------------------------------------
 
+    @override
     def iter_unmerged_params(
         self,
         name: str,
@@ -307,7 +310,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         dtype: torch.dtype | None = None,
         receivers: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_unmerged_params`; a tensor is gathered while the one before it is used."""
+        """A tensor is gathered while the one before it is used."""
         self._reshard(name)
         if receivers is not None and len({rank // self._group_size for rank in receivers}) < len(receivers):
             receivers = None  # a group has several, and sends to all at once in less time

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.roles import RoleStrategy
@@ -33,6 +34,7 @@ class OffloadsIdle(RoleStrategy):
         self._host_weights: list[tuple[Tensor, Tensor]] = []  # its tensors and their data in host memory
         self._stored_states: dict[str, list[tuple[dict[str, Tensor], str]]] = {}  # entries of optimizer states by role
 
+    @override
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
         """See :meth:`RoleStrategy.build_role`.
 

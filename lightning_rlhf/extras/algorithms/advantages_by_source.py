@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -39,8 +40,8 @@ class AdvantagesBySource(AdvantageEstimator):
             value = any(getattr(estimator, need) for estimator in self.estimators.values())
             object.__setattr__(self, need, value)  # declared by class attributes otherwise
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """See :meth:`AdvantageEstimator.__call__`."""
         advantages, returns = (torch.zeros_like(inputs.token_rewards) for _ in range(2))
         for name, estimator in self.estimators.items():
             rows = torch.zeros_like(inputs.group, dtype=torch.bool)

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -51,10 +52,10 @@ class ClipCovLoss(ClippedPolicyLoss):
                 f"{self.covariance_high}"
             )
 
+    @override
     def select_tokens(
         self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
-        """See :meth:`PolicyLoss.select_tokens`."""
         _, diagnostics = super().token_losses(tokens)
         is_clipped = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
         large = covariance(tokens, ranks)
@@ -62,8 +63,9 @@ class ClipCovLoss(ClippedPolicyLoss):
         count = _count(self.fraction, tokens.mask, ranks)
         return select_largest(torch.zeros_like(large), candidates, count, generator, ranks)
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
+        """``chosen_fraction`` is 1 on the tokens that were drawn."""
         loss, diagnostics = super().token_losses(tokens)
         chosen_fraction = tokens.selected_tokens.to(loss.dtype)
         return loss.masked_fill(tokens.selected_tokens, 0), {**diagnostics, "chosen_fraction": chosen_fraction}
@@ -92,15 +94,16 @@ class KLCovLoss(PolicyLoss):
         _check_fraction(self.fraction)
         check_ranges(self, kl_coef="positive")
 
+    @override
     def select_tokens(
         self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
-        """See :meth:`PolicyLoss.select_tokens`."""
         large, mask = covariance(tokens, ranks), tokens.mask
         return select_largest(large, mask, _count(self.fraction, mask, ranks), generator, ranks)
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were held."""
+        """``chosen_fraction`` is 1 on the tokens that were held."""
         loss = -tokens.advantages * torch.exp(tokens.log_ratio)
         # Not the clamped log-ratio: the tokens that changed most are pulled back too. Near 0 the two
         # differ only by rounding, whose sign would be the gradient: there, a parabola replaces the kink.
@@ -130,15 +133,16 @@ class HighEntropyLoss(ClippedPolicyLoss):
         super().__post_init__()
         _check_fraction(self.fraction)
 
+    @override
     def select_tokens(
         self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
     ) -> Tensor:
-        """See :meth:`PolicyLoss.select_tokens`."""
         count = _count(self.fraction, tokens.mask, ranks)
         return select_largest(entropies.double(), tokens.mask, count, generator, ranks)
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were kept."""
+        """``chosen_fraction`` is 1 on the tokens that were kept."""
         loss, diagnostics = super().token_losses(tokens)
         chosen_fraction = tokens.selected_tokens.to(loss.dtype)
         return loss.masked_fill(~tokens.selected_tokens, 0), {**diagnostics, "chosen_fraction": chosen_fraction}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.data.columns import source_of
 from lightning_rlhf.expected_errors import UsageError
@@ -219,8 +220,9 @@ class DistillationModule(RLHFModule):
         return self.divergence.memory_mb << 20
 
     @property
+    @override
     def teacher_sources(self) -> list[ModelSource]:
-        """See :attr:`RLHFModule.teacher_sources`; servers check the length of a text themselves."""
+        """Servers check the length of a text themselves."""
         roles = [role for role in self.teachers.values() if role not in self.servers]
         return [self.sources[role if role in self.sources else "actor"] for role in roles]
 

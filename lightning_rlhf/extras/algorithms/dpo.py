@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.data.preferences import PreferenceDataModule
@@ -94,8 +95,9 @@ class DPOModule(PairModule):
             )
 
     @classmethod
+    @override
     def unused(cls, data: Any) -> list[str]:
-        """See :meth:`~lightning_rlhf.modules.role_module.RoleModule.unused`; margins are for reward models."""
+        """Margins are for reward models."""
         count = data.count_margins() if isinstance(data, PreferenceDataModule) else 0
         if not count:
             return []

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -34,8 +35,8 @@ class GRPOPassK(GRPO):
         eps: reward units, positive.
     """
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         reward = inputs.reward.double().masked_fill(~member, -math.inf)
         best = member & (reward == segment_max(reward, inputs.group))
         second = segment_max(reward.masked_fill(best, -math.inf), inputs.group)
@@ -63,8 +64,8 @@ class MaxRL(GroupAdvantage):
     def __post_init__(self) -> None:
         check_range("eps", self.eps, "positive and finite")
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         size = segment_sum(member, inputs.group)
         mean = segment_sum(inputs.reward.double() * member, inputs.group) / size.clamp(min=1)
         centered = segment_centered(inputs.reward, inputs.group, member)
@@ -79,8 +80,8 @@ class OPO(GroupAdvantage):
     See "On-Policy RL with Optimal Reward Baseline", Hao et al. 2025.
     """
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         return segment_centered(inputs.reward, inputs.group, inputs.mask.sum(dim=1))
 
 
@@ -93,8 +94,8 @@ class GPG(GroupAdvantage):
     Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
     """
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         varied = member & (segment_max(centered.abs(), inputs.group) > 0)
         counts = ranks.sum(torch.stack([member.sum(), varied.sum()]).double())
@@ -109,8 +110,8 @@ class ReinforcePlusPlusBaseline(GroupAdvantage):
     See "REINFORCE++", Hu et al. 2025.
     """
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         compared = member & (segment_sum(member, inputs.group) > 1)
         tokens = inputs.mask & compared.unsqueeze(1)
@@ -157,8 +158,8 @@ class GDPO(GroupAdvantage):
         applies = [~rewards[key].isnan() for key in self.reward_keys if key in rewards]
         return torch.stack(applies).any(dim=0) if applies else torch.ones_like(reward, dtype=torch.bool)
 
+    @override
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """See :meth:`GroupAdvantage.of_responses`."""
         if missing := [key for key in self.reward_keys if key not in inputs.rewards]:
             raise UsageError(f"GDPO needs rewards named {missing}, got {sorted(inputs.rewards)}")
         total = torch.zeros(len(member), dtype=torch.float64, device=member.device)
@@ -184,8 +185,9 @@ class BestAgainstWorst(AdvantageEstimator):
 
     needs_groups = True
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """See :class:`AdvantageEstimator`; both results are the marks."""
+        """Both results are the marks."""
         reward = inputs.reward
         marks = torch.zeros_like(reward)
         included = inputs.mask.any(dim=1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
+from typing_extensions import override
 
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.ranges import check_ranges
@@ -31,8 +32,9 @@ class SAPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, tau_pos="positive", tau_neg="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: the fraction of the gradient let through (``gate``)."""
+        """Diagnostics: the fraction of the gradient let through (``gate``)."""
         advantages = tokens.advantages
         tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         opened = torch.sigmoid(tau * (torch.exp(tokens.log_ratio) - 1))
@@ -58,8 +60,8 @@ class DROLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, beta="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`."""
         penalty = huber_loss(tokens.logprobs, tokens.old_logprobs, reduction="none", delta=20.0)
         return -tokens.advantages * tokens.logprobs + self.beta * penalty, {}
 
@@ -90,6 +92,7 @@ class DPPOLoss(PolicyLoss):
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """(B, T) at least 0."""
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.token_losses`.
 
@@ -114,8 +117,8 @@ class DPPOLoss(PolicyLoss):
 class DPPOTotalVariationLoss(DPPOLoss):
     """:class:`DPPOLoss` by total variation: |p - p_old|, in [0, 1]."""
 
+    @override
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """See :meth:`DPPOLoss.divergence`."""
         return (logprobs.exp() - old_logprobs.exp()).abs()
 
 
@@ -126,8 +129,9 @@ class DPPOBernoulliKLLoss(DPPOLoss):
     divergence_low: float = 0.05
     divergence_high: float = 0.05
 
+    @override
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """See :meth:`DPPOLoss.divergence`; 1 - p is at least 1e-8, because its logarithm has no end."""
+        """1 - p is at least 1e-8, because its logarithm has no end."""
         others, old_others = (-torch.expm1(values).clamp(max=-1e-8) for values in (logprobs, old_logprobs))
         gone = old_logprobs.exp() * (old_logprobs - logprobs)
         return gone + old_others * (old_others.log() - others.log())

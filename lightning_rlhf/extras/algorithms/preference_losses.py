@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.ranges import check_ranges
@@ -66,8 +67,9 @@ class DPOLoss(DirectLoss):
         super().__post_init__()
         check_ranges(self, label_smoothing="in [0, 0.5)")
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; nats."""
+        """Nats."""
         reward = self.beta * (chosen - rejected)
         return -(1 - self.label_smoothing) * logsigmoid(reward) - self.label_smoothing * logsigmoid(-reward)
 
@@ -82,8 +84,9 @@ class RobustDPOLoss(DPOLoss):
 
     label_smoothing: float = 0.1
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; nats."""
+        """Nats."""
         reward, share = self.beta * (chosen - rejected), self.label_smoothing
         return (share * logsigmoid(-reward) - (1 - share) * logsigmoid(reward)) / (1 - 2 * share)
 
@@ -96,8 +99,8 @@ class HingeLoss(DirectLoss):
     Improves Preference Optimization", Liu et al. 2023.
     """
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`."""
         return (1 - self.beta * (chosen - rejected)).relu()
 
 
@@ -112,8 +115,9 @@ class IPOLoss(DirectLoss):
 
     length_normalized: bool = True
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; squared nats."""
+        """Squared nats."""
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2
 
 
@@ -126,8 +130,9 @@ class APOZeroLoss(DirectLoss):
     D'Oosterlinck et al. 2024, equation 7.
     """
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; in [0, 2]."""
+        """In [0, 2]."""
         return 1 - (self.beta * chosen).sigmoid() + (self.beta * rejected).sigmoid()
 
 
@@ -139,8 +144,9 @@ class APODownLoss(DirectLoss):
     more so. See D'Oosterlinck et al. 2024, equation 8.
     """
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; in [0, 2]."""
+        """In [0, 2]."""
         return (self.beta * chosen).sigmoid() + 1 - (self.beta * (chosen - rejected)).sigmoid()
 
 
@@ -166,8 +172,9 @@ class SimPOLoss(DirectLoss):
         super().__post_init__()
         check_ranges(self, margin="at least 0")
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; nats."""
+        """Nats."""
         return -logsigmoid(self.beta * (chosen - rejected) - self.margin)
 
 
@@ -186,8 +193,9 @@ class ORPOLoss(DirectLoss):
 
     length_normalized: bool = True
 
+    @override
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """See :class:`DirectLoss`; nats."""
+        """Nats."""
         return -self.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 

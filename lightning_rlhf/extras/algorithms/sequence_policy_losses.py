@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
@@ -48,8 +49,9 @@ class GSPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, clip_range_low="in (0, 1]", clip_range_high="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
+        """Diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
         logprobs = tokens.logprobs
         ratio = torch.exp(response_mean(tokens.log_ratio.detach(), tokens.mask) + (logprobs - logprobs.detach()))
         unclipped = -tokens.advantages * ratio
@@ -93,8 +95,9 @@ class GMPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, clip_range_low="positive", clip_range_high="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
+        """Diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
         log_ratio = tokens.log_ratio
         upwards = log_ratio.clamp(max=self.clip_range_high)
         clipped = torch.where(tokens.advantages > 0, upwards, log_ratio.clamp(min=-self.clip_range_low))
@@ -128,8 +131,9 @@ class VESPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         check_ranges(self, k_pos="positive", lambda_pos="positive", k_neg="positive", lambda_neg="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: phi on each token (``sequence_weight``)."""
+        """Diagnostics: phi on each token (``sequence_weight``)."""
         log_whole = tokens.log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20)
         fall = 1 - torch.exp(log_whole)
         # In log space, where 20 k and exp(20) lambda are numbers; only their difference is exponentiated.
@@ -150,8 +154,9 @@ class TOPRLoss(PolicyLoss):
     ``SequenceMeanTokenSum``. The baseline of the advantages decides which responses are negative.
     """
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.token_losses`; diagnostics: w on each token (``sequence_weight``)."""
+        """Diagnostics: w on each token (``sequence_weight``)."""
         truncated = torch.exp(tokens.log_ratio.detach().sum(dim=1, keepdim=True).clamp(max=0))
         weight = torch.where(tokens.advantages >= 0, torch.ones_like(truncated), truncated)
         return -weight * tokens.advantages * tokens.logprobs, {"sequence_weight": weight}
@@ -175,8 +180,9 @@ class OffPolicyMaskLoss(ClippedPolicyLoss):
         super().__post_init__()
         check_ranges(self, threshold="positive")
 
+    @override
     def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`ClippedPolicyLoss.token_losses`; ``off_policy_fraction`` is 1 on the tokens that are left out."""
+        """``off_policy_fraction`` is 1 on the tokens that are left out."""
         loss, diagnostics = super().token_losses(tokens)
         gap = response_mean(tokens.rollout_logprobs - tokens.logprobs.detach(), tokens.mask)
         left_out = (tokens.advantages < 0) & (gap > self.threshold)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -18,8 +19,8 @@ class NoAdvantages(AdvantageEstimator):
 
     needs_rewards: ClassVar[bool] = False
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """See :class:`AdvantageEstimator`."""
         return torch.zeros_like(inputs.token_rewards), torch.zeros_like(inputs.token_rewards)
 
 
@@ -57,6 +58,7 @@ class TeacherLogRatio(AdvantageEstimator):
             object.__setattr__(self, name, getattr(inner, name))
         object.__setattr__(self, "reads_total_reward", self.rewards is not None and inner.reads_total_reward)
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
+from typing_extensions import override
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings, TeacherPrompt
@@ -135,12 +136,12 @@ class WithTeacherPrompts(Source):
     prompts: TeacherPrompts
     roles: RoleStrategy
 
+    @override
     def request(self, prompts: PromptBatch, step: int, in_background: bool = False) -> StepRequests:
-        """See :meth:`Source.request`."""
         return self.source.request(prompts, step, in_background)
 
+    @override
     def collect(self, requests: StepRequests) -> SampledRollout:
-        """See :meth:`Source.collect`."""
         sampled = self.source.collect(requests)
 
         def with_prompts() -> Rollout:

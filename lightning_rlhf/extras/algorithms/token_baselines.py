@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -36,6 +37,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     handle_zero_tail: bool = True
 
+    @override
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 
@@ -74,8 +76,8 @@ class ToolOptimalTokenBaseline(OptimalTokenBaseline):
         handle_zero_tail: treatment of the tail, see :class:`OptimalTokenBaseline`.
     """
 
+    @override
     def baseline(self, returns: Tensor, energy: Tensor, mask: Tensor, group: Tensor) -> Tensor:
-        """See :meth:`OptimalTokenBaseline.baseline`."""
         policy_first = (~mask).long().argsort(dim=1, stable=True)
         returns, energy, mask = (tensor.gather(1, policy_first) for tensor in (returns, energy, mask))
         baseline = super().baseline(returns, energy, mask, group)

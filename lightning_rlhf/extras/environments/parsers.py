@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rlhf.calls.references import arguments_of, as_function
 from lightning_rlhf.environments.parsing import ParsedTurn, ToolCallParser
@@ -38,8 +39,8 @@ class JSONToolCalls(ToolCallParser):
         if not self.start or not self.end:
             raise UsageError(f"markers of tool calls must not be empty, got {self.start!r} and {self.end!r}")
 
+    @override
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
-        """See :class:`ToolCallParser`."""
         before, *parts = text.split(self.start)
         calls, malformed = [], None
         for number, part in enumerate(parts):
@@ -53,8 +54,8 @@ class JSONToolCalls(ToolCallParser):
                 malformed = malformed or f"call {number + 1}: {error}"
         return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
 
+    @override
     def example(self, call: ToolCall) -> str:
-        """See :meth:`ToolCallParser.example`."""
         return f"{self.start}{json.dumps({'name': call.name, 'arguments': call.arguments})}{self.end}"
 
 
@@ -74,15 +75,15 @@ class MarkedToolCalls(ToolCallParser):
     start: str = "<call>"
     end: str = "</call>"
 
+    @override
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
-        """See :class:`ToolCallParser`."""
         before, *parts = text.split(self.start)
         bodies = [part.partition(self.end) for part in parts]
         calls = tuple(ToolCall(self.tool, {self.argument: body}) for body, _, _ in bodies)
         return ParsedTurn("".join([before, *(rest for _, _, rest in bodies)]), calls)
 
+    @override
     def example(self, call: ToolCall) -> str | None:
-        """See :meth:`ToolCallParser.example`."""
         if call.name == self.tool:
             return f"{self.start}{call.arguments.get(self.argument, '')}{self.end}"
         return None
@@ -118,8 +119,8 @@ class TokenizerToolCalls(ToolCallParser):
                 "none: use JSONToolCalls, or a tokenizer with a response template"
             )
 
+    @override
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
-        """See :class:`ToolCallParser`."""
         try:
             message = tokenizer.parse_response(text, prefix="")
             calls = tuple(call_of(call.get("function", call)) for call in message.get("tool_calls") or [])
@@ -152,8 +153,8 @@ class FunctionToolCalls(ToolCallParser):
     def _loaded(self) -> Callable[..., Any]:
         return as_function(self.function)
 
+    @override
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
-        """See :class:`ToolCallParser`."""
         try:
             result = self._loaded(**arguments_of(self._loaded, {"text": text, "tokenizer": tokenizer}))
         except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rlhf.data.messages import Message
 from lightning_rlhf.environments.bridges import TemplateBridge
@@ -40,10 +41,11 @@ class RenderersBridge(TemplateBridge):
         super().__init__(tokenizer, max_message_tokens, tools, options)
         self._name, self._renderer = _make_renderer(tokenizer, renderer, dict(options or {}))
 
+    @override
     def between(
         self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = (), expanded: bool = True
     ) -> list[int] | None:
-        """See :meth:`Bridge.between`; None for a turn whose thoughts do not end, for example."""
+        """None for a turn whose thoughts do not end, for example."""
         safe = [self.safe(message) for message in written]
         rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), safe, tools=self._chat.tools)
         known = [*before, *turn]

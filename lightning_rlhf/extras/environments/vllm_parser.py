@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rlhf.calls.guard import begin_call, prepare_worker
 from lightning_rlhf.calls.references import load_function
@@ -64,8 +65,8 @@ class VLLMToolCalls(ToolCallParser):
         if error is not None:
             raise UsageError(f"vLLM's parser {self._name!r} cannot parse an empty turn: {error}")
 
+    @override
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
-        """See :class:`ToolCallParser`."""
         malformed = self._unbalanced(text)
         if malformed is not None or (self._markers and self._markers[0][0] not in text):
             return ParsedTurn(text, malformed=malformed)

@@ -11,6 +11,8 @@ import threading
 import time
 from urllib.parse import quote, urlsplit
 
+from typing_extensions import override
+
 from lightning_rlhf.images import BadImage
 
 _TIMEOUT_S = 30
@@ -147,7 +149,7 @@ class _PinnedHTTPS(_Pinned):
 
     default_port = 443  # which the header Host omits
 
+    @override
     def connect(self) -> None:
-        """See :meth:`_Pinned.connect`."""
         super().connect()
         self.sock = self._open = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rlhf.calls.loop import EventLoopThread
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -94,8 +95,9 @@ class TeacherServer(RemoteTeacher):
             raise UsageError(f"{self.urls[0]} serves the models {names}: set model of the TeacherServer to one of them")
         return names[0]
 
+    @override
     def check(self, tokenizer: PreTrainedTokenizerBase | None, temperature: float) -> None:
-        """See :meth:`RemoteTeacher.check`; the temperature must be 1, and the servers must have the run's tokens."""
+        """The temperature must be 1, and the servers must have the run's tokens."""
         if temperature != 1:
             raise UsageError(
                 f"a TeacherServer returns log-probabilities at temperature 1, but the sampling has {temperature}: set "
@@ -141,8 +143,8 @@ class TeacherServer(RemoteTeacher):
             raise RunError(f"{client.endpoint} did not return a JSON object: is it a vLLM server?")
         return replies
 
+    @override
     def request(self, rollout: Rollout, top_k: int, vocabulary: int | None = None) -> list[Future[TopTokens]]:
-        """See :meth:`RemoteTeacher.request`."""
         prompts = zip(rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist(), strict=True)
         responses = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
         futures = []

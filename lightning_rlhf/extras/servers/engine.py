@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
+from typing_extensions import override
 
 from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.encoded_image import EncodedImage
@@ -102,13 +103,13 @@ class VLLMServerEngine(RolloutEngine):
         self._generating = set[Future[Completion]]()
 
     @property
+    @override
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`."""
         return EngineTraits(ranks=self._ranks, push_ranks=world_size(), overlaps=True, reads_images=True, restarts=True)
 
     @property
+    @override
     def source(self) -> str:
-        """See :attr:`RolloutEngine.source`."""
         return f"; the vLLM servers are {self._addresses}"
 
     @property
@@ -116,8 +117,8 @@ class VLLMServerEngine(RolloutEngine):
         """Number of times that this rank left out a server."""
         return 0 if self._servers is None else self._servers.left_out
 
+    @override
     def check(self, sampling: SamplingParams) -> None:
-        """See :meth:`RolloutEngine.check`."""
         check_temperature(sampling)
 
     def start(self, setup: EngineSetup) -> None:
@@ -286,8 +287,9 @@ class VLLMServerEngine(RolloutEngine):
                     f"but the actor's is {ours.get(key)}; start it with the actor's model"
                 )
 
+    @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them.
+        """The first rank sends the parameters, all ranks exhaust them.
 
         Raises:
             EngineDied: no server can be used.
@@ -399,10 +401,11 @@ class VLLMServerEngine(RolloutEngine):
     def _label(self) -> str:
         return label_of(self._run_id, self._version)
 
+    @override
     def request(
         self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; each request has a separate connection.
+        """Each request has a separate connection.
 
         A future raises :class:`EngineDied` also if the server generated with weights other than those of the last push.
         Images that the server has are not sent again.
@@ -487,8 +490,9 @@ class VLLMServerEngine(RolloutEngine):
             raise EngineDied(f"the vLLM server at {server.url} aborted a response ({reason})")
         return Completion([token for token, _ in tokens], [logprob for _, logprob in tokens], reason, self._version)
 
+    @override
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
+        """Every rank exhausts the parameters."""
 
         def compare(remaining: Iterable[tuple[str, Tensor]]) -> str | None:
             assert self._push is not None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.calls.threads import DaemonThreads
 from lightning_rlhf.expected_errors import EngineDied, RunError
@@ -73,24 +74,25 @@ class SharedMemoryTransport(Transport[dict[str, Any]]):
     def __init__(self) -> None:
         self._sender = WeightSender()
 
+    @override
     def parts(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-        """See :meth:`Transport.parts`; all weights are one part."""
+        """All weights are one part."""
         yield self._sender.write(parameters)
 
+    @override
     def connect(self, server: VLLMServer) -> None:
-        """See :meth:`Transport.connect`."""
         _confirmed(server, "/init_weight_transfer_engine", {"init_info": {}})
 
+    @override
     def send(self, server: VLLMServer, part: dict[str, Any]) -> None:
-        """See :meth:`Transport.send`."""
         _confirmed(server, "/update_weights", {"update_info": part})
 
+    @override
     def last_weights(self) -> dict[str, Any]:
-        """See :meth:`Transport.last_weights`."""
         return self._sender.message
 
+    @override
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`Transport.first_difference`."""
         return self._sender.first_difference(parameters)
 
     def close(self) -> None:
@@ -107,12 +109,14 @@ class NCCLTransport(Transport[list[tuple[str, Tensor]]]):
     def __init__(self) -> None:
         self._engines: dict[VLLMServer, Any] = {}
 
+    @override
     def parts(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """See :meth:`Transport.parts`; a part has at most 256 MiB or is one parameter."""
+        """A part has at most 256 MiB or is one parameter."""
         return chunks(parameters, _CHUNK_BYTES)
 
+    @override
     def connect(self, server: VLLMServer) -> None:
-        """See :meth:`Transport.connect`; trainer and workers of the server form a group of NCCL."""
+        """Trainer and workers of the server form a group of NCCL."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -124,8 +128,8 @@ class NCCLTransport(Transport[list[tuple[str, Tensor]]]):
             info, client=_ChunkClient(server), source=_chunk_source([])
         )
 
+    @override
     def send(self, server: VLLMServer, part: list[tuple[str, Tensor]]) -> None:
-        """See :meth:`Transport.send`."""
         engine = self._engines[server]
         engine.source = _chunk_source(part)
         engine.send_weights()

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from typing_extensions import override
 
 from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import EngineDied, MissingPackageError, RunError, UsageError
@@ -134,8 +135,9 @@ class VLLMEngine(RolloutEngine):
         return int(self._arguments.get("tensor_parallel_size", self._tensor_parallel_size))
 
     @property
+    @override
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`; without a fraction of the GPU if ``arguments`` set the cache in bytes."""
+        """Without a fraction of the GPU if ``arguments`` set the cache in bytes."""
         has_gpu = torch.cuda.is_available()
         share = float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
         dtype = str(self._arguments.get("dtype", "auto")).removeprefix("torch.")
@@ -152,12 +154,12 @@ class VLLMEngine(RolloutEngine):
         )
 
     @property
+    @override
     def restarted(self) -> int:
-        """See :attr:`RolloutEngine.restarted`."""
         return 0 if self._process is None else self._process.restarted
 
+    @override
     def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`."""
         if self._sleeps:
             self._running.results([self._running.command("sleep")], "the engine to free its GPU memory")
             self._running.change_state(self._fall_asleep)
@@ -300,8 +302,8 @@ class VLLMEngine(RolloutEngine):
                 arguments["attention_config"] = {"backend": "CPU_MLA"}
         return {**arguments, **self._arguments}
 
+    @override
     def wait(self) -> str:
-        """See :meth:`RolloutEngine.wait`."""
         (ready,) = self._running.results([self._running.ready], _START)
         device = "CPU"
         if torch.cuda.is_available():
@@ -309,8 +311,9 @@ class VLLMEngine(RolloutEngine):
         cache = f"{ready['blocks']} blocks of {ready['block_size']} tokens"
         return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
 
+    @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; does not wait for responses that are still generated."""
+        """Does not wait for responses that are still generated."""
         self._pushing.run_on_first(self._await_ready)
         if not (self._maps_buffers and self._push_within_gpu(parameters, version)):
             self._pushing.run_on_first_with(parameters, partial(self._push_through_host, version))
@@ -362,10 +365,11 @@ class VLLMEngine(RolloutEngine):
         """Return the parameters with the names and dtype that vLLM loads."""
         return in_dtype(self._published(parameters), self._dtype)
 
+    @override
     def request(
         self, prompts: Sequence[TokenPrompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; each image is sent to the process once."""
+        """Each image is sent to the process once."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(zip(completions, prompts, strict=True))
         with self._sending_images:  # requests of another thread with the same images follow
@@ -384,12 +388,13 @@ class VLLMEngine(RolloutEngine):
             completion.set_exception(error)
 
     @property
+    @override
     def source(self) -> str:
-        """See :attr:`RolloutEngine.source`."""
         return f"; the engine's log is {self._log}"
 
+    @override
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`RolloutEngine.first_difference`; after a push within the GPU, only lost parameters are found."""
+        """After a push within the GPU, only lost parameters are found."""
         if self._maps_buffers:  # they are freed: push again, through memory that remains
             self._push_through_host(self._version, parameters)
             return self._first_lost()
@@ -463,8 +468,8 @@ class VLLMAdapterEngine(VLLMEngine):
         self._swapped: int | None = None  # version of the adapters whose file is complete
 
     @property
+    @override
     def traits(self) -> EngineTraits:
-        """See :attr:`RolloutEngine.traits`."""
         return replace(super().traits, swaps_adapters=True)
 
     def start(self, setup: EngineSetup) -> None:
@@ -478,8 +483,9 @@ class VLLMAdapterEngine(VLLMEngine):
         self._pushed, self._swapped = {}, None
         super().start(setup)
 
+    @override
     def _state(self) -> list[dict[str, Any]] | None:
-        """See :meth:`VLLMEngine._state`; the adapters follow the weights."""
+        """The adapters follow the weights."""
         commands = super()._state()
         if commands is None or not self._pushed:
             return commands
@@ -491,8 +497,8 @@ class VLLMAdapterEngine(VLLMEngine):
         """Return the arguments of ``vllm.LLM``."""
         return {**adapter_arguments(setup), **super().llm_arguments(setup)}
 
+    @override
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_adapters`."""
         self._finish_loading()  # the engine reads the file that is written next
         self._running.change_state(self._forget_adapters)
         self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
@@ -119,6 +120,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self._engines: dict[str, Any] = {}
 
     @property
+    @override
     def keeps_whole_weights(self) -> bool:  # type: ignore[override]
         """See :class:`RoleStrategy`: under stages 1 and 2."""
         return not self.zero_stage_3
@@ -255,8 +257,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             )
         self.barrier()
 
+    @override
     def role(self, name: str) -> Callable[..., Any]:
-        """See :meth:`RoleStrategy.role`."""
         return self._engines.get(name) or super().role(name)
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
@@ -264,24 +266,26 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self._engines[name].set_gradient_accumulation_boundary(sync)
         return nullcontext()
 
+    @override
     def backward_role(self, name: str, loss: Tensor) -> None:
-        """See :meth:`RoleStrategy.backward_role`."""
         self.module.manual_backward(loss, engine=self._engines[name])
 
+    @override
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`RoleStrategy.clip_role`; DeepSpeed clips in its step."""
+        """DeepSpeed clips in its step."""
         set_clipping(self._engines[name], max_norm)
         return gradient_norm(self._engines[name])
 
+    @override
     def step_role(self, name: str) -> None:
-        """See :meth:`RoleStrategy.step_role`."""
         optimizer = self.optimizers[self.module.trained_roles.index(name)]
         self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
 
+    @override
     def drop_gradients(self, name: str) -> None:
-        """See :meth:`RoleStrategy.drop_gradients`."""
         drop_gradients(self._engines[name])
 
+    @override
     def iter_unmerged_params(
         self,
         name: str,
@@ -289,7 +293,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         dtype: torch.dtype | None = None,
         receivers: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_unmerged_params`; all ranks receive values in the dtype of the role's source."""
+        """All ranks receive values in the dtype of the role's source."""
         dtype = torch_dtype(self.module.sources[name])
         if self.keeps_whole_weights:
             for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
@@ -306,21 +310,21 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
         return gathered
 
+    @override
     def role_state(self, name: str) -> RoleState:
-        """See :meth:`ReshardableCheckpoints.role_state`."""
         from lightning_rlhf.strategies.deepspeed.state import zero_state
 
         return zero_state(getattr(self.module, name), self._zero_optimizer(name))
 
+    @override
     def load_role_state(self, name: str, folder: Path) -> None:
-        """See :meth:`ReshardableCheckpoints.load_role_state`."""
         from lightning_rlhf.strategies.deepspeed.state import zero_load
 
         zero_load(getattr(self.module, name), self._zero_optimizer(name), folder)
 
     @property
+    @override
     def optimizer_device(self) -> torch.device:
-        """See :attr:`ReshardableCheckpoints.optimizer_device`."""
         offloaded = "offload_optimizer" in self.config["zero_optimization"]  # type: ignore[index]
         if offloaded:
             return torch.device("cpu")

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -10,15 +11,15 @@ from lightning_rlhf.functional.masked import masked_centered, masked_mean
 from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
+def explained_variance(
+    values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], ranks: DataRanks = ONE_RANK
+) -> Tensor:
     """Fraction of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
     1 is perfect, 0 is as good as a constant, negative is worse than a constant; NaN where the returns do not vary.
 
     Args:
-        values: (B, T) values of the critic.
-        returns: (B, T).
-        mask: (B, T) bool.
+        values: values of the critic.
         ranks: ranks that hold the other rows.
     """
     unexplained = masked_mean(masked_centered(returns - values, mask, ranks) ** 2, mask, ranks)
@@ -27,11 +28,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: Dat
 
 
 def gradient_power(
-    advantages: Tensor,
-    logprobs: Tensor,
-    sum_pi_squared: Tensor,
-    mask: Tensor,
-    weights: Tensor | None = None,
+    advantages: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    sum_pi_squared: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    weights: Float[Tensor, "B T"] | None = None,
     ranks: DataRanks = ONE_RANK,
 ) -> dict[str, float]:
     """Expected squared size of one response's policy gradient with respect to the logits: signal and noise together.
@@ -42,11 +43,10 @@ def gradient_power(
     Baseline", Li et al. 2026, section on variance.
 
     Args:
-        advantages: (B, T).
-        logprobs: (B, T) log-probabilities of the policy, nats.
-        sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
-        mask: (B, T) bool, the tokens to learn from; responses without any do not count.
-        weights: (B, T) importance weights; None is 1.
+        logprobs: log-probabilities of the policy, nats.
+        sum_pi_squared: sum over the vocabulary of the squared probabilities.
+        mask: the tokens to learn from; responses without any do not count.
+        weights: importance weights; None is 1.
         ranks: ranks that hold the other rows.
 
     Returns:
@@ -70,14 +70,14 @@ def gradient_power(
     return {f"variance/{name}": value for name, value in means.items()}
 
 
-def ordered_fraction(better: Tensor, worse: Tensor) -> float:
+def ordered_fraction(better: Real[Tensor, "N"], worse: Real[Tensor, "M"]) -> float:
     """Fraction of (better, worse) pairs that a score orders correctly; ties count one half.
 
     It is the area under the ROC curve.
 
     Args:
-        better: (N,) scores that should be higher.
-        worse: (M,) scores that should be lower.
+        better: scores that should be higher.
+        worse: scores that should be lower.
 
     Returns:
         A number in [0, 1]; NaN when either side is empty or a score is NaN.
@@ -88,14 +88,14 @@ def ordered_fraction(better: Tensor, worse: Tensor) -> float:
     return ((higher > lower).double() + (higher == lower).double() / 2).mean().item()
 
 
-def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
+def calibration_bins(difference: Float[Tensor, "N"], bins: int = 10) -> Tensor:
     """Sums over pairs grouped by the confidence of a score, from which :func:`calibration_error` is computed; additive.
 
     A score predicts that the preferred text of a pair is better with probability sigmoid(difference). The confidence
     in its order of the pair is sigmoid(|difference|).
 
     Args:
-        difference: (N,) score of the preferred text less that of the other.
+        difference: score of the preferred text less that of the other.
         bins: equal parts of [0.5, 1], at least 1.
 
     Returns:

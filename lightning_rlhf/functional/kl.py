@@ -3,14 +3,18 @@
 from typing import Literal, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
 def kl_estimate(
-    logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
-) -> Tensor:
+    logprobs: Float[Tensor, "..."],
+    ref_logprobs: Float[Tensor, "..."],
+    estimator: KLEstimator = "k1",
+    clamp: float | None = None,
+) -> Float[Tensor, "..."]:
     """Estimate the KL of each token between policy and reference.
 
     With d = logprobs - ref_logprobs and tokens drawn from the policy:
@@ -29,14 +33,14 @@ def kl_estimate(
     = sg(base - k2) + k2. See "Rethinking KL Regularization in RLHF", Liu et al. 2025.
 
     Args:
-        logprobs: (...) log-probabilities of the policy.
-        ref_logprobs: (...) log-probabilities of the reference, of the same shape.
+        logprobs: log-probabilities of the policy.
+        ref_logprobs: log-probabilities of the reference, of the same shape.
         estimator: one of the seven.
         clamp: largest absolute value of an estimate, nats, positive; None does not clamp. Clamped estimates are too
             small, and the forms without a plus have no gradient there.
 
     Returns:
-        (...) nats per token.
+        Nats per token.
 
     Raises:
         ValueError: the estimator is not one of the seven.

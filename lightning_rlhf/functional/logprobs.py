@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,15 +34,15 @@ class TokenScores(NamedTuple):
     """A model's log-probs and entropy of each token.
 
     Args:
-        logprobs: (...) float32, log-probability of the token.
-        entropy: (...) float32, entropy of its distribution, nats.
-        sum_pi_squared: (...) float32 without gradient, sum of that distribution's squared probabilities; None
+        logprobs: log-probability of the token.
+        entropy: entropy of its distribution, nats.
+        sum_pi_squared: without gradient, sum of that distribution's squared probabilities; None
             unless requested.
     """
 
-    logprobs: Tensor
-    entropy: Tensor
-    sum_pi_squared: Tensor | None = None
+    logprobs: Float32[Tensor, "..."]
+    entropy: Float32[Tensor, "..."]
+    sum_pi_squared: Float32[Tensor, "..."] | None = None
 
 
 def chunk_bytes_on(device_type: str) -> int:
@@ -58,14 +59,14 @@ def keep_bytes_on(device_type: str) -> int:
     return _GPU_KEEP_BYTES
 
 
-def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> TokenScores:
+def token_scores(logits: Float[Tensor, "*N V"], targets: Int[Tensor, "*N"], squares: bool = False) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, in float32.
 
     logprob = z_target - logsumexp(z);   entropy = logsumexp(z) - sum_v softmax(z)_v z_v   (nats)
 
     Args:
-        logits: (N, V), already divided by the temperature.
-        targets: (N,) int64 token ids in [0, V).
+        logits: already divided by the temperature.
+        targets: token ids in [0, V).
         squares: whether to compute ``sum_pi_squared`` too.
 
     Returns:
@@ -81,17 +82,20 @@ def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> Toke
 
 
 def head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, out: Tensor
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, "V"] | None,
+    scale: float,
+    softcap: float | None,
+    out: Float[Tensor, "N V"],
 ) -> Tensor:
     """Logits of hidden states: linear head, then the tanh cap and the constant scale that some architectures have.
 
     Args:
-        hidden: (N, H).
-        weight: (V, H) weight of the head, of the dtype of ``hidden``.
-        bias: (V,) or None.
+        weight: weight of the head, of the dtype of ``hidden``.
         scale: multiplies the capped logits: 1 / temperature.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None does not cap.
-        out: (N, V) memory of the result.
+        out: memory of the result.
 
     Returns:
         ``out``.
@@ -105,10 +109,10 @@ def head_logits(
 
 
 def chunked_token_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, "V"] | None,
+    targets: Int[Tensor, "N"],
     *,
     scale: float = 1.0,
     softcap: float | None = None,
@@ -125,10 +129,10 @@ def chunked_token_scores(
     A loss without the entropy costs nothing for it. Gradients of gradients are not available.
 
     Args:
-        hidden: (N, H) hidden states that predict the targets.
-        weight: (V, H) weight of the language-model head.
-        bias: (V,) bias of the head, or None.
-        targets: (N,) int64 token ids in [0, V).
+        hidden: hidden states that predict the targets.
+        weight: weight of the language-model head.
+        bias: bias of the head, or None.
+        targets: token ids in [0, V).
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
@@ -155,14 +159,10 @@ def chunked_token_scores(
     return TokenScores(logprobs, entropy, sums)
 
 
-def in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states and a head in the dtype of the states, or in that of autocast.
-
-    Args:
-        hidden: (N, H).
-        weight: (V, H).
-        bias: (V,) or None.
-    """
+def in_one_dtype(
+    hidden: Float[Tensor, "N H"], weight: Float[Tensor, "V H"], bias: Float[Tensor, "V"] | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states and a head in the dtype of the states, or in that of autocast."""
     device, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -279,13 +279,13 @@ def _memory(hidden: Tensor, weight: Tensor, tokens: int) -> Tensor:
     return hidden.new_empty(0).float().new_empty(tokens, len(weight))
 
 
-def add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
+def add_product(
+    total: Float[Tensor, "V H"] | None, first: Float[Tensor, "V N"], second: Float[Tensor, "N H"]
+) -> Tensor:
     """Return a sum of matrix products with one more, in float32 or better; changed in place, and None is an empty sum.
 
     Args:
-        total: (V, H) sum so far, or None.
-        first: (V, N).
-        second: (N, H).
+        total: sum so far, or None.
     """
     if total is None:
         return linear(first, second.T).to(torch.promote_types(first.dtype, torch.float32))

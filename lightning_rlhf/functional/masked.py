@@ -1,26 +1,27 @@
 """Sums and means over the tokens of a mask, exact over ranks."""
 
 import torch
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+def masked_sum(values: Float[Tensor, "..."], mask: Tensor) -> Tensor:
     """Sum of the values where the mask is True; values outside may be NaN or infinite.
 
     Args:
-        values: (...) any shape.
+        values: any shape.
         mask: bool, the same shape.
     """
     return values.masked_fill(~mask, 0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
+def masked_mean(values: Float[Tensor, "..."], mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Mean of the values where the mask is True, over all ranks; 0 where the mask is empty everywhere.
 
     Args:
-        values: (...) any shape.
+        values: any shape.
         mask: bool, the same shape.
         ranks: ranks that hold the other rows.
     """
@@ -48,11 +49,11 @@ def masked_centered(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -
     return once - masked_mean(once, mask, ranks)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK, eps: float = 1e-8) -> Tensor:
+def masked_whiten(values: Float[Tensor, "..."], mask: Tensor, ranks: DataRanks = ONE_RANK, eps: float = 1e-8) -> Tensor:
     """Values shifted to mean 0 and scaled to variance 1 over the mask and all ranks; 0 where the mask is False.
 
     Args:
-        values: (...) any shape.
+        values: any shape.
         mask: bool, the same shape.
         ranks: ranks that hold the other rows.
         eps: added to the variance, so that equal values give 0 instead of NaN.
@@ -61,18 +62,19 @@ def masked_whiten(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK, eps
     return (masked_centered(values, mask, ranks) * scale).masked_fill(~mask, 0)
 
 
-def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+def discounted_sums(
+    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0
+) -> Float64[Tensor, "B T"]:
     """Discounted sum of the rewards from each token on: G_t = r_t + gamma G_{t+1}.
 
     Positions where the mask is False are skipped: t + 1 is the next token inside the mask.
 
     Args:
-        rewards: (B, T) may be anything where the mask is False.
-        mask: (B, T) bool.
+        rewards: may be anything where the mask is False.
         gamma: discount per token, in [0, 1].
 
     Returns:
-        (B, T) float64, 0 where the mask is False.
+        0 where the mask is False.
     """
     rewards = rewards.double()
     sums = torch.zeros_like(rewards)
@@ -83,15 +85,17 @@ def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor
     return sums.masked_fill(~mask, 0)
 
 
-def rewards_at_tokens(reward: Tensor, mask: Tensor, step_rewards: Tensor | None = None) -> Tensor:
-    """Return (B, T) rewards that add up to the reward of each response: at its last policy token, or at given tokens.
+def rewards_at_tokens(
+    reward: Float[Tensor, "B"], mask: Bool[Tensor, "B T"], step_rewards: Float[Tensor, "B T"] | None = None
+) -> Float[Tensor, "B T"]:
+    """Rewards that add up to the reward of each response: at its last policy token, or at given tokens.
 
     Tokens of an environment after the policy's last token are masked, and a reward there would be lost.
 
     Args:
-        reward: (B,) reward of each response.
-        mask: (B, T) bool, True on policy tokens.
-        step_rewards: (B, T) parts of the reward that belong to earlier tokens; None puts the whole reward at the last
+        reward: reward of each response.
+        mask: True on policy tokens.
+        step_rewards: parts of the reward that belong to earlier tokens; None puts the whole reward at the last
             policy token.
     """
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)

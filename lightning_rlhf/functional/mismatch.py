@@ -6,6 +6,7 @@ They contain every policy token, before truncation and rejection, and are exact 
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
@@ -14,20 +15,21 @@ from lightning_rlhf.functional.masked import masked_sum
 LOG_BOUND = 20.0  # exp(20) is 5e8; a larger ratio of one token would hide the rest of the batch
 
 
-def train_rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+def train_rollout_log_ratio(
+    logprobs: Float[Tensor, "B T"], rollout_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Tensor:
     """Log of train / rollout of each token in float64, clamped to [-20, 20]; 0 where the mask is False.
 
     Args:
-        logprobs: (B, T) the trained policy's.
-        rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
-        mask: (B, T) bool.
+        logprobs: the trained policy's.
+        rollout_logprobs: log-probabilities of the engine at sampling time.
     """
     log_ratio = (logprobs.detach().double() - rollout_logprobs.detach().double()).clamp(-LOG_BOUND, LOG_BOUND)
     return log_ratio.masked_fill(~mask, 0)
 
 
-def response_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B,) mean over the tokens of each response, 0 for one without any."""
+def response_mean(values: Tensor, mask: Tensor) -> Float[Tensor, "B"]:
+    """Mean over the tokens of each response, 0 for one without any."""
     return values.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
@@ -93,9 +95,9 @@ def effective_fraction(mean: float, deviation: float) -> float:
 
 
 def mismatch_metrics(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
+    logprobs: Float[Tensor, "B T"],
+    rollout_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
     ranks: DataRanks = ONE_RANK,
 ) -> dict[str, float]:
     """Divergence, perplexities and spread of the ratio between trained policy and rollout policy.
@@ -112,9 +114,9 @@ def mismatch_metrics(
         prob_correlation                                Pearson's, of the two probabilities of each token
 
     Args:
-        logprobs: (B, T) the trained policy's before the first update.
-        rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
-        mask: (B, T) bool, policy tokens, before any rejection.
+        logprobs: the trained policy's before the first update.
+        rollout_logprobs: log-probabilities of the engine at sampling time.
+        mask: policy tokens, before any rejection.
         ranks: ranks that hold the other rows.
 
     Returns:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 _SLICE_BYTES = 4 << 20  # of a product that is copied to given memory
@@ -32,17 +33,10 @@ def use_faster_products(model: nn.Module) -> None:
             module.__class__ = Linear
 
 
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``torch.nn.functional.linear`` by the faster library.
-
-    Args:
-        states: (..., H).
-        weight: (V, H).
-        bias: (V,) or None.
-
-    Returns:
-        (..., V).
-    """
+def linear(
+    states: Float[Tensor, "... H"], weight: Float[Tensor, "V H"], bias: Float[Tensor, " V"] | None = None
+) -> Float[Tensor, "... V"]:
+    """Compute ``torch.nn.functional.linear`` by the faster library."""
     if not uses_onednn(states, weight):
         return nn.functional.linear(states, weight, bias)
     if torch.is_grad_enabled():
@@ -51,16 +45,18 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _onednn(states, weight, bias)
 
 
-def linear_into(out: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_into(
+    out: Float[Tensor, "N V"],
+    states: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None = None,
+) -> Tensor:
     """Compute :func:`linear` into given memory, without gradient.
 
     oneDNN only returns new memory, so that its products are copied in slices of 4 MiB.
 
     Args:
-        out: (N, V) memory of the result, of any floating dtype.
-        states: (N, H).
-        weight: (V, H).
-        bias: (V,) or None.
+        out: memory of the result, of any floating dtype.
 
     Returns:
         ``out``.

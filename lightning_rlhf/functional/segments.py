@@ -6,52 +6,46 @@ Everything is computed in float64, because the order of a sum is not fixed on a 
 import math
 
 import torch
+from jaxtyping import Bool, Float64, Int, Real, Shaped
 from torch import Tensor
 
 
-def segment_sum(values: Tensor, segment: Tensor) -> Tensor:
+def segment_sum(values: Shaped[Tensor, "N ..."], segment: Int[Tensor, "N"]) -> Float64[Tensor, "N ..."]:
     """For each row, the sum over all rows of its segment.
 
     Args:
-        values: (N, ...) finite.
-        segment: (N,) int64, equal for rows of the same segment, in any order.
-
-    Returns:
-        (N, ...) float64.
+        values: finite.
+        segment: equal for rows of the same segment, in any order.
     """
     _, index = torch.unique(segment, return_inverse=True)
     values = values.double()
     return torch.zeros_like(values).index_add_(0, index, values)[index]
 
 
-def segment_max(values: Tensor, segment: Tensor) -> Tensor:
+def segment_max(values: Real[Tensor, "N"], segment: Int[Tensor, "N"]) -> Float64[Tensor, "N"]:
     """For each row, the largest value in its segment.
 
     Args:
-        values: (N,) may be infinite.
-        segment: (N,) int64, equal for rows of the same segment, in any order.
-
-    Returns:
-        (N,) float64.
+        values: may be infinite.
+        segment: equal for rows of the same segment, in any order.
     """
     _, index = torch.unique(segment, return_inverse=True)
     values = values.double()
     return torch.full_like(values, -math.inf).scatter_reduce_(0, index, values, "amax")[index]
 
 
-def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
+def segment_centered(
+    values: Real[Tensor, "N"], segment: Int[Tensor, "N"], weights: Shaped[Tensor, "N"]
+) -> Float64[Tensor, "N"]:
     """Values less the weighted mean of their segment; 0 where the weight is 0.
 
     Exactly 0 where all values of a segment are equal: values are measured from the smallest one, because the mean
     of equal values has a rounding error, which would otherwise count as spread.
 
     Args:
-        values: (N,) may be anything where the weight is 0.
-        segment: (N,) int64, equal for rows of the same segment, in any order.
-        weights: (N,) at least 0; a bool mask of the rows that count.
-
-    Returns:
-        (N,) float64.
+        values: may be anything where the weight is 0.
+        segment: equal for rows of the same segment, in any order.
+        weights: at least 0; a bool mask of the rows that count.
     """
     values, outside = values.double(), weights == 0
     smallest = -segment_max(-values.masked_fill(outside, math.inf), segment)
@@ -60,16 +54,15 @@ def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor
     return (above - mean).masked_fill(outside, 0)
 
 
-def segment_std(values: Tensor, segment: Tensor, member: Tensor) -> Tensor:
+def segment_std(
+    values: Real[Tensor, "N"], segment: Int[Tensor, "N"], member: Bool[Tensor, "N"]
+) -> Float64[Tensor, "N"]:
     """For each row, the standard deviation (divisor n - 1) of its segment, in two passes; 0 for fewer than two values.
 
     Args:
-        values: (N,) may be anything where ``member`` is False.
-        segment: (N,) int64, equal for rows of the same segment, in any order.
-        member: (N,) bool, rows that count.
-
-    Returns:
-        (N,) float64.
+        values: may be anything where ``member`` is False.
+        segment: equal for rows of the same segment, in any order.
+        member: rows that count.
     """
     squares = segment_sum(segment_centered(values, segment, member) ** 2, segment)
     return (squares / (segment_sum(member, segment) - 1).clamp(min=1)).sqrt()

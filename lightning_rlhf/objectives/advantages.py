@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 from typing_extensions import override
 
@@ -80,13 +81,15 @@ class GAE(AdvantageEstimator):
             advantages = masked_whiten(advantages, mask, ranks)
         return advantages.to(dtype), returns.to(dtype)
 
-    def _sums(self, inputs: AdvantageInputs, values: Tensor, gae_lambda: Tensor) -> Tensor:
-        """Return (B, T) the discounted sums of the differences delta, 0 where the mask is False.
+    def _sums(
+        self, inputs: AdvantageInputs, values: Float64[Tensor, "B T"], gae_lambda: Float64[Tensor, "B"]
+    ) -> Float[Tensor, "B T"]:
+        """The discounted sums of the differences delta, 0 where the mask is False.
 
         Args:
             inputs: responses of this rank.
-            values: (B, T) float64 values of the critic.
-            gae_lambda: (B,) float64 lambda of each response.
+            values: values of the critic.
+            gae_lambda: lambda of each response.
         """
         mask = inputs.mask
         token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float64
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,20 +19,16 @@ from lightning_rlhf.ranges import check_ranges
 class Aggregation(ABC):
     """loss = sum over tokens of weight x loss / denominator."""
 
-    def weights(self, mask: Tensor) -> Tensor:
-        """(B, T) float64 weight of each token, 0 where the mask is False; each row separately. Here 1 per token.
-
-        Args:
-            mask: (B, T) bool.
-        """
+    def weights(self, mask: Bool[Tensor, "B T"]) -> Float64[Tensor, "B T"]:
+        """Weight of each token, 0 where the mask is False; each row separately. Here 1 per token."""
         return mask.double()
 
     @abstractmethod
-    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
+    def denominator(self, mask: Bool[Tensor, "B T"], ranks: DataRanks = ONE_RANK) -> Tensor:
         """() float64 denominator of the weighted sum over a mini-batch, positive also without any token.
 
         Args:
-            mask: (B, T) bool, tokens that count, of the whole mini-batch on this rank.
+            mask: tokens that count, of the whole mini-batch on this rank.
             ranks: ranks that hold the other rows.
         """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,36 +21,36 @@ class AdvantageInputs:
     """Inputs of an advantage estimator: B responses of at most T tokens.
 
     Args:
-        token_rewards: (B, T) reward of each token, reward units: the response's reward at its last policy token, less
+        token_rewards: reward of each token, reward units: the response's reward at its last policy token, less
             the KL penalty of each.
-        mask: (B, T) bool, True on policy tokens; False on padding and on tokens that an environment wrote.
-        group: (B,) int64 number of the prompt, from 0. All responses to a prompt are on one rank.
-        values: (B, T) value of the critic before each token, reward units; None without a critic.
-        final_values: (B,) value of the critic after the last token of a response that the length limit cut, 0 for
+        mask: True on policy tokens; False on padding and on tokens that an environment wrote.
+        group: number of the prompt, from 0. All responses to a prompt are on one rank.
+        values: value of the critic before each token, reward units; None without a critic.
+        final_values: value of the critic after the last token of a response that the length limit cut, 0 for
             others; None unless the estimator bootstraps.
         rewards: name to (B,), what each reward function gave, unweighted; NaN where it did not apply.
-        greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
-        sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
+        greedy_reward: reward of the greedy response to the same prompt; None unless ``needs_greedy``.
+        sum_pi_squared: sum over the vocabulary of the squared probabilities; None unless
             ``needs_sum_pi_squared``.
-        logprobs: (B, T) log-probabilities of the actor before the first update; None unless
+        logprobs: log-probabilities of the actor before the first update; None unless
             ``needs_sum_pi_squared`` or ``needs_ref``.
-        weights: (B, T) importance weights of a rollout correction; None without one.
-        ref_logprobs: (B, T) log-probabilities of the frozen reference; None unless ``needs_ref``.
-        source: (B,) int64 number of the source of each prompt; None if the data has none.
+        weights: importance weights of a rollout correction; None without one.
+        ref_logprobs: log-probabilities of the frozen reference; None unless ``needs_ref``.
+        source: number of the source of each prompt; None if the data has none.
     """
 
-    token_rewards: Tensor
-    mask: Tensor
-    group: Tensor
-    values: Tensor | None = None
-    final_values: Tensor | None = None
+    token_rewards: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    group: Int[Tensor, B]
+    values: Float[Tensor, "B T"] | None = None
+    final_values: Float[Tensor, B] | None = None
     rewards: dict[str, Tensor] = field(default_factory=dict)
-    greedy_reward: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
-    logprobs: Tensor | None = None
-    weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    source: Tensor | None = None
+    greedy_reward: Float[Tensor, B] | None = None
+    sum_pi_squared: Float[Tensor, "B T"] | None = None
+    logprobs: Float[Tensor, "B T"] | None = None
+    weights: Float[Tensor, "B T"] | None = None
+    ref_logprobs: Float[Tensor, "B T"] | None = None
+    source: Int[Tensor, B] | None = None
 
     def __post_init__(self) -> None:
         if not self.token_rewards.is_floating_point():
@@ -58,11 +59,11 @@ class AdvantageInputs:
                 f"dtype, and integers would cut them off"
             )
 
-    def of_rows(self, rows: Tensor) -> AdvantageInputs:
+    def of_rows(self, rows: Bool[Tensor, B]) -> AdvantageInputs:
         """Return the inputs of some responses, with groups numbered from 0.
 
         Args:
-            rows: (B,) bool, all responses to a prompt or none.
+            rows: all responses to a prompt or none.
         """
 
         def chosen(value: Any) -> Any:
@@ -74,8 +75,8 @@ class AdvantageInputs:
         return AdvantageInputs(**{**fields, "group": fields["group"].unique(return_inverse=True)[1]})
 
     @property
-    def reward(self) -> Tensor:
-        """(B,) sum of each response's token rewards."""
+    def reward(self) -> Float[Tensor, B]:
+        """Sum of each response's token rewards."""
         return self.token_rewards.masked_fill(~self.mask, 0).sum(dim=1)
 
 
@@ -90,11 +91,11 @@ class AdvantageEstimator(ABC):
     needs_rewards: ClassVar[bool] = True  # False: without rewards, there is something to learn from, too
     reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
 
-    def has_reward(self, reward: Tensor, rewards: Mapping[str, Tensor]) -> Tensor:
-        """Return (B,) bool, the responses that have what the estimator reads; it sees no others.
+    def has_reward(self, reward: Float[Tensor, B], rewards: Mapping[str, Tensor]) -> Bool[Tensor, B]:
+        """The responses that have what the estimator reads; it sees no others.
 
         Args:
-            reward: (B,) total reward, NaN for responses without one.
+            reward: total reward, NaN for responses without one.
             rewards: (B,) rewards by name, NaN where one did not apply.
         """
         return ~reward.isnan() if self.needs_rewards else torch.ones_like(reward, dtype=torch.bool)
@@ -118,20 +119,20 @@ class PolicyTokens:
     """Inputs of a policy loss: B responses of at most T tokens, all values 0 where the mask is False.
 
     Args:
-        logprobs: (B, T) log-probabilities of the actor, with gradient.
-        old_logprobs: (B, T) log-probabilities of the actor before the first update.
-        advantages: (B, T) advantages.
-        mask: (B, T) bool, the tokens to learn from.
-        selected_tokens: (B, T) bool, rows of the result of :meth:`PolicyLoss.select_tokens`; False without selection.
-        rollout_logprobs: (B, T) log-probabilities of the engine that sampled the tokens.
+        logprobs: log-probabilities of the actor, with gradient.
+        old_logprobs: log-probabilities of the actor before the first update.
+        advantages: advantages.
+        mask: the tokens to learn from.
+        selected_tokens: rows of the result of :meth:`PolicyLoss.select_tokens`; False without selection.
+        rollout_logprobs: log-probabilities of the engine that sampled the tokens.
     """
 
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    selected_tokens: Tensor
-    rollout_logprobs: Tensor
+    logprobs: Float[Tensor, "B T"]
+    old_logprobs: Float[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    selected_tokens: Bool[Tensor, "B T"]
+    rollout_logprobs: Float[Tensor, "B T"]
 
     @classmethod
     def of(
@@ -160,8 +161,8 @@ class PolicyTokens:
         )
 
     @property
-    def log_ratio(self) -> Tensor:
-        """(B, T) log of the importance ratio, clamped to [-20, 20]."""
+    def log_ratio(self) -> Float[Tensor, "B T"]:
+        """Log of the importance ratio, clamped to [-20, 20]."""
         return log_ratio_of(self.logprobs, self.old_logprobs)
 
 
@@ -202,13 +203,17 @@ class PolicyLoss(ABC):
         return losses, {**diagnostics, "approx_kl": approx_kl(tokens.log_ratio)}
 
     def select_tokens(
-        self, tokens: PolicyTokens, entropies: Tensor, generator: torch.Generator, ranks: DataRanks = ONE_RANK
-    ) -> Tensor:
-        """(B, T) bool, tokens of a whole mini-batch that the loss treats differently.
+        self,
+        tokens: PolicyTokens,
+        entropies: Float[Tensor, "B T"],
+        generator: torch.Generator,
+        ranks: DataRanks = ONE_RANK,
+    ) -> Bool[Tensor, "B T"]:
+        """Tokens of a whole mini-batch that the loss treats differently.
 
         Args:
             tokens: tokens of the mini-batch, with the log-probabilities at its start, without gradient.
-            entropies: (B, T) entropies of the actor's distributions at the mini-batch's start, nats, without gradient.
+            entropies: entropies of the actor's distributions at the mini-batch's start, nats, without gradient.
             generator: random generator, seeded differently on each rank.
             ranks: ranks that hold the other rows.
         """
@@ -269,12 +274,12 @@ class FunctionLoss(PolicyLoss):
         return getattr(self.function, "__name__", repr(self.function))
 
 
-def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, bound: float = 20.0) -> Tensor:
+def log_ratio_of(logprobs: Float[Tensor, ...], old_logprobs: Float[Tensor, ...], bound: float = 20.0) -> Tensor:
     """Log of the importance ratio, clamped: beyond exp(20) a ratio overflows, and 0 times infinity is NaN.
 
     Args:
-        logprobs: (...) log-probabilities of the current actor.
-        old_logprobs: (...) log-probabilities of the actor before the first update.
+        logprobs: log-probabilities of the current actor.
+        old_logprobs: log-probabilities of the actor before the first update.
         bound: largest absolute value, nats.
     """
     return (logprobs - old_logprobs).clamp(-bound, bound)

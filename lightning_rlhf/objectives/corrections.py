@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
@@ -83,9 +84,9 @@ class RolloutCorrection:
 
     def __call__(
         self,
-        old_logprobs: Tensor,
-        rollout_logprobs: Tensor,
-        mask: Tensor,
+        old_logprobs: Float[Tensor, "B T"],
+        rollout_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
         ranks: DataRanks = ONE_RANK,
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Weights, accepted tokens and metrics of a whole batch.
@@ -94,9 +95,9 @@ class RolloutCorrection:
         normalisation and of each rejection, all over the tokens of ``mask``, rejected ones included.
 
         Args:
-            old_logprobs: (B, T) log-probabilities of the actor before the first update.
-            rollout_logprobs: (B, T) log-probabilities of the engine at sampling time.
-            mask: (B, T) bool, policy tokens.
+            old_logprobs: log-probabilities of the actor before the first update.
+            rollout_logprobs: log-probabilities of the engine at sampling time.
+            mask: policy tokens.
             ranks: ranks that hold the other rows.
 
         Returns:

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,21 +29,22 @@ class GroupAdvantage(AdvantageEstimator):
         return over_tokens(advantage, inputs), over_tokens(inputs.reward, inputs)
 
     @abstractmethod
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """(B,) float64 advantage of each response, 0 for responses that are not members.
+    def of_responses(
+        self, inputs: AdvantageInputs, member: Bool[Tensor, "B"], ranks: DataRanks
+    ) -> Float64[Tensor, "B"]:
+        """Advantage of each response, 0 for responses that are not members.
 
         Args:
             inputs: responses of this rank.
-            member: (B,) bool, responses with a policy token.
+            member: responses with a policy token.
             ranks: ranks that hold the other rows.
         """
 
 
-def over_tokens(values: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """(B, T) each response's value at all of its policy tokens, 0 elsewhere, in the dtype of the rewards.
+def over_tokens(values: Float[Tensor, "B"], inputs: AdvantageInputs) -> Float[Tensor, "B T"]:
+    """Each response's value at all of its policy tokens, 0 elsewhere, in the dtype of the rewards.
 
     Args:
-        values: (B,).
         inputs: inputs with the mask and dtype.
     """
     return values.unsqueeze(1).to(inputs.token_rewards.dtype).expand_as(inputs.mask).masked_fill(~inputs.mask, 0)

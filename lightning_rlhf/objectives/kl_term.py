@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
@@ -44,18 +45,21 @@ class KLTerm:
             )
 
     def __call__(
-        self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None = None
-    ) -> Tensor:
+        self,
+        logprobs: Float[Tensor, "B T"],
+        ref_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        old_logprobs: Float[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T"]:
         """Return the KL estimate of each token, without the coefficient, which a callback may control.
 
         Args:
-            logprobs: (B, T) log-probabilities of the actor, with gradient in the loss.
-            ref_logprobs: (B, T) log-probabilities of the reference.
-            mask: (B, T) bool.
-            old_logprobs: (B, T) log-probabilities of the actor that sampled the tokens; needed with ``importance``.
+            logprobs: log-probabilities of the actor, with gradient in the loss.
+            ref_logprobs: log-probabilities of the reference.
+            old_logprobs: log-probabilities of the actor that sampled the tokens; needed with ``importance``.
 
         Returns:
-            (B, T) nats, 0 where the mask is False.
+            Nats, 0 where the mask is False.
 
         Raises:
             ValueError: ``importance`` without ``old_logprobs``.

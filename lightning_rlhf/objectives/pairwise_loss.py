@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -25,16 +26,18 @@ class PairwiseLoss:
     def __post_init__(self) -> None:
         check_ranges(self, center_coef="at least 0")
 
-    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, chosen: Float[Tensor, "B"], rejected: Float[Tensor, "B"], margin: Float[Tensor, "B"] | None = None
+    ) -> Float[Tensor, "B"]:
         """Loss of each pair.
 
         Args:
-            chosen: (B,) scores of the preferred answers.
-            rejected: (B,) scores of the others.
-            margin: (B,) number subtracted from the difference of the scores, score units; None is 0.
+            chosen: scores of the preferred answers.
+            rejected: scores of the others.
+            margin: number subtracted from the difference of the scores, score units; None is 0.
 
         Returns:
-            (B,) nats.
+            Nats.
         """
         difference = chosen - rejected if margin is None else chosen - rejected - margin
         return -logsigmoid(difference) + self.center_coef * (chosen + rejected) ** 2

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
@@ -65,12 +66,11 @@ class Rejection:
         low, high = self._ratio_bounds
         return math.log(low), math.log(high)
 
-    def values(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    def values(self, log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
         """The statistic of each token (B, T), or of each response (B,).
 
         Args:
-            log_ratio: (B, T) log of train / rollout, 0 where the mask is False.
-            mask: (B, T) bool.
+            log_ratio: log of train / rollout, 0 where the mask is False.
         """
         k3 = torch.expm1(log_ratio) - log_ratio
         values = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": k3}[self.statistic]
@@ -85,12 +85,11 @@ class Rejection:
         excess = torch.maximum(values - high, low - values).masked_fill(~mask, -math.inf)
         return values.gather(1, excess.argmax(dim=1, keepdim=True)).squeeze(1)
 
-    def keep(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) bool, the tokens of the mask that are accepted.
+    def keep(self, log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        """The tokens of the mask that are accepted.
 
         Args:
-            log_ratio: (B, T) log of train / rollout, 0 where the mask is False.
-            mask: (B, T) bool.
+            log_ratio: log of train / rollout, 0 where the mask is False.
         """
         low, high = self.bounds
         values = self.values(log_ratio, mask)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
@@ -36,11 +37,11 @@ class ScoreResampling:
             raise UsageError(f"method must be one of pow, max_min, max_random, got {self.method!r}")
         check_ranges(self, power="at least 0")
 
-    def __call__(self, scores: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
+    def __call__(self, scores: Float[Tensor, "B"], generator: torch.Generator, count: int | None = None) -> Tensor:
         """Numbers of the rows to train on; empty for an empty batch.
 
         Args:
-            scores: (B,) finite, of all rows that may be drawn.
+            scores: finite, of all rows that may be drawn.
             generator: random generator on the CPU, so that a seed gives the same rows everywhere.
             count: number of draws, at least 1; None draws as many as there are scores.
 
@@ -57,11 +58,11 @@ class ScoreResampling:
         weights = self.weights(scores.detach().double().cpu()) + 1e-8
         return torch.multinomial(weights, count or len(scores), replacement=True, generator=generator).to(scores.device)
 
-    def weights(self, scores: Tensor) -> Tensor:
-        """(B,) float64 w of each row.
+    def weights(self, scores: Float[Tensor, "B"]) -> Float64[Tensor, "B"]:
+        """The weight w of each row.
 
         Args:
-            scores: (B,) finite, at least one.
+            scores: finite, at least one.
         """
         if self.method == "pow":
             # Divided by the largest, so that large scores do not overflow; the distribution is the same.

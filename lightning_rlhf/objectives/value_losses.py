@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.ranges import check_range
@@ -23,13 +24,14 @@ class ClippedValueLoss:
     def __post_init__(self) -> None:
         check_range("value clip_range", self.clip_range, "positive or null")
 
-    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, values: Float[Tensor, "..."], old_values: Float[Tensor, "..."], returns: Float[Tensor, "..."]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.
 
         Args:
-            values: (...) values of the current critic, with gradient.
-            old_values: (...) values of the critic before the first update.
-            returns: (...).
+            values: values of the current critic, with gradient.
+            old_values: values of the critic before the first update.
 
         Returns:
             loss: (...) per token, squared reward units.

@@ -18,6 +18,7 @@ from tests.helpers import (
     with_garbage,
 )
 from tests.objectives.advantage_inputs import recorded
+from tests.shapes import unchecked
 
 REWARDS = float64([[1, 0, 2], [1, 9, 9]])
 VALUES = float64([[1, 2, 1], [0.5, 9, 9]])
@@ -240,7 +241,10 @@ def test_both_ends_of_the_unit_interval_are_allowed(name):
 
 def test_integer_rewards_are_rejected_instead_of_truncated():
     ones = torch.ones(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"token_rewards must be of a floating-point dtype, got torch.int64"):
+    with (
+        unchecked(),
+        pytest.raises(ValueError, match=r"token_rewards must be of a floating-point dtype, got torch.int64"),
+    ):
         AdvantageInputs(ones, ones.bool(), torch.arange(2))
 
 

@@ -79,9 +79,10 @@ def test_with_importance_value_and_gradient_over_samples_of_an_old_policy_are_th
     # DeepSeek-V3.2, section 3.1, summed over all six tokens instead of sampled
     logits = normal(6, seed=seed).requires_grad_()
     old, reference = (normal(6, seed=seed + i).log_softmax(-1) for i in (1, 2))
-    logprobs, mask = logits.log_softmax(-1), torch.ones(6, dtype=torch.bool)
+    logprobs, mask = logits.log_softmax(-1), torch.ones(1, 6, dtype=torch.bool)
     exact = sum(p.exp() * (p - q) for p, q in zip(logprobs, reference, strict=True))
-    estimate = (old.exp() * KLTerm(1.0, estimator, importance=True)(logprobs, reference, mask, old)).sum()
+    term = KLTerm(1.0, estimator, importance=True)
+    estimate = (old.exp() * term(logprobs[None], reference[None], mask, old[None])).sum()
     assert_close(estimate, exact, rtol=1e-9)
     gradients = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact))
     assert_close(next(gradients), next(gradients), rtol=1e-9, atol=1e-12)

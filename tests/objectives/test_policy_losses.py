@@ -18,8 +18,12 @@ objectives = st.builds(
 
 
 def _call(objective, logprobs, old_logprobs, advantages, mask=None):
+    """Return losses and diagnostics of tokens in any form, as of one response if they are not those of several."""
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-    return objective(logprobs, old_logprobs, advantages, mask)
+    shape = logprobs.shape
+    rows = shape if len(shape) == 2 else (1, -1)
+    loss, diagnostics = objective(*(tensor.reshape(rows) for tensor in (logprobs, old_logprobs, advantages, mask)))
+    return loss.reshape(shape), {name: value.reshape(shape) for name, value in diagnostics.items()}
 
 
 def _bounds(objective):

@@ -65,9 +65,10 @@ CASES = {
 def call(objective, logprobs, old_logprobs, advantages):
     """Return loss, gradient of its sum, and diagnostics of some tokens."""
     leaf = float64(logprobs).requires_grad_()
-    loss, diagnostics = objective(leaf, float64(old_logprobs), float64(advantages), torch.ones_like(leaf).bool())
+    rows = [torch.atleast_2d(tensor) for tensor in (leaf, float64(old_logprobs), float64(advantages))]
+    loss, diagnostics = objective(*rows, torch.ones_like(rows[0]).bool())
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-    return loss, gradient, diagnostics
+    return loss.reshape(leaf.shape), gradient, {name: value.reshape(leaf.shape) for name, value in diagnostics.items()}
 
 
 def test_reinforce_of_a_case_worked_by_hand():

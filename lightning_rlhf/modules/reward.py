@@ -28,10 +28,7 @@ class RewardModule(PairModule):
         loss: loss of a pair from its scores.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        packing: whether the texts of a forward pass are laid out in one row without padding; see
-            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        max_grad_norm: global norm that gradients are clipped to; None does not clip.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """
 
     trained_roles = ("reward_model",)
@@ -42,11 +39,9 @@ class RewardModule(PairModule):
         loss: PairwiseLoss = PairwiseLoss(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        packing: bool = True,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float | None = 1.0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm, packing)
+        super().__init__(**kwargs)
         self.sources = {"reward_model": as_source(reward_model)}
         self.loss = loss
         self.optimizer = optimizer

@@ -75,7 +75,9 @@ class RoleModule(LightningModule):
     has_pairs = False  # whether a row of a batch is a pair of texts, which are evaluated together
     uses_frozen_in_updates = False  # whether losses run frozen roles, so that they are needed in each update
 
-    def __init__(self, micro_batch_tokens: int | None, max_grad_norm: float | None, packing: bool = True) -> None:
+    def __init__(
+        self, micro_batch_tokens: int | None = None, max_grad_norm: float | None = 1.0, packing: bool = True
+    ) -> None:
         super().__init__()
         check_range("micro_batch_tokens", micro_batch_tokens, "positive or null")
         check_range("max_grad_norm", max_grad_norm, "positive or null")

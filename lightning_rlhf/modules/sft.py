@@ -24,13 +24,10 @@ class SFTModule(RoleModule):
         actor: model to train: directory, hub id or ``FromConfig``.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        packing: whether the texts of a forward pass are laid out in one row without padding; see
-            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        max_grad_norm: global norm that gradients are clipped to; None does not clip.
         loss: ``cross_entropy``, or ``dft``, the cross-entropy of each token times its probability, which counts as a
             constant: tokens that are unlikely under the model change it less. See "On the Generalization of SFT: A
             Reinforcement Learning Perspective with Reward Rectification", Wu et al. 2025, equation 9.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """
 
     trained_roles = ("actor",)
@@ -42,12 +39,10 @@ class SFTModule(RoleModule):
         actor: str | ModelSource,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        packing: bool = True,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float | None = 1.0,
         loss: Literal["cross_entropy", "dft"] = "cross_entropy",
+        **kwargs: Any,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm, packing)
+        super().__init__(**kwargs)
         if loss not in ("cross_entropy", "dft"):
             raise UsageError(f"loss of SFTModule must be cross_entropy or dft, got {loss!r}")
         self.set_sources(actor=actor)

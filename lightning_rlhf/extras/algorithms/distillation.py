@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from typing_extensions import override
 
@@ -27,7 +27,10 @@ from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.ranges import check_range
+from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TopTokens
 
 Teacher = str | ModelSource | RemoteTeacher
@@ -61,66 +64,12 @@ class Divergence:
         check_range("memory_mb of a divergence", self.memory_mb, "at least 1")
 
 
-class DistillationModule(RLHFModule):
-    """Trains a policy, the student, to have the token distributions of a frozen teacher on its own responses.
-
-    Rewards are only measured. See "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-    Agarwal et al. 2023.
-
-    Args:
-        actor: student to train: directory, hub id or ``FromConfig``.
-        teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
-            another prompt (``teacher_prompt`` of RolloutLoop), or a :class:`RemoteTeacher` such as
-            :class:`~lightning_rlhf.extras.judges.teacher_server.TeacherServer`; both need ``top_k`` of the
-            divergence. A dictionary has one of these for each source of the prompts, which is the column ``source`` or
-            ``data_source``.
-        divergence: divergence of the student's distributions from the teacher's.
-        aggregation: reduction of the divergences of tokens to one loss.
-        actor_optimizer: factory of the student's optimizer.
-        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
-        update_epochs: passes over each rollout, at least 1.
-        minibatch_size: responses per optimizer step, over all ranks, at least 1.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
-        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
-        max_grad_norm: global norm that the gradient is clipped to; None does not clip.
-    """
+class TeacherModule(RLHFModule):
+    """Base of modules that compare the student's token distributions with those of frozen teachers."""
 
     has_entropy_bonus = False
     accepts_given_responses = True
     needs_current_rollouts = False
-
-    def __init__(
-        self,
-        actor: str | ModelSource,
-        teacher: Teacher | dict[str, Teacher],
-        divergence: Divergence = Divergence(),
-        aggregation: Aggregation = TokenMean(),
-        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
-        actor_lr_scheduler: LRSchedulerCallable | None = None,
-        update_epochs: int = 1,
-        minibatch_size: int = 64,
-        micro_batch_tokens: int | None = None,
-        packing: bool = True,
-        keep_groups: bool = False,
-        max_grad_norm: float | None = 1.0,
-    ) -> None:
-        super().__init__(
-            actor,
-            advantages=NoAdvantages(),
-            aggregation=aggregation,
-            actor_optimizer=actor_optimizer,
-            actor_lr_scheduler=actor_lr_scheduler,
-            update_epochs=update_epochs,
-            minibatch_size=minibatch_size,
-            micro_batch_tokens=micro_batch_tokens,
-            packing=packing,
-            keep_groups=keep_groups,
-            max_grad_norm=max_grad_norm,
-        )
-        if teacher == {}:
-            raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
-        self.set_teachers(dict(teacher) if isinstance(teacher, dict) else {None: teacher}, divergence)
 
     def set_teachers(self, by_source: Mapping[Any, Teacher], divergence: Divergence) -> None:
         """Set the teacher of each source, and the divergence from it.
@@ -383,6 +332,55 @@ class DistillationModule(RLHFModule):
         means.add("val/divergence", self.micro_batches.map(divergence, rollout)[0], mask)
         self.log_validation(means, mask.sum(), bar="val/divergence")
         return {}
+
+
+class DistillationModule(TeacherModule):
+    """Trains a policy, the student, to have the token distributions of a frozen teacher on its own responses.
+
+    Rewards are only measured. See "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+    Agarwal et al. 2023.
+
+    Args:
+        actor: student to train: directory, hub id or ``FromConfig``.
+        teacher: frozen teacher with the same tokenizer, or ``actor``: the student before the updates of a step, with
+            another prompt (``teacher_prompt`` of RolloutLoop), or a :class:`RemoteTeacher` such as
+            :class:`~lightning_rlhf.extras.judges.teacher_server.TeacherServer`; both need ``top_k`` of the
+            divergence. A dictionary has one of these for each source of the prompts, which is the column ``source`` or
+            ``data_source``.
+        divergence: divergence of the student's distributions from the teacher's.
+        aggregation: reduction of the divergences of tokens to one loss.
+        actor_optimizer: factory of the student's optimizer.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule` about the updates.
+    """
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        teacher: Teacher | dict[str, Teacher],
+        divergence: Divergence = Divergence(),
+        aggregation: Aggregation = TokenMean(),
+        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            actor,
+            ref=None,
+            reward_model=None,
+            advantages=NoAdvantages(),
+            policy_loss=ClippedPolicyLoss(),
+            aggregation=aggregation,
+            correction=None,
+            actor_optimizer=actor_optimizer,
+            kl_reward=KLTerm(),
+            kl_loss=KLTerm(estimator="k3"),
+            score_shaping=ScoreShaping(),
+            ent_coef=0.0,
+            target_kl=None,
+            **kwargs,
+        )
+        if teacher == {}:
+            raise UsageError("teacher must be a model, or one for each source of the prompts, got an empty dictionary")
+        self.set_teachers(dict(teacher) if isinstance(teacher, dict) else {None: teacher}, divergence)
 
 
 def role_name(source: str | None) -> str:

@@ -42,12 +42,9 @@ class DPOModule(PairModule):
         loss: loss of a pair from its log-ratios.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        packing: whether the texts of a forward pass are laid out in one row without padding; see
-            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        max_grad_norm: global norm that gradients are clipped to; None does not clip.
         sft_coef: weight of the supervised loss of the preferred response, its mean over tokens, at least 0; see
             "Iterative Reasoning Preference Optimization", Pang et al. 2024, equation 1.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.role_module.RoleModule`.
     """
 
     trained_roles = ("actor",)
@@ -60,12 +57,10 @@ class DPOModule(PairModule):
         loss: DirectLoss = DPOLoss(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        packing: bool = True,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float | None = 1.0,
         sft_coef: float = 0.0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm, packing)
+        super().__init__(**kwargs)
         check_range("sft_coef", sft_coef, "at least 0")
         if not loss.uses_reference and ref not in (None, "none"):
             raise UsageError(f"{type(loss).__name__} uses no reference: remove ref, got {ref!r}")

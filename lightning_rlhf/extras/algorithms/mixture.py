@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.advantages_by_source import AdvantagesBySource
-from lightning_rlhf.extras.algorithms.distillation import DistillationModule, Divergence, Teacher
+from lightning_rlhf.extras.algorithms.distillation import Divergence, Teacher, TeacherModule
 from lightning_rlhf.extras.algorithms.divergence import DistilledScores
 from lightning_rlhf.functional.logprobs import ActorScores
 from lightning_rlhf.functional.mismatch import means_over_ranks
@@ -21,11 +20,10 @@ from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.objectives.base import AdvantageEstimator, AnyPolicyLoss
-from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_term import KLTerm
-from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.types import Experience, Rollout
 
 
@@ -85,7 +83,7 @@ class SupervisedObjective(SourceObjective):
     loss: Literal["cross_entropy", "dft"] = "cross_entropy"
 
 
-class MixtureModule(DistillationModule):
+class MixtureModule(TeacherModule):
     """Trains a policy with a separate objective for each source of prompts.
 
     The loss of an update is the sum of the objectives' losses times their weights. Each is divided by its own count
@@ -95,23 +93,10 @@ class MixtureModule(DistillationModule):
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
         mixture: objective of each source of prompts, which is the column ``source`` or ``data_source``.
-        policy_loss: loss per token of all reward objectives.
         divergence: divergence of all teacher objectives.
-        ref: frozen policy that the KL of the reward objectives is measured to; None takes the actor's source.
-        correction: importance weights for the gap between the log-probabilities of engine and actor, for the reward
-            objectives; None only measures it.
         kl_reward: KL to the reference subtracted from each token's reward, for the reward objectives.
-        kl_loss: KL to the reference added to the losses of the reward objectives.
-        ent_coef: weight of the entropy bonus of the reward objectives, at least 0.
-        actor_optimizer: factory of the actor's optimizer.
-        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
-        update_epochs: passes over each rollout, at least 1.
-        minibatch_size: responses per optimizer step, over all ranks, at least 1.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
-        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
-        max_grad_norm: global norm that the gradient is clipped to; None does not clip.
-        target_kl: bound of KL(old || new) of the reward objectives; see :class:`~lightning_rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`. Policy loss, reference, correction, KL,
+            entropy bonus and ``target_kl`` are those of the reward objectives.
     """
 
     has_entropy_bonus = True
@@ -120,45 +105,21 @@ class MixtureModule(DistillationModule):
         self,
         actor: str | ModelSource,
         mixture: dict[str, SourceObjective],
-        policy_loss: AnyPolicyLoss = ClippedPolicyLoss(),
         divergence: Divergence = Divergence(),
-        ref: str | ModelSource | None = None,
-        correction: RolloutCorrection | None = None,
         kl_reward: KLTerm = KLTerm(),
-        kl_loss: KLTerm = KLTerm(estimator="k3"),
-        ent_coef: float = 0.0,
-        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
-        actor_lr_scheduler: LRSchedulerCallable | None = None,
-        update_epochs: int = 1,
-        minibatch_size: int = 64,
-        micro_batch_tokens: int | None = None,
-        packing: bool = True,
-        keep_groups: bool = False,
-        max_grad_norm: float | None = 1.0,
-        target_kl: float | None = None,
+        **kwargs: Any,
     ) -> None:
         estimators = _estimators_of(mixture)
         if kl_reward.coef > 0 and not estimators:
             raise UsageError("kl_reward belongs to reward objectives, but the mixture has none: remove it")
-        RLHFModule.__init__(
-            self,
+        super().__init__(
             actor,
-            ref=ref,
+            reward_model=None,
             advantages=AdvantagesBySource(estimators),
-            policy_loss=policy_loss,
-            correction=correction,
+            aggregation=TokenMean(),
             kl_reward=kl_reward,
-            kl_loss=kl_loss,
-            ent_coef=ent_coef,
-            actor_optimizer=actor_optimizer,
-            actor_lr_scheduler=actor_lr_scheduler,
-            update_epochs=update_epochs,
-            minibatch_size=minibatch_size,
-            micro_batch_tokens=micro_batch_tokens,
-            packing=packing,
-            keep_groups=keep_groups,
-            max_grad_norm=max_grad_norm,
-            target_kl=target_kl,
+            score_shaping=ScoreShaping(),
+            **kwargs,
         )
         self.mixture = mixture
         self.needs_current_rollouts = bool(estimators)

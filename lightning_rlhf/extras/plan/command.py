@@ -19,7 +19,7 @@ from torch import nn
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, counted
-from lightning_rlhf.extras.algorithms.distillation import DistillationModule
+from lightning_rlhf.extras.algorithms.distillation import TeacherModule
 from lightning_rlhf.extras.algorithms.dpo import DPOModule
 from lightning_rlhf.extras.algorithms.kto import KTOModule
 from lightning_rlhf.extras.commands.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
@@ -275,7 +275,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
     else:
         prompts = sampling["prompts_per_step"]
     environment = loop["environment"]
-    has_teachers = isinstance(module, DistillationModule) and bool(module.teachers)
+    has_teachers = isinstance(module, TeacherModule) and bool(module.teachers)
     return Work(
         responses=prompts * loop["group_size"],
         minibatch_size=module.minibatch_size,

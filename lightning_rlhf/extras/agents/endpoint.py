@@ -22,7 +22,7 @@ try:
     from starlette.routing import Route
 except ModuleNotFoundError as missing:
     raise MissingPackageError(
-        f"agents need the package {missing.name}: run pip install 'lightning-rlhf[agents]'"
+        f"agents need the package {str(missing.name).partition('.')[0]}: run pip install 'lightning-rlhf[agents]'"
     ) from missing
 
 _LARGEST_BODY = 10_000_000  # bytes of a request

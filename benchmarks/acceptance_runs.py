@@ -26,8 +26,8 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.defaults import complete
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.doctor.trial import ARCHITECTURE, digest, share_of_a
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine

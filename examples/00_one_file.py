@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.logprobs import TokenScores, token_scores
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean

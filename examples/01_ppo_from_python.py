@@ -14,8 +14,8 @@ import torch
 from lightning_rlhf import FromConfig, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop, complete
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 

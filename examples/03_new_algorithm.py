@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_rlhf import FromConfig, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import RolloutLoop, complete
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss

@@ -16,7 +16,7 @@ from tests import shapes
 # Calls of the mathematics check the shapes of tensors in every test; before anything imports these modules.
 install_import_hook(["lightning_rlhf.functional", "lightning_rlhf.objectives"], f"{shapes.__name__}.check_tensors")
 
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer  # noqa: E402
+from lightning_rlhf.data.tokenizers import CharacterTokenizer  # noqa: E402
 from tests.stand_ins import TinyModel  # noqa: E402
 
 # Folders whose tests share engines, or the process that ranks and runs are forked from.

@@ -2,7 +2,7 @@
 
     make mutants                            the mathematics of core and extras, which takes hours
     make mutants ARGS="--every 10"          every tenth mutant
-    make mutants ARGS="objectives/kl_term.py"
+    make mutants ARGS="objectives/kl_controllers.py"
 
 A mutant is a fork of a process that has imported torch and pytest; it replaces the module while it is imported, so that
 no file changes. The tests of a module are those that import it.

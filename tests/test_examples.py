@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_rlhf import GRPOModule, PromptDataModule
-from lightning_rlhf.extras.rewards.rules import gsm8k_strict
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.rewards.rules import gsm8k_strict
 from lightning_rlhf.rollout.engine import RolloutEngine
 from tests.helpers import assert_close
 from tests.stand_ins import VOCABULARY, Response, TinyModel, columns_of, fit, rollout_of

@@ -11,7 +11,7 @@ from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from tests.modules.test_schedules import optimizer
 from tests.stand_ins import TinyModel, responses, rollout_of
 

@@ -25,17 +25,17 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import DynamicSampling, EntropyControl, PolicyCheck, RolloutLoop, Throughput
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective
 from lightning_rlhf.extras.algorithms.policy_losses import DROLoss
 from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline
 from lightning_rlhf.extras.records import throughput
 from lightning_rlhf.extras.report.definitions import definitions, expanded
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards

@@ -1,6 +1,8 @@
 """Configurations with the name of a class that was moved end in one line with its new name."""
 
+import contextlib
 import pkgutil
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,16 @@ def test_each_new_name_exists(old):
     else:
         folders = pkgutil.resolve_name(package).__path__
         assert last in {module.name for module in pkgutil.iter_modules(folders)} or pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("old", moved_modules())
+def test_no_old_name_still_exists(old):
+    package, _, last = old.rpartition(".")
+    if last[0].isupper():
+        assert not hasattr(import_module(package), last)
+    else:
+        with contextlib.suppress(ModuleNotFoundError):
+            assert getattr(find_spec(old), "origin", None) is None  # folders of an earlier commit may be left
 
 
 def test_a_class_with_its_old_name_has_a_new_one():

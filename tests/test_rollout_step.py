@@ -8,7 +8,7 @@ import torch
 from lightning_rlhf import PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
 

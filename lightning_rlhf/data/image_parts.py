@@ -90,21 +90,6 @@ def given_images(fields: Fields) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def may_have_images(fields: Fields) -> bool:
-    """Return whether a row has a column of images, or messages with a part that is an image; nothing is read.
-
-    Args:
-        fields: fields of the row.
-    """
-    values = [fields.row.get(fields.names[name]) for name in ("prompt", "messages", "chosen") if name in fields]
-    messages = [message for value in values if isinstance(value, list) for message in value]
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return bool(fields.get("images")) or any(
-        isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES for part in parts
-    )
-
-
 def text_of_content(content: Any, marker: str = MARKER) -> str:
     """Return the text of a message's content, with a marker for each image."""
     if isinstance(content, str):

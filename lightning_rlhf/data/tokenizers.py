@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -24,6 +25,12 @@ from lightning_rlhf.paths import (
 
 # Text that tokenizers split differently: spaces, digits, punctuation, line breaks and non-ASCII letters.
 _SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+_TURNS = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
 
 
 @runtime_checkable
@@ -32,6 +39,34 @@ class TokenizerSource(Protocol):
 
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer."""
+
+
+@dataclass(frozen=True)
+class CharacterTokenizer:
+    """A tokenizer with one token per character.
+
+    Args:
+        characters: unique characters of the vocabulary; other characters become ``<unk>``. Their ids follow those of
+            the special tokens: pad 0, begin 1, end 2, unknown 3.
+        chat: whether the tokenizer has a chat template, of the texts of all messages, and an end token after each of
+            the assistant's.
+    """
+
+    characters: str
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if len(set(self.characters)) != len(self.characters) or not self.characters:
+            raise UsageError(f"characters must be non-empty and unique, got {self.characters!r}")
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer."""
+        vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS.values(), *self.characters])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        template = {"chat_template": _TURNS} if self.chat else {}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS, **template)
 
 
 def unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss, ReinforceLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 

@@ -39,7 +39,7 @@ from lightning_rlhf.objectives.base import (
     log_ratio_of,
 )
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.ranges import check_ranges

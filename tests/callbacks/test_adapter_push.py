@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.rollout.engine import EngineTraits
 from tests.stand_ins import ScriptedEngine, TinyModel

@@ -14,9 +14,9 @@ from lightning_rlhf import DPOModule, PreferenceDataModule
 from lightning_rlhf.callbacks import GracefulShutdown, ReportPage, RunCheckpoint, complete
 from lightning_rlhf.callbacks.survival.checkpoint import checkpoint_to_resume
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.report.run_directory import end_state
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.strategies.checkpoints import manifest, reshardable
 from tests.stand_ins import TinyModel, quiet_trainer
 

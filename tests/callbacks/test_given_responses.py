@@ -10,9 +10,9 @@ import torch
 from lightning_rlhf import DistillationModule, GRPOModule, PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.environments import worlds

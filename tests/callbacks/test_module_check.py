@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_rlhf.callbacks import Console, HFExport, KLControl, RolloutLog, RunState, Throughput
-from lightning_rlhf.extras.algorithms.kl_control import AdaptiveKL
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 from tests.stand_ins import quiet_trainer
 
 

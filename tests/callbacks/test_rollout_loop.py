@@ -20,7 +20,7 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.functional.seeding import derive_seed
 from lightning_rlhf.rewards.function import RewardFunction

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.cli import main
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 
 LLAMA = {
@@ -42,7 +42,7 @@ PPO = {
         "class_path": "lightning_rlhf.PromptDataModule",
         "init_args": {
             "tokenizer": {
-                "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
+                "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
                 "init_args": {"characters": "0123456789+=: "},
             },
             "train": {"class_path": "lightning_rlhf.tasks.addition.Problems", "init_args": {"num_rows": 12}},

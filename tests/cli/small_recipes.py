@@ -7,7 +7,7 @@ import yaml
 from datasets import Dataset
 
 from lightning_rlhf import FromConfig
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.cli.published_architectures import PUBLISHED, SMALL
 from tests.vision_models import drawing, write_checkpoint
 

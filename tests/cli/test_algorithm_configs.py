@@ -34,7 +34,7 @@ def tiny(path):
         "init_args": {"architecture": LLAMA},
     }
     config["data"]["init_args"]["tokenizer"] = {
-        "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
+        "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
         "init_args": {"characters": "0123456789+=: "},
     }
     for loop in (c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c)):

@@ -10,8 +10,9 @@ from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.messages import common_prefix, messages_of
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.turns import tokenize_turns
-from lightning_rlhf.extras.tokenizers.new import BytePairTokenizer, CharacterTokenizer
+from lightning_rlhf.extras.tokenizers.byte_pairs import BytePairTokenizer
 from tests.data.rows_given import LETTERS, GivenRows, error_of, first_batch
 from tests.helpers import properties
 

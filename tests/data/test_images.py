@@ -9,10 +9,10 @@ from PIL import Image
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule
 from lightning_rlhf.extras.images.processor import load_processor
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.images import ImageSettings
 from tests.data.rows_given import GivenRows, Letters
 from tests.stand_ins import columns_of, each

@@ -3,8 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer, TokenizerSource, load_tokenizer
 
 LETTERS = "0123456789+=: \nabcABC"
 CHARACTERS = CharacterTokenizer(LETTERS).load()

@@ -16,7 +16,7 @@ from lightning_rlhf import PPOModule, SFTModule
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.types import SequenceBatch
 from tests.stand_ins import VOCABULARY, HandOver, TinyModel, quiet_trainer, responses, rollout_of

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf.callbacks import KLControl, RunState
-from lightning_rlhf.extras.algorithms.kl_control import AdaptiveKL
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
 from tests.distributed.tasks import parts, strategy_of

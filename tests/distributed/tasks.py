@@ -39,16 +39,16 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.extras.algorithms.mixture import RewardObjective, SupervisedObjective, TeacherObjective
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW, MuonAdamW
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, EngineTraits, RolloutEngine, finished

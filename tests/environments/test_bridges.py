@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments.bridges import PlainBridge, TemplateBridge
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 
 CHAT_ML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -7,9 +7,9 @@ from functools import partial
 import psutil
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls, Tools
 from lightning_rlhf.environments.bridges import PlainBridge
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler

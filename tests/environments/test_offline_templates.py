@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.data.chat import Chat
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 
 ENDS = (
     "<|im_end|>", "<|eot_id|>", "<turn|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|end\u2581of\u2581sentence|>",

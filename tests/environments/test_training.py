@@ -16,9 +16,9 @@ from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.loop.rollout_rows import segments_of
 from lightning_rlhf.callbacks.survival.run_settings import _rollout_settings, changes
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, MarkedToolCalls, Reply, Tools
 from lightning_rlhf.environments.conversation import StopReason
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction

@@ -45,7 +45,7 @@ LLAMA = {
 }
 MODEL = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA}}
 TOKENIZER = {
-    "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
     "init_args": {"characters": "0123456789+=: "},
 }
 _ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3.0e-3, "weight_decay": 0.0}}
@@ -146,7 +146,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, 
                 callback(
                     "KLControl",
                     controller={
-                        "class_path": "lightning_rlhf.extras.algorithms.kl_control.AdaptiveKL",
+                        "class_path": "lightning_rlhf.objectives.kl_controllers.AdaptiveKL",
                         "init_args": {"target": 0.5, "horizon": 32},
                     },
                 ),

@@ -59,7 +59,7 @@ def server(tmp_path_factory):
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("teacher")
     FromConfig(TEACHER, seed=5).causal().save_pretrained(directory)
-    from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+    from lightning_rlhf.data.tokenizers import CharacterTokenizer
 
     CharacterTokenizer(**TOKENIZER["init_args"]).load().save_pretrained(directory)
     server = Server(directory)

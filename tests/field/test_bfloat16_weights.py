@@ -7,7 +7,7 @@ import torch
 
 from lightning_rlhf import ConversationDataModule, FromConfig, SFTModule
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA
 from tests.cli.conftest import LLAMA
 from tests.stand_ins import quiet_trainer

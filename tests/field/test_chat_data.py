@@ -11,11 +11,11 @@ from lightning_rlhf.data.messages import messages_of
 from lightning_rlhf.data.preferences import PreferenceDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data.turns import tokenize_turns
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.extras.algorithms.unpaired_rows import UnpairedDataModule
 from lightning_rlhf.extras.commands.check_data import describe_batch
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rollout.conversations import conversation_sampler
 from tests.data.rows_given import GivenRows
 

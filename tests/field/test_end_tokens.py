@@ -14,9 +14,8 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.survival.hf_export import _add_end_tokens
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.data.tokenizers import end_tokens, generation_ends
+from lightning_rlhf.data.tokenizers import CharacterTokenizer, end_tokens, generation_ends
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import FromConfig, GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.rewards.function import RewardFunction

@@ -11,9 +11,9 @@ from lightning_rlhf import FromConfig, GRPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.calls.private import private
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments.protocol import Reply
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer

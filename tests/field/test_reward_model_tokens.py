@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.rewards.learned import LearnedReward
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from tests.stand_ins import TINY_LLAMA
 

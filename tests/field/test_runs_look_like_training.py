@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 from lightning_rlhf import ConversationDataModule, FromConfig, SFTModule
 from lightning_rlhf.callbacks import RunCheckpoint, complete
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from tests.cli.conftest import LLAMA
 from tests.stand_ins import quiet_trainer
 

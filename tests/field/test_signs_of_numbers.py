@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rlhf.extras.judges.endpoint import Endpoint
 from lightning_rlhf.extras.judges.judge import JudgeReward
-from lightning_rlhf.extras.rewards.rules import gsm8k_lenient, gsm8k_strict
+from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 MINUS = ["-", "\u2212", "\uff0d", "\u2011"]
 

@@ -20,10 +20,9 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import KLControl, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.algorithms.kl_control import AdaptiveKL
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.modules.optimizers import use_fused_kernels
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.gpu_simulated.pretend import CUDA, Pretend, pretended_cuda

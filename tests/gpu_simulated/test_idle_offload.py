@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf import DPOModule, PPOModule
 from lightning_rlhf.callbacks.defaults import complete
 from lightning_rlhf.compat import optimizer_at
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies import idle
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.gpu_simulated.conftest import OnPretendedGPU

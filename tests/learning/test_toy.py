@@ -9,8 +9,8 @@ from lightning import seed_everything
 from lightning_rlhf import FromConfig, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine

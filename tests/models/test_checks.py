@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_rlhf.data.chat import Chat
 from lightning_rlhf.data.row import BadRow
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from tests.extras.plan.fakes import source
 from tests.models.test_lora import GPT2

@@ -9,7 +9,7 @@ from lightning_rlhf import FromConfig, GRPOModule, PPOModule, Pretrained
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.models.shared_bases import sharing
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from tests.distributed.tasks import weight_bytes
 from tests.models.architectures import tiny
 from tests.models.test_lora import IDS, INDEX, logprobs, parameters_of, randomize_adapters

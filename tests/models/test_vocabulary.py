@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from lightning_rlhf import PPOModule, PromptDataModule
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.vocabulary import check_vocabularies
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from tests.stand_ins import TINY_LLAMA, HandOver, TinyModel, quiet_trainer
 
 

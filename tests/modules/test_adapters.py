@@ -8,7 +8,7 @@ import torch
 
 from lightning_rlhf import FromConfig, GRPOModule, PPOModule, RewardModule, SFTModule
 from lightning_rlhf.models.lora import LoRA, is_adapter
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies.roles import SingleDeviceRoles
 from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
 

@@ -13,7 +13,7 @@ from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaselin
 from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from tests.stand_ins import TinyModel, fit, responses, rollout_of
 

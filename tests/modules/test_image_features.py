@@ -6,7 +6,7 @@ from lightning_rlhf import FromConfig, GRPOModule, PPOModule, Pretrained, Prompt
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.extras.images import model as images
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.distributed.tasks import share_of_a, with_pictures

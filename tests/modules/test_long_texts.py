@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_rlhf import FromConfig, GRPOModule, SFTModule
 from lightning_rlhf.functional.logprobs import chunk_bytes_on, keep_bytes_on
 from lightning_rlhf.modules.texts import text_scores
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import assert_close
 from tests.stand_ins import Response, fit, rollout_of

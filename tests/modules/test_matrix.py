@@ -23,7 +23,7 @@ from lightning_rlhf.objectives.aggregation import (
 )
 from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.types import StepRollout
 from tests.helpers import concrete_objectives
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer, responses, rollout_of

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import PPOModule
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.objectives.advantages import GAE
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.strategies.roles import RoleStrategy
 from tests.helpers import assert_close, over_ranks

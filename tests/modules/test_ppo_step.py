@@ -9,7 +9,7 @@ import torch
 
 from lightning_rlhf import PPOModule
 from lightning_rlhf.objectives.advantages import GAE
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
 from lightning_rlhf.rewards.shaping import ScoreShaping

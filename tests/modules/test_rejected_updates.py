@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, RLHFModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy

@@ -10,7 +10,7 @@ from lightning_rlhf import GRPOModule, PPOModule
 from lightning_rlhf.batching.packing import pack_texts
 from lightning_rlhf.models.sequence_parallel import SequenceRanks
 from lightning_rlhf.modules.text_layout import breaks_of
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.types import ConversationTokens, Rollout
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of

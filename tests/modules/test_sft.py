@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rlhf import ConversationDataModule, PreferenceDataModule, RewardModule, SFTModule
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import assert_close, over_ranks
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer

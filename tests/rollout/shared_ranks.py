@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
 from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import EngineDied
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, finished
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.function import CALL_ARGUMENTS, RewardFunction
 from lightning_rlhf.rollout.assemble import scored_rollout
 from lightning_rlhf.rollout.scorer import weighted_sum

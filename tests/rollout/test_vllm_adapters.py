@@ -13,10 +13,10 @@ from lightning_rlhf import PPOModule, PromptDataModule
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA, base_name, is_adapter, merged
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.shared import SharedEngine

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import EngineDied
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.generation import CompletionCheck, serve

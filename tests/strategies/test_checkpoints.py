@@ -11,7 +11,7 @@ from torch import nn
 import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf import PPOModule
 from lightning_rlhf.modules.algorithms import GRPOModule
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies.checkpoints import background, manifest
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints

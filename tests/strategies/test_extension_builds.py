@@ -9,7 +9,7 @@ import torch
 
 from lightning_rlhf import ConversationDataModule, SFTModule
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.strategies.extension_builds import await_builds, build_folders, is_open, optimizer_extensions
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.stand_ins import TinyModel, quiet_trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,39 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.callbacks.loop.checks import check_module, last_step_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
-
-
-@dataclass(frozen=True)
-class AdaptiveKL:
-    """Changes the KL coefficient so that the measured KL approaches a target.
-
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
-
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2, whose last factor is
-    responses / horizon. The minimum keeps a batch larger than the horizon from making the coefficient negative.
-
-    Args:
-        target: target of KL(actor || ref), nats per response, positive.
-        horizon: number of responses over which the coefficient changes by at most 20 %, positive.
-    """
-
-    target: float
-    horizon: int = 10000
-
-    def __post_init__(self) -> None:
-        if not (self.target > 0 and self.horizon > 0):
-            raise UsageError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
-
-    def __call__(self, coef: float, kl: float, num_responses: int) -> float:
-        """Return the coefficient of the next step.
-
-        Args:
-            coef: coefficient of this step.
-            kl: measured KL, nats per response.
-            num_responses: number of responses of the measurement.
-        """
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return coef * (1.0 + error * min(num_responses / self.horizon, 1.0))
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
 
 class KLControl(Callback):

@@ -22,7 +22,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.types import Experience, Rollout
 

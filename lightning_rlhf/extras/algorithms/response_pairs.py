@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
-from lightning_rlhf.extras.algorithms.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.evaluation import Evaluation
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -20,8 +19,9 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.base import AdvantageEstimator, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.group_advantages import GRPO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
 from lightning_rlhf.types import Experience, StepRollout, TensorBatch
 
 

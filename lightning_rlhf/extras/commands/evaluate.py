@@ -29,7 +29,7 @@ _EPILOG = """A file was written by generate or verl: each row has a list of resp
 functions (ground_truth, reward_model.ground_truth, answer, data_source, ...). Intervals are 95 % intervals. Of several
 files for the same rows, such as before and after training, the differences from the first are printed, too.
 
-  lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.extras.rewards.rules:gsm8k_strict --json report.json
+  lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
   lightning-rlhf evaluate before.jsonl after.jsonl --reward my_rewards.py:right
   lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --answer my_rewards.py:last_number
   lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --keep above 0.5 --to rows.jsonl

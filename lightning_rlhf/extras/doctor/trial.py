@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.commands.separate_process import error_line, print_result, run_apart
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.function import RewardFunction

@@ -16,11 +16,11 @@ import pytest
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.extras.agents import endpoint as endpoint_module
 from lightning_rlhf.extras.agents.endpoint import AgentEndpoint
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine

@@ -8,7 +8,7 @@ import torch
 
 from lightning_rlhf import ECHOModule, GRPOModule
 from lightning_rlhf.extras.algorithms.echo import environment_mask
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.types import ConversationTokens
 from tests.helpers import assert_close
 from tests.stand_ins import TinyModel, fit, responses, rollout_of

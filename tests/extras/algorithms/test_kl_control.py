@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import KLControl
-from lightning_rlhf.extras.algorithms.kl_control import AdaptiveKL
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.modules.rlhf import TrainedStep
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 
 RULE = AdaptiveKL(target=2.0, horizon=10)
 

@@ -14,7 +14,7 @@ from lightning_rlhf.extras.algorithms.mixture import RewardObjective, Supervised
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from lightning_rlhf.objectives.group_advantages import GRPO, RLOO
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus, ReMax
 from lightning_rlhf.types import SequenceBatch
 from tests.extras.algorithms import test_distillation

@@ -10,8 +10,8 @@ from lightning_rlhf import PreferenceDataModule, RewardModule
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV, PolicyCheck
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.report.run_directory import RunDirectory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.functional.diagnostics import ordered_fraction
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.helpers import assert_close

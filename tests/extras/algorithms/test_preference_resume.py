@@ -8,7 +8,7 @@ import torch
 from lightning_rlhf import DPOModule, KTOModule, PreferenceDataModule, UnpairedDataModule
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA
 from tests.stand_ins import TinyModel, quiet_trainer
 

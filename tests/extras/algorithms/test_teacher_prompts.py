@@ -8,8 +8,8 @@ import torch
 from lightning_rlhf import DistillationModule, GRPOModule, PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.algorithms.distillation import Divergence
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import exact
 from tests.stand_ins import TINY_LLAMA, ScriptedEngine, TinyModel, quiet_trainer

@@ -17,7 +17,7 @@ from lightning_rlhf.extras.commands import check_data as command
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz?!:| \n"
 TOKENIZER = {
-    "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
     "init_args": {"characters": CHARACTERS},
 }
 NOTHING = MappingProxyType({})
@@ -130,7 +130,7 @@ def fails_for_a_list(completions, ground_truth):
 
 
 ASCII = {
-    "class_path": "lightning_rlhf.extras.tokenizers.new.CharacterTokenizer",
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
     "init_args": {"characters": "".join(map(chr, range(32, 127)))},
 }
 LISTS = [{"question": "which?", "answer": ["a", "b"]}, {"question": "why?", "answer": ["b", "c"]}]

@@ -162,7 +162,7 @@ def test_result_equals_that_of_verl_main_eval(evaluate):
 
 def test_built_in_reward_follows_its_documented_rule(evaluate):
     rows = [{"prompt": "", "answer": "x #### 42", "response": ["so #### 42", "41"]}]
-    arguments = ("--reward", "lightning_rlhf.extras.rewards.rules.gsm8k_strict", "--columns", "responses=response")
+    arguments = ("--reward", "lightning_rlhf.rewards.rules.gsm8k_strict", "--columns", "responses=response")
     code, report, shown = evaluate(*arguments, rows=rows)
     assert code == 0, shown
     assert report["sources"]["data"]["rewards"]["gsm8k_strict"]["mean"] == 0.5
@@ -402,7 +402,7 @@ def test_messages_are_continued_by_the_response_or_the_conversation(evaluate):
 
 def test_kept_rows_are_read_by_the_data_modules(evaluate):
     from lightning_rlhf import ConversationDataModule, PreferenceDataModule
-    from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+    from lightning_rlhf.data.tokenizers import CharacterTokenizer
 
     for keep, kind in (("best", ConversationDataModule), ("pairs", PreferenceDataModule)):
         rows_kept(evaluate, "--reward", "rewards.py:right", "--keep", keep)

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf import FromConfig, Pretrained
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.commands import export as command
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.models.test_lora import GPT2, IDS, INDEX, logprobs, parameters_of, randomize_adapters

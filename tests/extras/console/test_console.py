@@ -68,7 +68,7 @@ def test_lines_can_be_printed_every_n_steps(run, capsys):
 
 def test_module_without_rollouts_is_described_too(run, capsys, tmp_path):
     from lightning_rlhf import ConversationDataModule
-    from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+    from lightning_rlhf.data.tokenizers import CharacterTokenizer
 
     rows = InMemory([{"prompt": "a", "completion": "b"}] * 4)
     data = ConversationDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=2)

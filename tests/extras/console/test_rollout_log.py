@@ -13,7 +13,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.extras.console.rollout_log import _short
 from lightning_rlhf.extras.console.row_values import own_parts, value_counts
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.environments import worlds

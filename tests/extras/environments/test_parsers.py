@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import FunctionToolCalls, JSONToolCalls, MarkedToolCalls, TokenizerToolCalls, ToolCall
 from lightning_rlhf.extras.environments.parsers import call_of
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 
 PARSE = JSONToolCalls()
 

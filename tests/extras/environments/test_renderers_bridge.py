@@ -6,10 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.extras.environments.renderers_bridge import RenderersBridge
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from tests.environments import worlds
 
 # As Qwen3: thoughts of earlier answers are left out, an empty block is written for the last one, and messages of tools

@@ -9,9 +9,9 @@ from functools import partial
 import psutil
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import ToolCall, VLLMToolCalls
 from lightning_rlhf.extras.environments import vllm_parser
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 
 SCHEMA = {
     "type": "function",

@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError, counted
 from lightning_rlhf.extras.images import processor as processors
 from lightning_rlhf.extras.images.processor import ImageProcessor, copy_processor, load_processor
 from lightning_rlhf.extras.images.reading import read_image
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.images import BadImage, ImageSettings, ImageStore
 from tests.vision_models import drawing, write_processor
 

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.extras.judges import endpoint as endpoint_module
 from lightning_rlhf.extras.judges.endpoint import BudgetSpent, Client, Endpoint, Request
 from lightning_rlhf.extras.judges.judge import TEMPLATE, JudgeReward
 from lightning_rlhf.extras.judges.remote import RemoteReward, VLLMReward
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.vision_models import drawing

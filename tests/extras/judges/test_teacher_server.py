@@ -12,11 +12,11 @@ import torch
 from lightning_rlhf import DistillationModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.extras.algorithms.remote_teachers import results
 from lightning_rlhf.extras.judges.teacher_server import TeacherServer
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import PaddedPrompts, TopTokens

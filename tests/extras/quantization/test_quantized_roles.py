@@ -8,7 +8,7 @@ import torch
 from lightning_rlhf import DistillationModule, FromConfig, GRPOModule, PPOModule, Pretrained
 from lightning_rlhf.extras.algorithms.distillation import Divergence
 from lightning_rlhf.models.lora import LoRA, is_adapter
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from tests.helpers import assert_close
 from tests.models.architectures import tiny
 from tests.modules.test_long_texts import ARCHITECTURE, PROMPT, RESPONSES, tokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, LlamaConfig
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.rewards.learned import LearnedReward
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lightning_rlhf.extras.rewards.rules import gsm8k_strict
 from lightning_rlhf.extras.rewards.sources import BySource
 from lightning_rlhf.extras.rewards.text import ExactMatch
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
+from lightning_rlhf.rewards.rules import gsm8k_strict
 
 
 def compute_score(solution_str, ground_truth, extra_info=None):

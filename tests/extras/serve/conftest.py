@@ -4,7 +4,7 @@ import string
 
 import pytest
 
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from tests.rollout.engines import ARCHITECTURE
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.serve import command
 from lightning_rlhf.extras.serve.access import bind, is_local, load_key
 from lightning_rlhf.extras.serve.example import curl_command, example_request
 from lightning_rlhf.extras.serve.limits import Limits
 from lightning_rlhf.extras.serve.process import ServedModel, ServerProcess
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.lora import LoRA, is_adapter

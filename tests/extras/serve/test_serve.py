@@ -16,9 +16,9 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.extras.commands import generate as generating
 from lightning_rlhf.extras.commands.responses_file import read_lines
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.models.adapter_files import save_adapter
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.models.lora import LoRA, is_adapter

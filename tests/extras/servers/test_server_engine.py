@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
@@ -28,7 +29,6 @@ from lightning_rlhf.extras.servers.push import (
     _chunk_source,
     _rendezvous,
 )
-from lightning_rlhf.extras.tokenizers.new import CharacterTokenizer
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.rollout.ranks import RankGroup

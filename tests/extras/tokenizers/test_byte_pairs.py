@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.data.tokenizers import load_tokenizer
-from lightning_rlhf.extras.tokenizers.new import BytePairTokenizer, CharacterTokenizer
+from lightning_rlhf.data.tokenizers import CharacterTokenizer, load_tokenizer
+from lightning_rlhf.extras.tokenizers.byte_pairs import BytePairTokenizer
 from tests.helpers import properties
 
 LETTERS = "0123456789+=: \nabcABC"

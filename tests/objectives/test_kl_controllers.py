@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.extras.algorithms.kl_control import AdaptiveKL
 from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.objectives.kl_term import KLTerm
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from tests.helpers import assert_close, float64, golden, masks, normal, pad_columns, properties, seeds, with_garbage
 
 ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]

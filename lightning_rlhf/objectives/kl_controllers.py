@@ -1,5 +1,7 @@
 """KL penalty of the actor against the reference, in the reward or in the loss, and the control of its coefficient."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import get_args
 
@@ -72,3 +74,36 @@ class KLTerm:
         if old_logprobs is None:
             raise UsageError("a KL term with importance needs old_logprobs, the log-probabilities at sampling time")
         return estimate * log_ratio_of(logprobs, torch.where(mask, old_logprobs, 0.0)).exp()
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """Changes the KL coefficient so that the measured KL approaches a target.
+
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1))
+
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2, whose last factor is
+    responses / horizon. The minimum keeps a batch larger than the horizon from making the coefficient negative.
+
+    Args:
+        target: target of KL(actor || ref), nats per response, positive.
+        horizon: number of responses over which the coefficient changes by at most 20 %, positive.
+    """
+
+    target: float
+    horizon: int = 10000
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0 and self.horizon > 0):
+            raise UsageError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
+
+    def __call__(self, coef: float, kl: float, num_responses: int) -> float:
+        """Return the coefficient of the next step.
+
+        Args:
+            coef: coefficient of this step.
+            kl: measured KL, nats per response.
+            num_responses: number of responses of the measurement.
+        """
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return coef * (1.0 + error * min(num_responses / self.horizon, 1.0))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.extras.rewards.rules import gsm8k_lenient, gsm8k_strict
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 

@@ -6,6 +6,7 @@ Public names are imported on first use (PEP 562), so that importing the package 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_rlhf import moved as moved
 from lightning_rlhf.__about__ import __version__
 
 if TYPE_CHECKING:

@@ -1,10 +1,13 @@
-"""New names of modules that were moved, for the messages about configurations that have the old ones."""
+"""New names of modules and classes that were moved, for the messages about old ones in configurations and programs."""
 
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from typing import Any
 
 
 @cache
@@ -26,3 +29,15 @@ def new_name(path: str) -> str | None:
             return moved_modules()[module] + path[len(module) :]
         module = module.rpartition(".")[0]
     return None
+
+
+class MovedModules(MetaPathFinder):
+    """Gives the new name in the error about the import of a module that was moved."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Raise ModuleNotFoundError for an old name; other modules are not found here."""
+        if fullname.startswith("lightning_rlhf.") and (now := new_name(fullname)) is not None:
+            raise ModuleNotFoundError(f"{fullname} is now {now}", name=fullname)
+
+
+sys.meta_path.append(MovedModules())

@@ -49,3 +49,10 @@ def test_the_new_name_of_a_function_is_in_the_message():
 def test_other_names_were_not_moved():
     assert new_name("lightning_rlhf.callbacks.Report") is None
     assert new_name("lightning_rlhf.rewards.function.RewardFunction") is None
+
+
+def test_the_new_name_of_a_module_is_in_the_error_of_its_import():
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^lightning_rlhf.rewards.learned is now lightning_rlhf.extras.rewards"
+    ):
+        import_module("lightning_rlhf.rewards.learned")

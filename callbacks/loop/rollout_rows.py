@@ -1,4 +1,4 @@
-"""Values of responses as lines of files: segments of conversations, values of tokens, and their ends."""
+"""Responses as lines of files: the segments of a conversation, and why a response ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def segments_of(
 ) -> dict[str, Any]:
     """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
 
-    A turn before the last has its ``reward``, times the weight of the environment, if it is not 0.
+    A policy's segment has the ``reward`` of its turn, times the weight of the environment, if it is not 0. That of the
+    last turn is part of the response's reward, which the line has anyway.
 
     Args:
         tokenizer: tokenizer that decodes them, special tokens included.
@@ -29,7 +30,7 @@ def segments_of(
     mask = rollout.response_mask[row, :length].tolist()
     if all(mask):
         return {}
-    if rollout.conversation is None:
+    if rollout.conversation is None:  # an own loop masks tokens without an environment
         rewards = [0.0] * length
     else:
         rewards = rollout.conversation.step_rewards[row, :length].tolist()
@@ -37,24 +38,28 @@ def segments_of(
     segments = []
     for sampled, part in groupby(tokens, key=itemgetter(0)):
         _, all_ids, values = zip(*part, strict=True)
-        pairs = zip((None, *all_ids), all_ids, strict=False)
-        ids = [token for before, token in pairs if token != before or token not in image_tokens]
+        ids = _once_for_each_image(all_ids, image_tokens)
         reward = {"reward": sum(values)} if any(values) else {}
         segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(ids), **reward})
     return {"segments": segments}
 
 
-def end_of(truncated: bool, conversation: ConversationRecord | None, is_given: bool = False) -> dict[str, Any]:
+def _once_for_each_image(ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
+    """Return ids in which successive tokens of an image are one: 5 9 9 9 6 becomes 5 9 6 if 9 stands for its parts."""
+    pairs = zip((None, *ids), ids, strict=False)
+    return [token for before, token in pairs if token != before or token not in image_tokens]
+
+
+def end_of(truncated: bool, record: ConversationRecord | None, is_given: bool = False) -> dict[str, Any]:
     """Return why a response ended, and the numbers of turns and tool calls of a conversation.
 
     Args:
         truncated: whether the length limit cut the response.
-        conversation: record of a conversation with an environment; None without one.
+        record: record of a conversation with an environment; None without one.
         is_given: whether it is a response of the data.
     """
     if is_given:
         return {"stop": "given"}
-    if conversation is None:
+    if record is None:
         return {"stop": "length" if truncated else "stop"}
-    turns = len(conversation.turn_ends)
-    return {"stop": conversation.stop, "turns": turns, "tool_calls": conversation.tool_calls}
+    return {"stop": record.stop, "turns": len(record.turn_ends), "tool_calls": record.tool_calls}

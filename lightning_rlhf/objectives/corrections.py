@@ -21,25 +21,24 @@ from lightning_rlhf.functional.mismatch import (
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.ranges import check_ranges
 
+Parts = dict[str, tuple[Tensor, Tensor]]  # values and the mask of those that count, of each metric
+
 
 @dataclass(frozen=True)
 class RolloutCorrection:
     """Importance weights and rejections for tokens that were sampled from another policy than the one in training.
 
-    The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. With
-    l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is exp of l (``token``), of its sum over the
-    response (``sequence``, clamped in the same way) or of its mean (``geometric``). The weight is the ratio
-    truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al.
-    2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). By default, only metrics are computed.
+    The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. By default, only
+    metrics of that are computed.
 
-    A weight multiplies the loss of a token that still counts in the denominator; a rejected token does not count.
-
-    With ``bypass`` the actor is not evaluated before the first update: the rollout's log-probabilities are the old
-    ones. The ratio of a clipped policy loss is then already train / rollout, so it needs no weights (``level`` None); a
-    plain policy gradient has no ratio, and needs them. Weights and rejections then depend on the current actor: call
-    :meth:`of_rows` with its current log-probabilities for each micro-batch. A token rejected there still counts in the
-    denominator, which was fixed before, and in the entropy bonus and the KL loss. An update in which all tokens are
-    rejected is left out, unless bonus or KL loss have a gradient.
+    Ratio: with l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is
+        exp(l)                                      of each token (``token``),
+        exp(sum of l over the response)             with the sum clamped in the same way (``sequence``), or
+        exp(mean of l over the response)            (``geometric``).
+    Weight: the ratio truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", Yao et al. 2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). It multiplies the
+    loss of a token, which still counts in the denominator.
+    Rejection: a rejected token does not count.
 
     Presets of verl are classmethods of the same names, such as ``RolloutCorrection.bypass_ppo_clip()`` and
     ``RolloutCorrection.decoupled_token_is(upper=2.0)``. In YAML, ``class_path`` may name the class or a classmethod.
@@ -52,7 +51,12 @@ class RolloutCorrection:
         batch_normalize: whether weights are divided by their mean over the tokens (``token``) or responses (else) that
             are accepted, on all ranks.
         rejections: rules that reject tokens; a token is accepted if all rules accept it.
-        bypass: whether the rollout's log-probabilities replace the actor's before the first update.
+        bypass: whether the rollout's log-probabilities replace the actor's before the first update, so that the actor
+            is not evaluated then. The ratio of a clipped policy loss is then train / rollout already and needs no
+            weights (``level`` None); a plain policy gradient has no ratio, and needs them. Weights and rejections
+            depend on the current actor: call :meth:`of_rows` with its log-probabilities for each micro-batch. A token
+            rejected there still counts in the denominator, which was fixed before, and in the entropy bonus and the KL
+            loss. An update in which all tokens are rejected is left out, unless bonus or KL loss have a gradient.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = None
@@ -111,19 +115,18 @@ class RolloutCorrection:
         metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, ranks)
         metrics |= self._metrics(log_ratio, mask, weights, accepted, ranks)
         if self.batch_normalize:
-            rows = accepted.any(dim=1)
-            if self.level == "token":
-                counted = (weights, accepted)
-            else:
-                counted = (response_mean(weights, accepted), rows)
-            mean = means_over_ranks({"weights": counted}, ranks)["weights"]
-            # all weights 0, or none at all: nothing to normalise
-            factor = 1.0
-            if mean > 1e-8:
-                factor = mean
+            factor = self._batch_mean(weights, accepted, ranks)
             weights = weights / factor
             metrics["rollout_corr/batch_norm_factor"] = factor
         return weights.to(old_logprobs.dtype), accepted, metrics
+
+    def _batch_mean(self, weights: Tensor, accepted: Tensor, ranks: DataRanks) -> float:
+        """Return the mean weight of accepted tokens or responses over all ranks; 1 if all weights are 0 or none is."""
+        counted = (weights, accepted)
+        if self.level != "token":
+            counted = (response_mean(weights, accepted), accepted.any(dim=1))
+        mean = means_over_ranks({"weights": counted}, ranks)["weights"]
+        return mean if mean > 1e-8 else 1.0
 
     def of_rows(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and accepted tokens of some rows, as :meth:`__call__`, without normalisation and metrics."""
@@ -141,8 +144,8 @@ class RolloutCorrection:
     def _weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         if self.level is None:
             return mask.double()
-        ratio, low = self._log_level_ratio(log_ratio, mask).exp(), self.lower or 0.0
-        weights = ratio.clamp(low, self.upper)
+        ratio = self._log_level_ratio(log_ratio, mask).exp()
+        weights = ratio.clamp(self.lower or 0.0, self.upper)
         if self.mode == "mask":
             weights = torch.where(weights == ratio, ratio, 0.0)
         return weights.expand(mask.shape).masked_fill(~mask, 0)
@@ -161,39 +164,38 @@ class RolloutCorrection:
         accepted: Tensor,
         ranks: DataRanks,
     ) -> dict[str, float]:
-        rows = mask.any(dim=1)
-        shares: dict[str, tuple[Tensor, Tensor]] = {}
-        spreads: dict[str, tuple[Tensor, Tensor]] = {}
+        dropped, rows = mask & ~accepted, mask.any(dim=1)
+        fractions: Parts = {}
+        spreads: Parts = {}
         if self.level is not None:
-            # Without a lower bound, report how often the inverse of the upper one would be exceeded.
-            low = 1 / self.upper if self.lower is None else self.lower
-            ratio = self._log_level_ratio(log_ratio, mask).exp()
-            of_response = response_mean(ratio.expand(mask.shape), mask)
-            units = mask if self.level == "token" else rows.unsqueeze(1)
-            shares |= {"above_fraction": (ratio > self.upper, units), "below_fraction": (ratio < low, units)}
-            shares["sequence_above_fraction"] = of_response > self.upper, rows
-            shares["sequence_below_fraction"] = of_response < low, rows
-            outside = (ratio > self.upper) | (ratio < (self.lower or 0.0))
-            shares["outside_fraction"] = outside.expand(mask.shape), mask
+            fractions |= self._outside(log_ratio, mask)
             spreads |= {"weight": (weights, mask), "sequence_weight": (response_mean(weights, mask), rows)}
         for rejection in self.rejections:
-            name, (low, high) = rejection.name, rejection.bounds
-            values = rejection.values(log_ratio, mask)
             units = mask if rejection.level == "token" else rows
-            dropped = mask & ~rejection.keep(log_ratio, mask)
-            spreads[name] = values, units
-            shares[f"{name}_above_fraction"] = values > high, units
-            shares[f"{name}_below_fraction"] = values < low, units
-            shares[f"{name}_rejected_fraction"] = dropped, mask
-            shares[f"{name}_rejected_sequence_fraction"] = dropped.any(dim=1), rows
-        dropped = mask & ~accepted
-        shares |= {"rejected_fraction": (dropped, mask), "rejected_sequence_fraction": (dropped.any(dim=1), rows)}
-        metrics = means_over_ranks(shares, ranks)
+            spreads[rejection.name] = rejection.values(log_ratio, mask), units
+            fractions |= _rejected(rejection, log_ratio, mask)
+        fractions |= {"rejected_fraction": (dropped, mask), "rejected_sequence_fraction": (dropped.any(dim=1), rows)}
+        metrics = means_over_ranks(fractions, ranks)
         if spreads:
             metrics |= spread_metrics(spreads, ranks)
         if self.level is not None:
             metrics["weight_ess"] = effective_fraction(metrics["weight_mean"], metrics["weight_std"])
         return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+    def _outside(self, log_ratio: Tensor, mask: Tensor) -> Parts:
+        """Return which ratios are out of bounds; without a lower one, which are below the inverse of the upper one."""
+        low = 1 / self.upper if self.lower is None else self.lower
+        ratio, rows = self._log_level_ratio(log_ratio, mask).exp(), mask.any(dim=1)
+        response_ratio = response_mean(ratio.expand(mask.shape), mask)
+        units = mask if self.level == "token" else rows.unsqueeze(1)
+        truncated = (ratio > self.upper) | (ratio < (self.lower or 0.0))
+        return {
+            "above_fraction": (ratio > self.upper, units),
+            "below_fraction": (ratio < low, units),
+            "sequence_above_fraction": (response_ratio > self.upper, rows),
+            "sequence_below_fraction": (response_ratio < low, rows),
+            "outside_fraction": (truncated.expand(mask.shape), mask),
+        }
 
     # -- verl's presets -----------------------------------------------------------------------------------------
 
@@ -301,3 +303,17 @@ class RolloutCorrection:
     ) -> "RolloutCorrection":
         """As ``bypass_pg_geo_rs``, with truncated weights of tokens."""
         return replace(cls.decoupled_geo_rs_token_tis(upper, reject_lower, reject_upper), bypass=True)
+
+
+def _rejected(rejection: Rejection, log_ratio: Tensor, mask: Tensor) -> Parts:
+    """Return which values of a rejection are out of its bounds, and which tokens and responses it rejects alone."""
+    name, (low, high), values = rejection.name, rejection.bounds, rejection.values(log_ratio, mask)
+    rows = mask.any(dim=1)
+    units = mask if rejection.level == "token" else rows
+    dropped = mask & ~rejection.keep(log_ratio, mask)
+    return {
+        f"{name}_above_fraction": (values > high, units),
+        f"{name}_below_fraction": (values < low, units),
+        f"{name}_rejected_fraction": (dropped, mask),
+        f"{name}_rejected_sequence_fraction": (dropped.any(dim=1), rows),
+    }

@@ -31,9 +31,11 @@ class RewardWorkers:
             for function in functions
             if function.runs_in_worker and isinstance(function.picklable, str)
         ]
+        # At least two, so that one that waits for its time limit does not hold up all other calls.
         size = max(2, min(_MAX_PROCESSES, os.cpu_count() or 1))
         self._pool = WorkerPool(size, _initialize, references)
         self._answered = False  # whether any worker has answered a call, so that workers can start
+        # Arguments of each call, to repeat it; they are freed with its future.
         self._calls: WeakKeyDictionary[Future[RewardResult], tuple[Any, ...]] = WeakKeyDictionary()
 
     def submit(
@@ -42,36 +44,34 @@ class RewardWorkers:
         """Schedule a call; see :meth:`RewardFunction.evaluate`."""
         return self._schedule(function, (function.picklable, function.arguments, dict(columns), list(indices)))
 
-    def result(
-        self,
-        function: RewardFunction,
-        future: Future[RewardResult],
-        repeats: int = 1,
-        starts: int = MOST_STARTS,
-    ) -> RewardResult:
+    def result(self, function: RewardFunction, future: Future[RewardResult]) -> RewardResult:
         """Wait for a call and return its result; a timeout or the worker's death is a failure.
+
+        A call whose worker was killed, as the kernel does where memory is short, is repeated once. One whose pool broke
+        is repeated ``MOST_STARTS`` times; only once if no worker has answered yet, because then none can start at all.
 
         Args:
             function: function of the call.
             future: future of the call.
-            repeats: number of times that a call is repeated whose process was killed.
-            starts: number of times that a call is repeated whose process was ended by something else.
         """
-        error = future.exception()
-        if error is None:
-            self._answered = True
-            return future.result()
-        lost = lost_call(error, function.timeout_s)
-        if lost is None:
-            return RewardFailure.from_error(error)
-        if lost.kind in ("timeout", "died") or (lost.kind == "killed" and not repeats):
-            return RewardFailure(lost.message, timed_out=lost.kind == "timeout")
-        if not starts or (not self._answered and starts < MOST_STARTS):
-            return RewardFailure(f"lost its worker process {MOST_STARTS + 1 - starts} times")
-        again = self._schedule(function, self._calls[future])
-        if lost.kind == "killed":
-            return self.result(function, again, repeats - 1, starts)
-        return self.result(function, again, repeats, starts - 1)
+        kills, starts = 1, MOST_STARTS  # repeats that are left
+        while (error := future.exception()) is not None:
+            lost = lost_call(error, function.timeout_s)
+            if lost is None:
+                return RewardFailure.from_error(error)
+            if lost.kind == "timeout":
+                return RewardFailure(lost.message, timed_out=True)
+            if lost.kind == "died" or (lost.kind == "killed" and not kills):
+                return RewardFailure(lost.message)
+            if not starts or (not self._answered and starts < MOST_STARTS):
+                return RewardFailure(f"lost its worker process {MOST_STARTS + 1 - starts} times")
+            if lost.kind == "killed":
+                kills -= 1
+            else:
+                starts -= 1
+            future = self._schedule(function, self._calls[future])
+        self._answered = True
+        return future.result()
 
     def _schedule(self, function: RewardFunction, call: tuple[Any, ...]) -> Future[RewardResult]:
         future: Future[RewardResult] = self._pool.schedule(_evaluate, *call, timeout_s=function.timeout_s)

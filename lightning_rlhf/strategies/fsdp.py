@@ -102,8 +102,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def setup_environment(self) -> None:
         """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
+        Of 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2``, ranks 0 to 3 have all weights together
+        and 4 to 7 are their replica; 0 and 1 split each layer, 0 and 2 are shards, 0 and 4 have the same part.
+
         Raises:
-            ValueError: a size does not divide the number of processes.
+            UsageError: a size does not divide the number of processes.
         """
         processes = self.num_nodes * self.num_processes
         splitting = self.tensor_parallel_size * self.sequence_parallel_size
@@ -113,46 +116,58 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
                 sizes += f" times sequence_parallel_size: {self.sequence_parallel_size}"
             raise UsageError(f"{sizes} does not divide the {processes} processes of this run; use a divisor")
         data_ranks = processes // splitting
-        shards = data_ranks if self.shard_size is None else self.shard_size
-        if self.shard_size is None and self.num_nodes > 1:
-            shards = max(self.num_processes // splitting, 1)
-        if data_ranks % shards:
-            raise UsageError(
-                f"shard_size: {shards} does not divide the {data_ranks} data-parallel processes of this run; use a "
-                f"divisor"
-            )
-        self._group_size = shards * splitting  # processes that have all weights together, with consecutive ranks
+        shard_count = self._shard_count(data_ranks, splitting)
+        self._replica_size = shard_count * splitting  # processes that have all weights together, in consecutive ranks
         # Lightning's default is one data rank per node. Its mesh has no sequence-parallel processes.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
         self._data_parallel_size = data_ranks
-        if self.sequence_parallel_size > 1 or shards < data_ranks:
-            self._replace_mesh(data_ranks // shards, shards)
-        if self._timeout is not None and (splitting > 1 or shards < data_ranks):  # else all groups are that of the run
-            flattened = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
-            for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in flattened)):
-                set_group_timeout(group, self._timeout)
+        has_replicas = shard_count < data_ranks
+        if self.sequence_parallel_size > 1 or has_replicas:
+            self._replace_mesh(data_ranks // shard_count, shard_count)
+        if splitting > 1 or has_replicas:  # else all groups are that of the run
+            self._set_timeouts()
+
+    def _shard_count(self, data_ranks: int, splitting: int) -> int:
+        """Return over how many data-parallel processes weights are sharded: ``shard_size``, a node's or all."""
+        count = data_ranks if self.shard_size is None else self.shard_size
+        if self.shard_size is None and self.num_nodes > 1:
+            count = max(self.num_processes // splitting, 1)
+        if data_ranks % count:
+            raise UsageError(
+                f"shard_size: {count} does not divide the {data_ranks} data-parallel processes of this run; use a "
+                f"divisor"
+            )
+        return count
+
+    def _set_timeouts(self) -> None:
+        """Give the groups of the mesh the timeout of the run's group."""
+        if self._timeout is None:
+            return
+        flattened = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
+        for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in flattened)):
+            set_group_timeout(group, self._timeout)
 
     @property
     def _further_groups(self) -> tuple[str, ...]:
         """Dimensions of sequence parallelism: processes of one row, those with the same rows, and those of shards."""
-        return ("sequence_parallel", "same_rows", "shards") if self.sequence_parallel_size > 1 else ()
+        return ("sequence_parallel", "same_rows", "all_shards") if self.sequence_parallel_size > 1 else ()
 
-    def _replace_mesh(self, replicas: int, shards: int) -> None:
+    def _replace_mesh(self, replicas: int, shard_count: int) -> None:
         """Replace Lightning's mesh by one of replicas, shards, sequence- and tensor-parallel processes."""
         names = ("replicate", "shard", "sequence_parallel", "tensor_parallel")
-        sizes = (replicas, shards, self.sequence_parallel_size, self.tensor_parallel_size)
+        sizes = (replicas, shard_count, self.sequence_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
         mesh["replicate", "shard"]._flatten("data_parallel")
         if self.sequence_parallel_size > 1:
-            mesh["shard", "sequence_parallel"]._flatten("shards")
+            mesh["shard", "sequence_parallel"]._flatten("all_shards")
             mesh["sequence_parallel", "tensor_parallel"]._flatten("same_rows")
         assert self.lightning_module is not None
         self._device_mesh = self.lightning_module._device_mesh = mesh
         if replicas > 1:
             log.info(
                 "Weights are sharded over %d processes, with %d replicas (shard_size of rlhf_fsdp).",
-                shards * self.sequence_parallel_size, replicas,
+                shard_count * self.sequence_parallel_size, replicas,
             )  # fmt: skip
 
     @property
@@ -160,32 +175,32 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """The processes over which weights are sharded: one dimension of shards, or two of replicas and shards."""
         if "replicate" not in (self.device_mesh.mesh_dim_names or ()):
             return self.device_mesh["data_parallel"]
-        shards = "shards" if self.sequence_parallel_size > 1 else "shard"
+        dimension = "all_shards" if self.sequence_parallel_size > 1 else "shard"
         if self.device_mesh["replicate"].size() > 1:
-            return self.device_mesh["replicate", shards]
-        return self.device_mesh[shards]
+            return self.device_mesh["replicate", dimension]
+        return self.device_mesh[dimension]
 
     @property
-    def _group_mesh(self) -> DeviceMesh:
+    def _same_rows_mesh(self) -> DeviceMesh:
         """The processes with the same rows."""
         return self.device_mesh["same_rows" if self.sequence_parallel_size > 1 else "tensor_parallel"]
 
     @property
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
-        """The data ranks, as seen from this process; tensor-parallel ranks have the same data rank."""
+        """The data ranks, as seen from this process; processes that split layers or rows have the same data rank."""
         mesh = self.device_mesh["data_parallel"]
         return ProcessRanks(mesh.get_local_rank(), mesh.size(), self.root_device, mesh.get_group())
 
     @property
     @override
     def is_group_leader(self) -> bool:
-        return self._group_mesh.get_local_rank() == 0
+        return self._same_rows_mesh.get_local_rank() == 0
 
     @override
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
-        if self._group_mesh.size() == 1:
+        if self._same_rows_mesh.size() == 1:
             return make()
-        group = self._group_mesh.get_group()
+        group = self._same_rows_mesh.get_group()
         result = [make() if dist.get_rank(group) == 0 else None]
         dist.broadcast_object_list(result, group=group, group_src=0)
         return result[0]  # type: ignore[return-value]
@@ -209,12 +224,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             mesh = self.device_mesh["sequence_parallel"]
             role.sequence_ranks = SequenceRanks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
         first = self.module.shared_base_of(name)
-        shards = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
-        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shards)
+        shared = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
+        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shared)
         return role
 
     def _shard(
-        self, name: str, role: Any, reshard: bool | None, shards: Mapping[str, DTensor] = MappingProxyType({})
+        self, name: str, role: Any, reshard: bool | None, shared: Mapping[str, DTensor] = MappingProxyType({})
     ) -> None:
         """Shard each repeated block as one FSDP unit, and the remaining modules as the root unit.
 
@@ -235,12 +250,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._receive(modules)
             split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
-            _share_shards(role, shards)
+            _share_shards(role, shared)
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
         split(rest, plan, self.device_mesh["tensor_parallel"])
         fully_shard(role, **options)
-        _share_shards(role, shards)
+        _share_shards(role, shared)
 
     def _receive(self, modules: Iterable[nn.Module]) -> None:
         """Replace the tensors of modules by rank 0's, on this rank's device; tied tensors stay tied."""
@@ -283,12 +298,15 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     @override
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """Torch's function does not support gradients on different meshes."""
+        """Compute the norm mesh by mesh, and sum it over the dimensions in which a mesh shards.
+
+        Torch's function does not support gradients on different meshes.
+        """
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
-            shards = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
-            part = torch.nn.utils.get_total_norm(shards).to(self.root_device, torch.float32).square()
+            local = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
+            part = torch.nn.utils.get_total_norm(local).to(self.root_device, torch.float32).square()
             for dimension, placement in enumerate(placements):
                 if not placement.is_replicate():
                     dist.all_reduce(part, group=mesh.get_group(dimension))
@@ -312,8 +330,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     ) -> Iterator[tuple[str, Tensor]]:
         """A tensor is gathered while the one before it is used."""
         self._reshard(name)
-        if receivers is not None and len({rank // self._group_size for rank in receivers}) < len(receivers):
-            receivers = None  # a group has several, and sends to all at once in less time
+        if receivers is not None and len({rank // self._replica_size for rank in receivers}) < len(receivers):
+            receivers = None  # two are in one replica, which sends to all of its ranks at once in less time
         before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
@@ -339,13 +357,13 @@ def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in named if isinstance(p, DTensor) and not p.requires_grad}
 
 
-def _share_shards(role: nn.Module, shards: Mapping[str, DTensor]) -> None:
+def _share_shards(role: nn.Module, shared: Mapping[str, DTensor]) -> None:
     """Make the frozen parameters of a role use the shards of another role, whose values are equal.
 
     FSDP takes the local tensor over in its first forward pass, as after a change by ``load_state_dict``.
     """
     for name, shard in _frozen_shards(role).items():
-        other = shards.get(name)
+        other = shared.get(name)
         if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):
             shard._local_tensor = other._local_tensor
 

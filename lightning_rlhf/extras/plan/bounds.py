@@ -1,4 +1,4 @@
-"""Host memory of a node, and lower bounds of the seconds of a push and of a step."""
+"""Host memory of a node, and lower bounds of the seconds of a push, of generation and of a step."""
 
 from __future__ import annotations
 
@@ -60,28 +60,30 @@ class NodeMemory:
 def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
     """Compute the host memory of the first node.
 
-    FSDP and ZeRO load a role whole on rank 0 and send its parts to the others; with one process per GPU of
-    ``rlhf_single`` and ``rlhf_ddp``, each loads it. Weights are exported in the dtype of the parameters.
+    With FSDP and ZeRO, rank 0 loads a role whole and sends the others their parts. With ``rlhf_single`` and
+    ``rlhf_ddp``, every rank loads the whole role, and the first one saves it. Weights are exported in the dtype of the
+    parameters.
 
     Args:
         run: run to plan.
         host: bytes of host memory for each GPU, by term.
         gpus_per_node: number of GPUs of a node.
     """
-    on_first_rank_only = run.strategy.kind in ("single", "ddp")
+    every_rank_is_whole = run.strategy.kind in ("single", "ddp")
     training = host.total() * gpus_per_node
-    if on_first_rank_only:
+    if every_rank_is_whole:
         training -= host[memory_.SAVED] * (gpus_per_node - 1)
     largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
     trained = next(role for role in run.roles if role.trained)
     return NodeMemory(
         training=training,
-        loading=largest * (gpus_per_node if on_first_rank_only else 1),
+        loading=largest * (gpus_per_node if every_rank_is_whole else 1),
         exporting=trained.model.elements * _source_bytes(trained, run.strategy),
     )
 
 
 def _source_bytes(role: Role, strategy: Strategy) -> int:
+    """Return the bytes of a loaded weight: 2 if it is trained in bfloat16, or ZeRO keeps its float32 copy."""
     if role.dtype == "bfloat16" and (strategy.kind == "zero" or not role.has_master_weights):
         return 2
     return _FLOAT
@@ -131,18 +133,21 @@ def learning_seconds(
         trained = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
         passes = evaluated + (4 if run.strategy.checkpointing else 3) * trained
         operations += passes * work.row_tokens * _forward_operations(role, work.longest)
-    seconds = sum(
+    communication = sum(
         size / _link(run, term, gpus, gpus_per_node, speeds)
         for term, size in sent.items()
         if term not in (traffic_.PUSH, traffic_.ENGINE)
     )
-    return operations / run.strategy.splitting / speeds.arithmetic, seconds
+    return operations / run.strategy.splitting / speeds.arithmetic, communication
 
 
 def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
-    """Return the bytes per second of the slowest link of a term: groups of shards may be within a node."""
+    """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
+
+    Processes that split layers are neighbours, replicas are all GPUs, and shards are the GPUs of one replica.
+    """
     group = gpus
-    if term in (traffic_.TENSORS, traffic_.HEADS):  # neighbours
+    if term in (traffic_.TENSORS, traffic_.HEADS):
         group = run.strategy.splitting
     elif term != traffic_.REPLICAS:
         group //= run.strategy.replicas(run.ranks(gpus))

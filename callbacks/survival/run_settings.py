@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
 from lightning_rlhf.functional.seeding import run_seed
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.modules.role_module import RoleModule
@@ -21,7 +22,11 @@ from lightning_rlhf.types import Prompt
 
 # Settings that determine which rows precede a checkpoint's position in the data.
 WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
-_ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling", "max_staleness")
+# Fields of RolloutSettings that do not change what is trained on, or that are compared part by part.
+_NOT_COMPARED = (
+    "rewards", "environment", "engine", "val_samples", "val_metric", "val_answer", "validate_at_ends", "check_rows",
+    "max_logprob_diff",
+)  # fmt: skip
 _IGNORED = ("micro_batch_tokens", "kl_coef")  # the first does not change the result, KLControl restores the second
 
 
@@ -35,7 +40,7 @@ def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
     """
     settings = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
     settings |= _data_settings(trainer.datamodule)
-    settings |= _rollout_settings(trainer)
+    settings |= rollout_settings(trainer.callbacks)
     settings |= {f"source of the {role}": _source(source) for role, source in module.sources.items()}
     settings["module"] = type(module).__name__
     return settings | _module_settings(module)
@@ -48,14 +53,17 @@ def changes(stored: Mapping[str, str], current: Mapping[str, str]) -> dict[str, 
         stored: settings of the run that wrote the checkpoint.
         current: settings of this run.
     """
-    names = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
+    # A setting that an older checkpoint lacks was not there, and so had no value.
+    names = [name for name in {**stored, **current} if stored.get(name, "None") != current.get(name, "None")]
     return {name: f"{name} is {current.get(name, 'absent')}, was {stored.get(name, 'absent')}" for name in names}
 
 
-def _rollout_settings(trainer: Trainer) -> dict[str, str]:
+def rollout_settings(callbacks: Sequence[Any]) -> dict[str, str]:
+    """Describe what the RolloutLoop of a run trains on, among its callbacks."""
     settings: dict[str, str] = {}
-    for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
-        settings |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
+    for loop in (callback for callback in callbacks if isinstance(callback, RolloutLoop)):
+        names = [field.name for field in dataclasses.fields(RolloutSettings)]
+        settings |= {name: _text(getattr(loop, name)) for name in names if name not in _NOT_COMPARED}
         settings |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
         if (environment := loop.environment) is not None:
             fields = [field.name for field in dataclasses.fields(environment)]
@@ -92,12 +100,15 @@ def _module_settings(module: RoleModule) -> dict[str, str]:
 
 
 def _reward(reward: RewardFunction) -> str:
-    function = reward.target
+    return f"weight {reward.weight:g}, source code {_source_code(reward.target)}"
+
+
+def _source_code(function: Any) -> str:
+    """Return the digest of a function's source code, or of that of an object's class."""
     try:
-        code = _digest(inspect.getsource(function if inspect.isroutine(function) else type(function)))
+        return _digest(inspect.getsource(function if inspect.isroutine(function) else type(function)))
     except (OSError, TypeError):  # built in, or created at run time
-        code = "unknown"
-    return f"weight {reward.weight:g}, source code {code}"
+        return "unknown"
 
 
 def _source(source: ModelSource) -> str:
@@ -108,6 +119,8 @@ def _source(source: ModelSource) -> str:
 
 
 def _text(value: Any) -> str:
+    if inspect.isfunction(value):
+        return f"{value.__qualname__}, source code {_source_code(value)}"
     text = repr(value)
     if " at 0x" in text:  # the address is different in each process
         return f"a {type(value).__name__}"

@@ -1,10 +1,14 @@
 """A resumed run reports settings changed since the checkpoint, and rejects those that would repeat or lose rows."""
 
+import dataclasses
 import shutil
 
 import pytest
 
-from lightning_rlhf.callbacks.survival.run_settings import WHICH_ROWS, changes
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.loop.rollout_settings import RolloutSettings
+from lightning_rlhf.callbacks.survival.run_settings import WHICH_ROWS, changes, rollout_settings
+from lightning_rlhf.rollout.given_responses import GivenResponses
 from tests.faults.runs import output, ppo
 
 OTHER_DATA = "the checkpoint's position in the data would refer to other rows: some would be used twice"
@@ -136,3 +140,20 @@ def test_added_and_removed_settings_are_changes():
     then, now = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert changes(then, now) == {"a": "a is absent, was 1", "c": "c is 3, was absent"}
     assert set(WHICH_ROWS) == {"seed_everything", "training rows", "order of the data", "batch_size"}
+
+
+def test_every_option_that_changes_the_rollouts_is_compared():
+    def prompt_of(prompts):
+        return prompts
+
+    loop = RolloutLoop([len], given_responses=GivenResponses("answer"), teacher_prompt=prompt_of, group_size=3)
+    plain = RolloutLoop([len])
+    compared, before = (rollout_settings([callback]) for callback in (loop, plain))
+    assert set(changes(before, compared)) == {"given_responses", "teacher_prompt", "group_size"}
+    assert "prompt_of, source code " in compared["teacher_prompt"]
+    compared_fields = {field.name for field in dataclasses.fields(RolloutSettings)} & compared.keys()
+    assert compared_fields >= {"dynamic_sampling", "max_staleness", "temperature", "stop_token_ids"}
+
+
+def test_an_older_checkpoint_without_a_setting_is_one_where_it_had_no_value():
+    assert changes({"a": "1"}, {"a": "1", "given_responses": "None"}) == {}

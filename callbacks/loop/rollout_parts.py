@@ -23,7 +23,7 @@ from lightning_rlhf.rollout.ahead import Ahead, RestoredCompletions, RestoringSa
 from lightning_rlhf.rollout.clock import Clock
 from lightning_rlhf.rollout.conversations import EnvironmentSampler, conversation_sampler
 from lightning_rlhf.rollout.dynamic_sampling import WithContrast
-from lightning_rlhf.rollout.given_responses import WithGiven
+from lightning_rlhf.rollout.given_responses import GivenResponses, WithGiven
 from lightning_rlhf.rollout.greedy import WithGreedy
 from lightning_rlhf.rollout.sampler import ResponseSampler, Sampling
 from lightning_rlhf.rollout.source import OnPolicy, RolloutSource, Source
@@ -115,7 +115,7 @@ def make_parts(
         teacher_prompts = offered.teacher_prompts(settings, trainer, module)
         source = offered.WithTeacherPrompts(source, teacher_prompts, roles)
     if settings.given_responses is not None:
-        source = with_given_responses(source, settings, trainer, clock)
+        source = with_given_responses(source, settings.given_responses, settings, trainer, clock)
     if module.advantages.needs_greedy:
         source = WithGreedy(source, replace(sampled, sampling=Sampling(1, 0.0)))
     if settings.dynamic_sampling is not None:
@@ -136,12 +136,13 @@ def make_parts(
     return RolloutParts(sampler, weights, checks, rollouts, clock=clock, teacher_prompts=teacher_prompts)
 
 
-def with_given_responses(source: Source, settings: RolloutSettings, trainer: Trainer, clock: Clock) -> Source:
-    """Return a source with the given responses of the settings."""
-    assert settings.given_responses is not None
+def with_given_responses(
+    source: Source, given: GivenResponses, settings: RolloutSettings, trainer: Trainer, clock: Clock
+) -> Source:
+    """Return a source that adds given responses to the sampled ones."""
     return WithGiven(
         source,
-        settings.given_responses,
+        given,
         trainer.datamodule,
         samples=settings.group_size,
         temperature=settings.temperature,

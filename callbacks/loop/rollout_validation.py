@@ -87,7 +87,7 @@ class RolloutValidation(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Sync weights and reset the metrics."""
         if self._parts.ahead is not None:
-            self._parts.ahead.wait()  # responses must not be continued with an average of weights
+            self._parts.ahead.wait_for_completions()  # responses must not be continued with an average of weights
         if self._parts.checks or not averages_weights(trainer):
             self._parts.weights.sync(trainer.global_step)
         self._parts.checks.check_until(trainer.global_step)

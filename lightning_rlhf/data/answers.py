@@ -37,7 +37,7 @@ class MaskedText(NamedTuple):
     starts: tuple[int, ...] = ()
 
     @property
-    def start(self) -> int:
+    def first_answer_token(self) -> int:
         """Index of the first token of an answer."""
         return self.loss_mask.index(True)
 

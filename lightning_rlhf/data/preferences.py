@@ -104,7 +104,7 @@ class PreferenceDataModule(AnswersDataModule):
         excess = self.excess(longest, "a text", has_images=bool(chosen.images))
         if not excess or self.too_long == "cut_end" or chosen.starts or rejected.starts:
             return self.fit_text(chosen, "a text"), self.fit_text(rejected, "a text")
-        prompt = min(chosen.start, rejected.start)
+        prompt = min(chosen.first_answer_token, rejected.first_answer_token)
         if excess >= prompt:
             raise BadRow(
                 f"a text has {longest} tokens; cutting its prompt of {prompt} is not enough for {self.max_tokens}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import (
     AutoModel,
@@ -78,16 +77,6 @@ def scalar_model_class(config: PretrainedConfig) -> Any:
         if (model_class := kind._model_mapping.get(type(config), None)) is not None:
             _share_renamings(model_class.__name__, name)
     return auto
-
-
-def has_score(config: PretrainedConfig) -> bool:
-    """Return whether the classifier of an architecture scores single tokens, and not whole texts as encoders do.
-
-    Args:
-        config: configuration of the model.
-    """
-    with torch.device("meta"):
-        return hasattr(scalar_model_class(config).from_config(config, trust_remote_code=False), "score")
 
 
 def _share_renamings(language_model: str, classifier: str) -> None:

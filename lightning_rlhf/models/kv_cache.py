@@ -53,17 +53,6 @@ def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
     return max(_MIN_BYTES, bytes_per_text, wanted)
 
 
-def longest_text_that_fits(config: PretrainedConfig, dtype: str) -> int:
-    """Return the number of tokens whose cache fits in half of the free memory, at least one block of 32.
-
-    Args:
-        config: configuration of the model.
-        dtype: dtype of the cache.
-    """
-    tokens = _free_share() // bytes_per_token(config, dtype)
-    return max(1, tokens // BLOCK_TOKENS - _EXTRA_BLOCKS) * BLOCK_TOKENS
-
-
 def _free_share() -> int:
     """Return the bytes of the free memory that the cache may take; memory of cached files counts as free."""
     return int(_available_bytes() * _MEMORY_FRACTION)

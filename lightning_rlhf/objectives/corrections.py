@@ -31,14 +31,13 @@ class RolloutCorrection:
     The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. By default, only
     metrics of that are computed.
 
-    Ratio: with l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is
-        exp(l)                                      of each token (``token``),
-        exp(sum of l over the response)             with the sum clamped in the same way (``sequence``), or
-        exp(mean of l over the response)            (``geometric``).
-    Weight: the ratio truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    With l = log(train / rollout) of a token, clamped to [-20, 20], the ratio at a level is
+        exp(l)                            ``token``
+        exp(sum of l over the response)   ``sequence``, the sum clamped in the same way
+        exp(mean of l over the response)  ``geometric``
+    The weight is the ratio truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", Yao et al. 2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). It multiplies the
-    loss of a token, which still counts in the denominator.
-    Rejection: a rejected token does not count.
+    loss of a token, which still counts in the denominator; a rejected token does not count.
 
     Presets of verl are classmethods of the same names, such as ``RolloutCorrection.bypass_ppo_clip()`` and
     ``RolloutCorrection.decoupled_token_is(upper=2.0)``. In YAML, ``class_path`` may name the class or a classmethod.

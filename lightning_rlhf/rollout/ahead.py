@@ -106,10 +106,10 @@ class Ahead:
     def sync(self, step: int) -> None:
         """Push the weights, after the requests that must not mix them."""
         if self.waits_before_push and self.weights.pushed != step:
-            self.wait()
+            self.wait_for_completions()
         self.weights.sync(step)
 
-    def wait(self) -> None:
+    def wait_for_completions(self) -> None:
         """Wait for the completions of all requests for later steps."""
         with self.clock("time/generate_s"):
             for request in self._all():

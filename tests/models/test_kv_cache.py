@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoConfig
 
 from lightning_rlhf.extras.serve import command as serve
+from lightning_rlhf.extras.serve.command import longest_text_that_fits
 from lightning_rlhf.models import kv_cache
-from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
+from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes
 from tests.extras.plan.fakes import source
 
 SMOLLM2 = AutoConfig.for_model(

@@ -7,13 +7,18 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.rewards.scored_text import scored_ids
 from lightning_rlhf.models.attention import check_attention_package, set_attention
-from lightning_rlhf.models.classes import has_score
+from lightning_rlhf.models.classes import scalar_model_class
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 
 
@@ -136,3 +141,13 @@ class LearnedReward:
         if torch.cuda.is_available():
             return f"cuda:{torch.cuda.current_device()}"
         return "cpu"
+
+
+def has_score(config: PretrainedConfig) -> bool:
+    """Return whether the classifier of an architecture scores single tokens, and not whole texts as encoders do.
+
+    Args:
+        config: configuration of the model.
+    """
+    with torch.device("meta"):
+        return hasattr(scalar_model_class(config).from_config(config, trust_remote_code=False), "score")

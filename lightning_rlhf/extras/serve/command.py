@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PretrainedConfig
 
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.screen import configure_messages
@@ -26,7 +27,7 @@ from lightning_rlhf.extras.serve.access import bind, check_host, load_key
 from lightning_rlhf.extras.serve.example import curl_command, example_request
 from lightning_rlhf.models.adapter_files import adapter_directory, is_head, read_lora, tensor_shapes
 from lightning_rlhf.models.classes import language_model_class
-from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_text_that_fits
+from lightning_rlhf.models.kv_cache import _EXTRA_BLOCKS, BLOCK_TOKENS, _free_share, bytes_per_token, cpu_cache_bytes
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.rollout.vllm.adapters import layers_and_rank
@@ -298,3 +299,14 @@ def _wait(server: ServerProcess, listening: socket.socket, received: list[int], 
         return 0
     print(f"lightning-rlhf: vLLM ended; {server.log} ends with:\n{server.log_tail()}", file=sys.stderr)
     return 1
+
+
+def longest_text_that_fits(config: PretrainedConfig, dtype: str) -> int:
+    """Return the number of tokens whose cache fits in half of the free memory, at least one block of 32.
+
+    Args:
+        config: configuration of the model.
+        dtype: dtype of the cache.
+    """
+    tokens = _free_share() // bytes_per_token(config, dtype)
+    return max(1, tokens // BLOCK_TOKENS - _EXTRA_BLOCKS) * BLOCK_TOKENS

@@ -21,11 +21,11 @@ def test_there_are_two_for_each_of_four_sizes():
 def test_vllm_answers_with_the_adapters_after_a_step(path, fit, tmp_path):
     pytest.importorskip("math_verify")
     (loop,) = (entry for entry in load_config(path)["trainer"]["callbacks"] if "RolloutLoop" in str(entry))
-    engine = {"class_path": loop["init_args"]["engine"]["class_path"]}
+    engine = {"class_path": loop["init_args"]["engine"]["class_path"]}  # its options are for a GPU
     assert engine["class_path"].endswith("VLLMAdapterEngine")
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
     config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.05  # so that old weights would be noticed
     config["model"]["init_args"].pop("critic_warmup_steps", None)  # the only step trains the actor
-    take_a_step(fit, config)
-    assert all(".lora_" in name for name in RECORDED["moved"])
+    take_a_step(fit, config)  # also asserts that the engine answers as the actor
     assert RECORDED["moved"]
+    assert all(".lora_" in name for name in RECORDED["moved"])

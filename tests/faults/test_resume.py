@@ -72,6 +72,7 @@ def killed_at_random_points(forge, reference, directory, config, kills, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # counting all calls of the undisturbed run takes minutes on a busy machine
 @pytest.mark.parametrize("kills", [2, 10])
 def test_kills_at_random_points_change_no_result(forge, undisturbed, tmp_path, kills):
     killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)

@@ -9,6 +9,8 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.expected_errors import MissingPackageError
+
 
 @cache
 def moved_modules() -> dict[str, str]:
@@ -37,7 +39,7 @@ class MovedModules(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         """Raise ModuleNotFoundError for an old name; other modules are not found here."""
         if fullname.startswith("lightning_rlhf.") and (now := new_name(fullname)) is not None:
-            raise ModuleNotFoundError(f"{fullname} is now {now}", name=fullname)
+            raise MissingPackageError(f"{fullname} is now {now}", name=fullname)
 
 
 sys.meta_path.append(MovedModules())

@@ -8,9 +8,12 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, RLHFModule
+from lightning_rlhf.extras.algorithms import group_advantages as rarer
 from lightning_rlhf.extras.algorithms.advantages_by_source import AdvantagesBySource
 from lightning_rlhf.extras.algorithms.group_advantages import BestAgainstWorst
+from lightning_rlhf.extras.algorithms.policy_losses import DROLoss
 from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages, TeacherLogRatio
+from lightning_rlhf.extras.algorithms.token_baselines import OptimalTokenBaseline, ToolOptimalTokenBaseline
 from lightning_rlhf.objectives import group_advantages as groups
 from lightning_rlhf.objectives import policy_losses as tokens
 from lightning_rlhf.objectives import return_advantages as returns
@@ -32,19 +35,19 @@ ESTIMATORS = [
     GAE(bootstrap_truncated=True),
     groups.GRPO(),
     groups.GRPO(normalize_std=False),
-    groups.GRPOPassK(),
-    groups.MaxRL(),
+    rarer.GRPOPassK(),
+    rarer.MaxRL(),
     groups.RLOO(),
-    groups.OPO(),
-    groups.GPG(),
-    groups.ReinforcePlusPlusBaseline(),
-    groups.GDPO(("given", "style")),
+    rarer.OPO(),
+    rarer.GPG(),
+    rarer.ReinforcePlusPlusBaseline(),
+    rarer.GDPO(("given", "style")),
     returns.ReinforcePlusPlus(gamma=0.9),
     returns.ReMax(),
-    returns.OptimalTokenBaseline(),
-    returns.ToolOptimalTokenBaseline(),
+    OptimalTokenBaseline(),
+    ToolOptimalTokenBaseline(),
 ]
-SETTINGS = {tokens.ClippedPolicyLoss: {"clip_range": 0.05, "dual_clip": 1.1}, tokens.DROLoss: {"beta": 0.5}}
+SETTINGS = {tokens.ClippedPolicyLoss: {"clip_range": 0.05, "dual_clip": 1.1}, DROLoss: {"beta": 0.5}}
 LOSSES = [kind(**SETTINGS.get(kind, {})) for kind in concrete_objectives(PolicyLoss)]
 AGGREGATIONS = [TokenMean(), TokenSum(), SequenceMeanTokenSum(scale=7.0), SequenceMeanTokenMean()]
 PAIRS = [(loss, aggregation) for loss in LOSSES for aggregation in AGGREGATIONS]
@@ -179,11 +182,11 @@ def test_token_baseline_without_a_pass_of_the_actor_is_rejected():
     with pytest.raises(
         ValueError, match=r"^OptimalTokenBaseline evaluates the actor on every response, which bypass leaves"
     ):
-        RLHFModule(TinyModel(), advantages=returns.OptimalTokenBaseline(), correction=RolloutCorrection(bypass=True))
+        RLHFModule(TinyModel(), advantages=OptimalTokenBaseline(), correction=RolloutCorrection(bypass=True))
 
 
 @pytest.mark.parametrize("unseen", [{"reward_model": TinyModel()}, {"kl_reward": KLTerm(0.1)}])
 def test_options_that_gdpo_ignores_are_rejected(unseen):
     with pytest.raises(ValueError, match=r"^GDPO uses only its own reward keys, so reward_model and kl_reward"):
-        RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), **unseen)
-    RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), kl_loss=KLTerm(0.1, "k3"))
+        RLHFModule(TinyModel(), advantages=rarer.GDPO(("given",)), **unseen)
+    RLHFModule(TinyModel(), advantages=rarer.GDPO(("given",)), kl_loss=KLTerm(0.1, "k3"))

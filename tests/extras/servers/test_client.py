@@ -11,16 +11,6 @@ import pytest
 from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.extras.servers import client
 from lightning_rlhf.extras.servers.client import VLLMServer
-from tests.extras.servers.stub_server import valid_server
-
-
-@pytest.fixture
-def stubs(tmp_path):
-    """Two valid servers."""
-    started = [valid_server(tmp_path / str(number)) for number in range(2)]
-    yield started
-    for server in started:
-        server.close()
 
 
 def test_answers_that_are_too_long_slow_or_nested_are_named(stubs, monkeypatch):

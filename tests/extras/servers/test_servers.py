@@ -28,15 +28,6 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def stubs(tmp_path):
-    """Two valid servers."""
-    started = [valid_server(tmp_path / str(number)) for number in range(2)]
-    yield started
-    for server in started:
-        server.close()
-
-
-@pytest.fixture
 def make(tmp_path):
     """Build an engine with weights of version 1."""
     made = []

@@ -1,7 +1,8 @@
 """The public names of ``lightning_rlhf.callbacks``, which are imported on first use (PEP 562)."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_rlhf.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.defaults import complete as complete
@@ -44,13 +45,4 @@ _HOME = {
     "complete": "lightning_rlhf.callbacks.defaults",
 }
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_rlhf.callbacks' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("lightning_rlhf.callbacks", _HOME)

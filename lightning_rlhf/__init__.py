@@ -3,11 +3,11 @@
 Public names are imported on first use (PEP 562), so that importing the package is fast.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_rlhf import moved as moved
 from lightning_rlhf.__about__ import __version__
+from lightning_rlhf.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.conversations import ConversationDataModule as ConversationDataModule
@@ -80,13 +80,4 @@ _HOME = {
     "SamplingParams": "lightning_rlhf.types",
 }
 __all__ = ["__version__", *_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_rlhf' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

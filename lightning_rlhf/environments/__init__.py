@@ -1,7 +1,8 @@
 """Environments of multi-turn rollouts, and tools. Names are imported on first use, so that workers start fast."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_rlhf.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_rlhf.environments.parsing import ToolCallParser as ToolCallParser
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.environments.tools import Tools as Tools
     from lightning_rlhf.extras.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
-_MODULES = {
+_HOME = {
     "Agent": "lightning_rlhf.environments.protocol",
     "Environment": "lightning_rlhf.environments.protocol",
     "EnvironmentSettings": "lightning_rlhf.environments.settings",
@@ -37,10 +38,5 @@ _MODULES = {
     "Turn": "lightning_rlhf.environments.protocol",
     "VLLMToolCalls": "lightning_rlhf.extras.environments.vllm_parser",
 }
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -306,7 +306,9 @@ class RolloutCorrection:
 
 def _rejected(rejection: Rejection, log_ratio: Tensor, mask: Tensor) -> Parts:
     """Return which values of a rejection are out of its bounds, and which tokens and responses it rejects alone."""
-    name, (low, high), values = rejection.name, rejection.bounds, rejection.values(log_ratio, mask)
+    name = rejection.name
+    low, high = rejection.bounds
+    values = rejection.values(log_ratio, mask)
     rows = mask.any(dim=1)
     units = mask if rejection.level == "token" else rows
     dropped = mask & ~rejection.keep(log_ratio, mask)

@@ -14,7 +14,7 @@ import torch
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.loop.rollout_rows import segments_of
-from lightning_rlhf.callbacks.survival.run_settings import _rollout_settings, changes
+from lightning_rlhf.callbacks.survival.run_settings import changes, rollout_settings
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, MarkedToolCalls, Reply, Tools
@@ -410,6 +410,5 @@ def test_tools_need_a_parser_whose_tool_exists(tmp_path):
 
 def test_changed_settings_of_an_environment_are_reported():
     loops = [RolloutLoop([], environment=EnvironmentSettings(CountsA, max_turns=turns)) for turns in (4, 10)]
-    trainers = [quiet_trainer(callbacks=[loop]) for loop in loops]
-    now, before = (_rollout_settings(trainer) for trainer in trainers)
+    now, before = (rollout_settings([loop]) for loop in loops)
     assert changes(before, now) == {"max_turns of the environment": "max_turns of the environment is 4, was 10"}

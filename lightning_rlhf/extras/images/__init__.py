@@ -1,6 +1,6 @@
 """Images of rows: reading with limits, and the tokens and tensors that a model's processor makes of them."""
 
-from importlib import import_module
+from lightning_rlhf.lazy_names import lazy_names
 
 _HOME = {  # loaded when they are used: workers of environments read images without torch
     "FeatureCache": "lightning_rlhf.extras.images.model",
@@ -12,9 +12,4 @@ _HOME = {  # loaded when they are used: workers of environments read images with
     "load_processor": "lightning_rlhf.extras.images.processor",
     "read_image": "lightning_rlhf.extras.images.reading",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_rlhf.extras.images' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -42,7 +42,7 @@ class MicroBatches:
         return self.strategy.data_ranks
 
     def split(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
-        """Return the row numbers of each micro-batch, and whether it is a filler. All ranks.
+        """Return the indices of the rows of each micro-batch, and whether it is a filler. All ranks.
 
         Args:
             batch: rows of this rank, at least one, with ``total_lengths``.
@@ -52,7 +52,7 @@ class MicroBatches:
         if self.ranks.size > 1:
             most = int(self.ranks.max(torch.tensor(float(most), device=self.device)))
         fillers = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
-        return [*((rows, False) for rows in micro_batches), *fillers]
+        return [*((indices, False) for indices in micro_batches), *fillers]
 
     def map(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
         """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.
@@ -62,8 +62,8 @@ class MicroBatches:
             batch: rows of this rank.
         """
         micro_batches = self.split(batch)
-        outputs = [function(batch[rows]) for rows, _ in micro_batches]
-        parts = [rows for rows, filler in micro_batches if not filler]
+        outputs = [function(batch[indices]) for indices, _ in micro_batches]
+        parts = [indices for indices, filler in micro_batches if not filler]
         order = torch.argsort(torch.cat(parts))
         columns = zip(*outputs[: len(parts)], strict=True)
         return [None if column[0] is None else torch.cat(column)[order.to(column[0].device)] for column in columns]
@@ -72,8 +72,8 @@ class MicroBatches:
     def measure(self, batch: TensorBatch, summed_loss: SummedLoss) -> MeanAccumulator:
         """Compute the metrics of a loss on a validation batch, without gradients. All ranks."""
         means = MeanAccumulator()
-        for rows, filler in self.split(batch):
-            summed_loss(batch[rows], MeanAccumulator() if filler else means)
+        for indices, filler in self.split(batch):
+            summed_loss(batch[indices], MeanAccumulator() if filler else means)
         return means
 
     def update(
@@ -94,10 +94,10 @@ class MicroBatches:
         means = MeanAccumulator()
         scale = self.strategy.gradient_scale / float(denominator)
         micro_batches = self.split(batch)
-        for number, (rows, filler) in enumerate(micro_batches):
+        for number, (indices, filler) in enumerate(micro_batches):
             with self.strategy.accumulate(role, sync=number == len(micro_batches) - 1):
                 with self.strategy.saved_activations(role):
-                    loss = summed_loss(batch[rows], MeanAccumulator() if filler else means)
+                    loss = summed_loss(batch[indices], MeanAccumulator() if filler else means)
                 self.strategy.backward_role(role, loss * (0.0 if filler else scale))
         norm = self.strategy.clip_role(role, max_grad_norm)
         if not math.isfinite(norm):

@@ -123,7 +123,8 @@ class ResponseSampler:
         arguments = tokens, self.parameters(sampling), seeds_of(prompts, sampling), check.before(on_finished)
         if in_background:
             return submit(self.engine, *arguments)
-        return PendingCompletions(partial(generate, self.engine, *arguments))
+        generates_when_read = partial(generate, self.engine, *arguments)
+        return PendingCompletions(generates_when_read)
 
     def parameters(self, sampling: Sampling) -> SamplingParams:
         """Return the sampling parameters of the engine."""

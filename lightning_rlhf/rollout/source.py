@@ -91,7 +91,7 @@ class PendingRewards:
     clock: Clock
     earlier: tuple[MetricSums, ...] = ()
 
-    def sums(self, rollout: Rollout) -> tuple[Rollout, MetricSums]:
+    def wait(self, rollout: Rollout) -> tuple[Rollout, MetricSums]:
         """Wait for the rewards; return the rollout with them, and the sums of their metrics. All ranks of a group."""
         with self.clock("time/reward_s"):
             scored = self.roles.run_on_group_leader(self.scorer.results)
@@ -99,7 +99,7 @@ class PendingRewards:
 
     def result(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Wait for the rewards; return the rollout with them, and the metrics of the step's rewards. All ranks."""
-        rollout, sums = self.sums(rollout)
+        rollout, sums = self.wait(rollout)
         seconds = {"time/reward_s": self.clock.seconds["time/reward_s"]}
         slowest = max_over_ranks(seconds, self.roles.data_ranks, self.device)
         return rollout, {**slowest, **reward_metrics((*self.earlier, sums), self.roles)}
@@ -129,7 +129,7 @@ class SampledRollout(StepRollout):
         """Wait for pending rewards; return the rollout with them. All ranks with the same data."""
         if self.rewards is None:
             return self
-        rollout, sums = self.rewards.sums(self.rollout)
+        rollout, sums = self.rewards.wait(self.rollout)
         return replace(self, rollout=rollout, rewards=None, reward_sums=(*self.reward_sums, sums))
 
 

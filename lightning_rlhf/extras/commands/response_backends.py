@@ -221,7 +221,7 @@ class EngineBackend:
         if not self._engine.traits.reads_images:
             raise UsageError(f"{type(self._engine).__name__} does not read images: use --engine transformers or vllm")
 
-    def start(self, longest: int, log: Path) -> str:
+    def prepare(self, longest: int, log: Path) -> str:
         """Start the engine for prompts of up to ``longest`` tokens, with its output in a file; return a description."""
         own = [self._tokenizer.eos_token_id, *self._sampling.stop_token_ids]
         stop_ids = dict.fromkeys([*own, *generation_ends(self._source.path)])
@@ -446,7 +446,7 @@ class ServerBackend:
         print(report)
         return prompts
 
-    def start(self, longest: int, log: Path) -> str:
+    def prepare(self, longest: int, log: Path) -> str:
         """See :class:`EngineBackend`."""
         return f"{self._model} at {self._url}"
 

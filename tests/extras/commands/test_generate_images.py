@@ -15,6 +15,7 @@ from tests.extras.commands.test_generate_server import stub
 from tests.vision_models import drawing, write_checkpoint
 
 __all__ = ["stub"]  # a fixture
+HERE = Path(__file__).parent
 IMAGES = [drawing(number, 24 if number % 2 else 40) for number in range(4)]
 REWARDS = """
 def wide(completions, images):
@@ -44,15 +45,23 @@ def ask(*images):
     ]
 
 
+TWO_IMAGES, NO_IMAGE, TEXT = 4, 5, 6  # rows after one with each image
+WIDTHS = [40, 24, 40, 24, 40, 0, 40]  # of the first image of each row
+
+
 @pytest.fixture
 def rows():
-    """Write images and a file of prompts beside them: messages with none, one and two of them, and texts."""
+    """Write images, and beside them a file of prompts; return its rows."""
     Path("data").mkdir()
     for number, image in enumerate(IMAGES):
         Path(f"data/{number}.png").write_bytes(image.data)
-    rows = [{"prompt": ask(f"{number}.png"), "answer": str(number)} for number in range(4)]
-    rows += [{"prompt": ask("0.png", "1.png"), "answer": "4"}, {"prompt": ask(), "answer": "5"}]
-    rows += [{"prompt": "a <image>?", "images": [base64.b64encode(IMAGES[2].data).decode()], "answer": "6"}]
+    rows = [
+        *({"prompt": ask(f"{number}.png")} for number in range(len(IMAGES))),
+        {"prompt": ask("0.png", "1.png")},
+        {"prompt": ask()},
+        {"prompt": "a <image>?", "images": [base64.b64encode(IMAGES[2].data).decode()]},
+    ]
+    rows = [{**row, "answer": str(number)} for number, row in enumerate(rows)]
     Path("data/prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
@@ -73,10 +82,10 @@ def test_responses_depend_on_the_images_and_not_on_batches(generate, rows):
         assert generate("-n", "2", "--batch-size", size, to=f"{name}.jsonl") == (0, "")
     assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
     written = read_lines(Path("a.jsonl"))
-    assert [{name: row[name] for name in rows[0]} for row in written] == [
-        {name: row[name] for name in rows[0]} for row in rows
-    ]
-    assert written[4]["prompt_tokens"] > written[0]["prompt_tokens"] > written[5]["prompt_tokens"]
+    for name in ("prompt", "answer"):
+        assert [row[name] for row in written] == [row[name] for row in rows]
+    lengths = [row["prompt_tokens"] for row in written]
+    assert lengths[TWO_IMAGES] > lengths[0] > lengths[NO_IMAGE]
     Path("data/0.png").write_bytes(IMAGES[2].data)
     assert generate("-n", "2", to="c.jsonl") == (0, "")
     changed = read_lines(Path("c.jsonl"))
@@ -119,55 +128,45 @@ def test_model_of_texts_is_an_error_before_it_is_loaded(generate, rows, tiny_exp
     assert "processor" in error
 
 
-WORLD = """
-from PIL import Image
-from lightning_rlhf.environments import Environment, Reply
+# -- an environment that writes pictures -------------------------------------------------------------------------------
 
-class Draws(Environment):
-    def step(self, turn):
-        width = 20 + turn.number
-        return Reply([{"role": "user", "content": ["see ", Image.new("RGB", (width, 20), "red")]}], reward=1.0)
 
-def seen(conversations):
-    parts = [[part for each in messages if isinstance(each["content"], list) for part in each["content"]]
-        for messages in conversations]
-    return [float(sum(part["image"].open().width for part in each if "image" in part)) for each in parts]
-"""
-RUN = """
-model:
-  class_path: lightning_rlhf.GRPOModule
-  init_args: {actor: MODEL}
-data:
-  class_path: lightning_rlhf.PromptDataModule
-  init_args: {train: data/prompts.jsonl, tokenizer: MODEL}
-trainer:
-  callbacks:
-    - class_path: lightning_rlhf.callbacks.RolloutLoop
-      init_args:
-        environment: {factory: "world.py:Draws", bridge: plain, max_turns: 3, max_turn_tokens: 9, max_images: 2}
-        stop_token_ids: [STOP]
-"""
+@pytest.fixture
+def drawing_run(model):
+    """Write a run whose environment answers with pictures; return the path of its configuration.
+
+    The model has random weights: of some 100 tokens, 67 end a turn, so that most conversations have several turns.
+    """
+    stop_token_ids = list(range(30, 97))
+    text = (HERE / "draws.yaml").read_text().replace("MODEL", model).replace("STOP_TOKEN_IDS", str(stop_token_ids))
+    Path("run.yaml").write_text(text)
+    return "run.yaml"
+
+
+@pytest.fixture
+def responses_with_pictures(generate, rows, model, drawing_run, request):
+    """Generate two conversations for each row, in the engine of the parameter; return the written rows."""
+    who = ["--model", model, "--engine", request.param, "--environment", drawing_run]
+    # Room for three turns of 9 tokens and two pictures.
+    assert generate("--max-tokens", "150", "-n", "2", to="out.jsonl", who=who) == (0, "")
+    return read_lines(Path("out.jsonl"))
+
+
+BOTH_ENGINES = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
-def test_pictures_of_an_environment_are_written_and_evaluated(generate, rows, model, engine, capsys):
-    Path("world.py").write_text(WORLD)
-    Path("run.yaml").write_text(RUN.replace("MODEL", model).replace("STOP", ", ".join(map(str, range(30, 97)))))
-    who = ["--model", model, "--engine", engine, "--environment", "run.yaml"]
-    code, error = generate("--max-tokens", "150", "-n", "2", to="out.jsonl", who=who)
-    assert (code, error) == (0, "")
-    written = read_lines(Path("out.jsonl"))
-    counts = [str(messages).count("data:image/png;base64,") for row in written for messages in row["response_messages"]]
-    assert set(counts) <= {0, 1, 2}
-    assert max(counts) == 2
-    Path("rewards.py").write_text(WORLD)
-    keep = ["--keep", "above", "-1", "--to", "kept.jsonl"]
-    code = evaluate_command.run(["out.jsonl", "--reward", "rewards.py:seen", "--json", "r.json", *keep])
-    assert (code, capsys.readouterr().err) == (0, "")
+@pytest.mark.parametrize("responses_with_pictures", BOTH_ENGINES, indirect=True)
+def test_pictures_of_an_environment_are_written_and_evaluated(responses_with_pictures, capsys):
+    conversations = [messages for row in responses_with_pictures for messages in row["response_messages"]]
+    pictures = [str(messages).count("data:image/png;base64,") for messages in conversations]
+    assert max(pictures) == 2  # three turns are the most, and an answer follows each but the last
+    arguments = ["out.jsonl", "--reward", f"{HERE / 'draws.py'}:seen", "--json", "r.json"]
+    assert evaluate_command.run([*arguments, "--keep", "above", "-1", "--to", "kept.jsonl"]) == 0
+    assert capsys.readouterr().err == ""
     mean = json.loads(Path("r.json").read_text())["sources"]["data"]["rewards"]["seen"]["mean"]
-    widths = [0, 20, 41]
-    assert mean == pytest.approx(sum(widths[count] for count in counts) / len(counts))
+    sum_of_widths = {0: 0, 1: 20, 2: 20 + 21}
+    assert mean == pytest.approx(sum(sum_of_widths[count] for count in pictures) / len(pictures))
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
@@ -178,7 +177,8 @@ def test_server_receives_images_in_messages(generate, rows, stub):
     stub.answers = [(200, {"choices": [choice]})] * 9
     server = ["--server", stub.url]
     code, error = generate(who=server)
-    assert (code, "a text with images cannot be sent to a server: set --as-messages" in error) == (2, True)
+    assert code == 2
+    assert "a text with images cannot be sent to a server: set --as-messages" in error
     assert stub.requested == []
     assert generate("--as-messages", who=server) == (0, "")
     contents = {json.dumps(body["messages"][-1]["content"]) for _, body in stub.requested}
@@ -221,9 +221,6 @@ def evaluate(generate, rows, capsys):
     return evaluate
 
 
-WIDTHS = [40, 24, 40, 24, 40, 0, 40]
-
-
 @pytest.mark.parametrize(("name", "arguments"), [("wide", ()), ("parts", ("--messages",))])
 def test_reward_functions_receive_the_images(evaluate, name, arguments):
     code, mean, _ = evaluate(name, "--images", "data", *arguments)
@@ -239,19 +236,19 @@ def test_images_are_read_only_for_functions_that_receive_them(evaluate):
 
 
 def test_kept_rows_have_the_images_of_the_file(evaluate, rows, model):
+    # Only finished responses are kept, and at 4 tokens most are cut off.
     written = [{**row, "finish_reasons": ["stop"] * 2} for row in read_lines(Path("out.jsonl"))]
     Path("out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     code, _, _ = evaluate("length", "--keep", "above", "-1", "--to", "kept.jsonl")
-    lines = read_lines(Path("kept.jsonl"))
     assert code == 0
-    by_answer = {row["answer"]: row for row in lines}
-    assert [by_answer[str(number)]["messages"][:-1] for number in range(6)] == [
-        *(row["prompt"] for row in rows[:5]),
-        [{"role": "user", "content": "?"}],
-    ]
-    assert (by_answer["6"]["prompt"], by_answer["6"]["images"]) == (rows[6]["prompt"], rows[6]["images"])
-    data = ConversationDataModule(
-        tokenizer=model, train="kept.jsonl", batch_size=1, max_tokens=512, images=ImageSettings(folder="data")
-    )
+    kept = {row["answer"]: row for row in read_lines(Path("kept.jsonl"))}
+    without_response = {answer: row["messages"][:-1] for answer, row in kept.items() if "messages" in row}
+    expected = {row["answer"]: row["prompt"] for row in rows[:TEXT]}
+    expected[str(NO_IMAGE)] = [{"role": "user", "content": "?"}]  # one text is written without its part
+    assert without_response == expected
+    assert kept[str(TEXT)]["prompt"] == rows[TEXT]["prompt"]
+    assert kept[str(TEXT)]["images"] == rows[TEXT]["images"]
+    folder = ImageSettings(folder="data")
+    data = ConversationDataModule(tokenizer=model, train="kept.jsonl", batch_size=1, max_tokens=512, images=folder)
     data.setup("fit")
     assert list(data.image_store.images.values()) == IMAGES

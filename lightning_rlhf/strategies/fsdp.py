@@ -118,7 +118,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         data_ranks = processes // splitting
         shard_count = self._shard_count(data_ranks, splitting)
         self._replica_size = shard_count * splitting  # processes that have all weights together, in consecutive ranks
-        # Lightning's default is one data rank per node. Its mesh has no sequence-parallel processes.
+        # Lightning's mesh knows no sequence parallelism, and its sizes must multiply to all processes: while it makes
+        # its mesh, sequence-parallel processes count as data ranks.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
         self._data_parallel_size = data_ranks
@@ -144,17 +145,21 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Give the groups of the mesh the timeout of the run's group."""
         if self._timeout is None:
             return
-        flattened = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
-        for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in flattened)):
+        named = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
+        for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in named)):
             set_group_timeout(group, self._timeout)
 
     @property
     def _further_groups(self) -> tuple[str, ...]:
-        """Dimensions of sequence parallelism: processes of one row, those with the same rows, and those of shards."""
+        """Dimensions of sequence parallelism, the last two of which :meth:`_replace_mesh` joins from two each."""
         return ("sequence_parallel", "same_rows", "all_shards") if self.sequence_parallel_size > 1 else ()
 
     def _replace_mesh(self, replicas: int, shard_count: int) -> None:
-        """Replace Lightning's mesh by one of replicas, shards, sequence- and tensor-parallel processes."""
+        """Replace Lightning's mesh by one of replicas, shards, sequence- and tensor-parallel processes.
+
+        ``data_parallel`` is replicas times shards, ``all_shards`` is shards times sequence-parallel processes (each of
+        which has another part of the weights), and ``same_rows`` is sequence- times tensor-parallel processes.
+        """
         names = ("replicate", "shard", "sequence_parallel", "tensor_parallel")
         sizes = (replicas, shard_count, self.sequence_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
@@ -173,7 +178,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     @property
     def _shard_mesh(self) -> DeviceMesh:
         """The processes over which weights are sharded: one dimension of shards, or two of replicas and shards."""
-        if "replicate" not in (self.device_mesh.mesh_dim_names or ()):
+        if "replicate" not in (self.device_mesh.mesh_dim_names or ()):  # Lightning's mesh, without replicas
             return self.device_mesh["data_parallel"]
         dimension = "all_shards" if self.sequence_parallel_size > 1 else "shard"
         if self.device_mesh["replicate"].size() > 1:
@@ -223,8 +228,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         if self.sequence_parallel_size > 1:
             mesh = self.device_mesh["sequence_parallel"]
             role.sequence_ranks = SequenceRanks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-        first = self.module.shared_base_of(name)
-        shared = _frozen_shards(getattr(self.module, first)) if first not in (None, name) else {}
+        first = self.module.shared_base_of(name)  # its shards exist, because roles are built in the same order
+        shared = {} if first in (None, name) else _frozen_shards(getattr(self.module, first))
         self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shared)
         return role
 
@@ -250,7 +255,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._receive(modules)
             split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
-            _share_shards(role, shared)
+            _share_shards(role, shared)  # after each block, so that only one has its own frozen shards at a time
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
         split(rest, plan, self.device_mesh["tensor_parallel"])
@@ -302,6 +307,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
         Torch's function does not support gradients on different meshes.
         """
+        # All gradients are DTensors: fully_shard() makes every parameter one. The others are None.
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
@@ -331,9 +337,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """A tensor is gathered while the one before it is used."""
         self._reshard(name)
         if receivers is not None and len({rank // self._replica_size for rank in receivers}) < len(receivers):
-            receivers = None  # two are in one replica, which sends to all of its ranks at once in less time
+            # Two of them are in one replica. It would send to one after the other, and sends to all at once instead.
+            receivers = None
         before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
+            # Vectors, such as norms, stay as they are: they are small, and an engine may have them in float32.
             narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
             shard = parameter.to(self.root_device, dtype if narrows else None)
             assert isinstance(shard, DTensor)

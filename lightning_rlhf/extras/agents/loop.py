@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,8 +12,9 @@ from typing import Any
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.environments.conversation import Conversation
 from lightning_rlhf.environments.host import Fault
-from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
+from lightning_rlhf.environments.protocol import ROLES, Message, Reply
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.agents.chat_completions import limit_of, messages_of, normalised, response_of, tools_of
 from lightning_rlhf.extras.agents.endpoint import AgentEndpoint, Body, RefusedRequest
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest, RunningConversation
 from lightning_rlhf.types import Completion, TokenPrompt
@@ -39,7 +39,7 @@ class _Agent:
 
     Args:
         api_key: key of the conversation.
-        branches: branches with at least one turn, that of the last turn last.
+        branches: branches with at least one turn; the one that was continued last is the last.
         messages: messages of the request that is being answered.
         answer: future of the response to that request; None while no turn is generated.
         max_tokens: limit of the turn in that request; None without one.
@@ -62,6 +62,8 @@ class AgentLoop(ConversationLoop):
     Messages that continue those of an earlier request and its answer continue its tokens. Other messages begin a
     branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
     each is computed without the tokens of those before it.
+
+    An agent is one of the running calls of the base class (``_calls``) except while it waits for a turn.
 
     Args:
         endpoint: endpoint that agents send their requests to.
@@ -95,9 +97,9 @@ class AgentLoop(ConversationLoop):
     def _receive(self, running: RunningConversation, body: Body) -> Future[Body]:
         """Pass a request to the loop; called in the thread of the request."""
         answer: Future[Body] = Future()
-        event: Future[tuple[Body, Future[Body]]] = Future()
-        event.set_result((body, answer))
-        self._notify(self._on_request, running, event)
+        arrived: Future[tuple[Body, Future[Body]]] = Future()  # finished: the base class waits for results of calls
+        arrived.set_result((body, answer))
+        self._notify(self._on_request, running, arrived)
         return answer
 
     def _on_request(self, running: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
@@ -121,7 +123,7 @@ class AgentLoop(ConversationLoop):
             agent.answer, agent.messages = answer, messages
             agent.max_tokens = limit_of(body)
             running.environment_s += time.perf_counter() - running.called_at
-            self._calls -= 1  # the agent waits
+            self._calls -= 1  # the agent waits for its turn
             self._ready.append(running)
 
     def _extend(
@@ -148,6 +150,7 @@ class AgentLoop(ConversationLoop):
                 raise _too_long("no token is left for another turn")
             return
         prompt = self._bridge.conversation(messages, tools)
+        # A branch may be as long as the row's own prompt and response.
         left = len(running.request.prompt.token_ids) + running.request.sampling.max_tokens - len(prompt)
         if left < 1:
             raise _too_long(f"the messages have {len(prompt)} tokens")
@@ -165,7 +168,7 @@ class AgentLoop(ConversationLoop):
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
         agent = self._agents[running.index]
-        if agent.answer is None:  # of an agent that failed before its first request
+        if agent.answer is None:  # the agent failed before its first request: the base class asks for the only turn
             super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
@@ -175,7 +178,7 @@ class AgentLoop(ConversationLoop):
         running.turns.append(turn)
         running.malformed += turn.malformed is not None
         body = response_of(turn, completion, running.conversation)
-        running.messages = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        running.messages = [*agent.messages, normalised(body["choices"][0]["message"])]
         others = [branch for branch in agent.branches if branch.conversation is not running.conversation]
         agent.branches = [*others, _Branch(running.messages, running.conversation)]
         answer, agent.answer = agent.answer, None
@@ -214,9 +217,10 @@ class AgentLoop(ConversationLoop):
         """Store the branches of a conversation as one row."""
         branches = [branch.conversation for branch in self._agents[running.index].branches]
         if branches:
-            stop, row = running.conversation.stop, branches[0]
+            row = branches[0]
             running.text_starts = [row.append(branch) for branch in branches[1:]]
-            row.stop, running.conversation = stop, row
+            row.stop = running.conversation.stop  # of the branch that was active at the end
+            running.conversation = row
         super()._finish(running)
 
     def _turn_rewards(self, running: RunningConversation) -> list[float]:
@@ -225,7 +229,10 @@ class AgentLoop(ConversationLoop):
 
 
 def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch | None:
-    """Return the branch that messages continue, the longest if there are several; None if they begin another one."""
+    """Return the branch that messages continue; None if they begin another one.
+
+    Of several it is the longest, and of equally long ones the one that was continued last.
+    """
     matching = [
         branch
         for branch in branches
@@ -234,116 +241,6 @@ def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch 
         and all(message["role"] in ROLES for message in messages[known:])
     ]
     return max(reversed(matching), key=lambda branch: len(branch.history), default=None)
-
-
-def messages_of(body: Body) -> list[Message]:
-    """Return the messages of a request, in one form.
-
-    Raises:
-        RefusedRequest: they are not texts, or the request has an option that is not supported.
-    """
-    for option, default in (("n", 1), ("stop", None), ("response_format", None), ("logit_bias", None)):
-        if body.get(option) not in (None, default, [], {}):
-            raise RefusedRequest(f"{option} is not supported: the policy is sampled as the run is configured")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise RefusedRequest("messages must be a list of at least one message")
-    return [_normalised(message) for message in messages]
-
-
-def tools_of(body: Body) -> list[Body]:
-    """Return the JSON schemas of the tools in a request.
-
-    Raises:
-        RefusedRequest: they are not a list of objects.
-    """
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RefusedRequest("tools must be a list of JSON schemas")
-    return tools
-
-
-def limit_of(body: Body) -> int | None:
-    """Return the limit of tokens in a request; None without one."""
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-        return limit
-    return None
-
-
-def _normalised(message: Message) -> Message:
-    """Return role, text, tool calls and identifiers of a message of OpenAI's API."""
-    role, content = message.get("role"), message.get("content")
-    role = {"developer": "system", "function": "tool"}.get(str(role), role)
-    if role not in (*ROLES, "assistant"):
-        raise RefusedRequest(f"a message has the role {role!r}")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise RefusedRequest("messages may contain texts only")
-        content = "".join(str(part) for part in parts)
-    if not isinstance(content, str | None):
-        raise RefusedRequest("the content of a message must be a text")
-    further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise RefusedRequest("tool_calls must be a list")
-    calls = [_call_of(call) for call in calls]
-    return {"role": role, "content": content or "", **further, **({"tool_calls": calls} if calls else {})}
-
-
-def _call_of(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as chat templates read them."""
-    try:
-        function, identity = call["function"], call.get("id", "")
-        name, arguments = function["name"], function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise RefusedRequest("a tool call needs a function with name and arguments") from error
-    return {"type": "function", "id": str(identity), "function": {"name": str(name), "arguments": arguments}}
-
-
-def response_of(turn: Turn, completion: Completion, conversation: Conversation) -> Body:
-    """Return a turn as a response of OpenAI's API."""
-    number = f"{len(conversation.turn_ends)}-{len(conversation.request)}"
-    calls = [
-        {
-            "id": call.id or f"call_{number}_{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for index, call in enumerate(turn.calls)
-    ]
-    if completion.finish_reason == "length":
-        reason = "length"
-    elif calls:
-        reason = "tool_calls"
-    else:
-        reason = "stop"
-    tokens = len(completion.token_ids)
-    prompt = len(conversation.request) - tokens
-    return {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "policy",
-        "choices": [
-            {
-                "index": 0,
-                "message": {
-                    "role": "assistant",
-                    "content": turn.text,
-                    **({"tool_calls": calls} if calls else {}),
-                },
-                "finish_reason": reason,
-                "logprobs": None,
-            }
-        ],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
-    }
 
 
 def _too_long(reason: str) -> RefusedRequest:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from lightning_rlhf.extras.plan import memory as memory_
-from lightning_rlhf.extras.plan import traffic as traffic_
+from lightning_rlhf.extras.plan import memory, traffic
 from lightning_rlhf.extras.plan.setup import Role, Run, Strategy
 
-_FLOAT = 4
+_FLOAT32_BYTES = 4
+_BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
     every_rank_is_whole = run.strategy.kind in ("single", "ddp")
     training = host.total() * gpus_per_node
     if every_rank_is_whole:
-        training -= host[memory_.SAVED] * (gpus_per_node - 1)
+        training -= host[memory.SAVED] * (gpus_per_node - 1)
     largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
     trained = next(role for role in run.roles if role.trained)
     return NodeMemory(
@@ -83,10 +83,12 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
 
 
 def _source_bytes(role: Role, strategy: Strategy) -> int:
-    """Return the bytes of a loaded weight: 2 if it is trained in bfloat16, or ZeRO keeps its float32 copy."""
-    if role.dtype == "bfloat16" and (strategy.kind == "zero" or not role.has_master_weights):
-        return 2
-    return _FLOAT
+    """Return the bytes of a weight of a role as it is loaded.
+
+    A trained role in bfloat16 is loaded in float32, its master weights, except under ZeRO, which makes them itself.
+    """
+    has_masters = role.has_master_weights and strategy.kind != "zero"
+    return _FLOAT32_BYTES if role.dtype != "bfloat16" or has_masters else _BFLOAT16_BYTES
 
 
 def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
@@ -104,9 +106,9 @@ def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, sp
     """
     assert run.engine is not None
     weights = run.engine.pushed_bytes(run.actor)
-    across = _link(run, traffic_.PUSH, gpus, gpus_per_node, speeds)
+    across = _link(run, traffic.PUSH, gpus, gpus_per_node, speeds)
     part = weights // run.engine.tensor_parallel_size
-    return sent[traffic_.PUSH] / across + (weights + part) / speeds.bus
+    return sent[traffic.PUSH] / across + (weights + part) / speeds.bus
 
 
 def learning_seconds(
@@ -114,9 +116,10 @@ def learning_seconds(
 ) -> tuple[float, float]:
     """Compute lower bounds of the seconds of arithmetic and of communication while the module learns.
 
-    Arithmetic has 2 FLOPs for each parameter that a token passes, and 2 query widths for each earlier token in
-    attention; a backward pass has twice those of the forward pass, and checkpointing adds a forward pass. All texts
-    count as long as the longest. Both can overlap, so that the larger bound applies to the step.
+    A forward pass has 2 FLOPs for each parameter that a token passes, and in attention 4 for each element of the query
+    and each earlier token (scores and values), which on average are half of the text. A backward pass has twice the
+    FLOPs of the forward pass, and checkpointing adds a forward pass. All texts count as long as the longest.
+    Arithmetic and communication can overlap, so that the larger bound applies to the step.
 
     Args:
         run: run to plan.
@@ -128,7 +131,7 @@ def learning_seconds(
     ranks, work = run.ranks(gpus), run.work
     operations = 0
     for role in run.roles:
-        counts = traffic_.counts(role, work, ranks)
+        counts = traffic.counts(role, work, ranks)
         evaluated = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
         trained = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
         passes = evaluated + (4 if run.strategy.checkpointing else 3) * trained
@@ -136,7 +139,7 @@ def learning_seconds(
     communication = sum(
         size / _link(run, term, gpus, gpus_per_node, speeds)
         for term, size in sent.items()
-        if term not in (traffic_.PUSH, traffic_.ENGINE)
+        if term not in (traffic.PUSH, traffic.ENGINE)
     )
     return operations / run.strategy.splitting / speeds.arithmetic, communication
 
@@ -144,25 +147,31 @@ def learning_seconds(
 def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
     """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
 
-    Processes that split layers are neighbours, replicas are all GPUs, and shards are the GPUs of one replica.
+    ====================================================  ==========================================
+    term                                                  GPUs that exchange it
+    ====================================================  ==========================================
+    ``TENSORS``, ``HEADS`` (tokens exchanged for heads)   those that split a layer, with neighbouring ranks
+    ``REPLICAS``                                          all
+    the others                                            one replica, over which weights are sharded
+    ====================================================  ==========================================
     """
-    group = gpus
-    if term in (traffic_.TENSORS, traffic_.HEADS):
+    if term in (traffic.TENSORS, traffic.HEADS):
         group = run.strategy.splitting
-    elif term != traffic_.REPLICAS:
-        group //= run.strategy.replicas(run.ranks(gpus))
+    elif term == traffic.REPLICAS:
+        group = gpus
+    else:
+        group = gpus // run.strategy.replicas(run.ranks(gpus))
     return speeds.link if group <= gpus_per_node else speeds.network
 
 
 def _forward_operations(role: Role, longest: int) -> int:
     """Count the operations of a token's forward pass, which passes some of the experts and no embedding matrix."""
     model = role.model
-    unused = sum(
-        (layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers if layer.experts
-    )
+    # Each expert has three matrices (gate, up, down) from the hidden width to its own, `layer.expert`.
+    unused = sum((layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers)
     matrices = sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None) - unused
     head = model.vocabulary * model.hidden
-    attention = sum(2 * layer.query * longest for layer in model.layers)  # half of 4, because attention is causal
+    attention = sum(4 * layer.query * longest // 2 for layer in model.layers)  # half of the text is earlier, on average
     return 2 * (matrices + head) + attention
 
 

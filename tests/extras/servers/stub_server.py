@@ -6,6 +6,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 
+DONE = 200, {"message": "done"}
+GENERATE = "/inference/v1/generate"
+
 
 class StubServer:
     """Answers with ``answers[path]``: (status, body), bytes before a break, or a function of the request's body."""
@@ -27,7 +30,7 @@ class StubServer:
             def _answer(self, body):
                 path = self.path.partition("?")[0]
                 stub.requested.append((self.path, body))
-                answer = stub.answers.get(path, (200, {"message": "done"}))
+                answer = stub.answers.get(path, DONE)
                 if stub.key and self.headers["Authorization"] != f"Bearer {stub.key}":
                     answer = 401, {"error": "Unauthorized"}
                 if callable(answer):
@@ -59,6 +62,25 @@ class StubServer:
     def paths(self):
         return [path for path, _ in self.requested]
 
+    def before_answers(self, path, action):
+        """Call a function before each answer to a path, in the thread of the request; it may wait."""
+        usual = self.answers.get(path, DONE)
+
+        def answer(body):
+            action()
+            return usual(body) if callable(usual) else usual
+
+        self.answers[path] = answer
+
+    def restart(self):
+        """Have other weights, as after a restart of the program."""
+        self.version = "default"
+
+    def generated(self):
+        """Return for how many responses it was asked; a request with prompt_logprobs compares weights after a push."""
+        asked = [body for path, body in self.requested if path == GENERATE]
+        return sum("prompt_logprobs" not in body["sampling_params"] for body in asked)
+
     def close(self):
         self._server.shutdown()
         self._server.server_close()
@@ -87,7 +109,7 @@ def valid_server(folder):
     def relabel(name):
         def answer(body):
             server.version = body.get(name, server.version)
-            return 200, {"message": "done"}
+            return DONE
 
         return answer
 
@@ -112,6 +134,6 @@ def valid_server(folder):
         "/update_weight_version": relabel("new_version"),
         "/finish_weight_update": relabel("weight_version"),
         "/reset_prefix_cache": (200, {"success": True}),
-        "/inference/v1/generate": generate,
+        GENERATE: generate,
     }
     return server

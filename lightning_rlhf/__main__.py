@@ -41,6 +41,7 @@ def main() -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         return _show(f"{overview()}\n")
     name = arguments[0]
+    # Options before the command, as in `--seed_everything 1 fit`, are Lightning's to read.
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
@@ -48,9 +49,10 @@ def main() -> int:
     if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
+        # Its own --help, which lists all options, is --help-all here.
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     try:
-        if not _can_be_read(name, arguments[1:]):
+        if not _check_files(name, arguments[1:]):
             return 2
         if (
             name in ("fit", "validate")
@@ -71,8 +73,8 @@ def _shows_only(argument: str) -> bool:
     return option in ("--print_config", "--help-all") or option.endswith(".help")
 
 
-def _can_be_read(name: str, arguments: list[str]) -> bool:
-    """Return whether the files of a configuration can be read; print mistakes in it before libraries are imported."""
+def _check_files(name: str, arguments: list[str]) -> bool:
+    """Return whether the files of a configuration can be read; else print why, before libraries are imported."""
     if name not in COMMANDS or not COMMANDS[name].reads_run:
         return True
     from lightning_rlhf.cli.early import check_early

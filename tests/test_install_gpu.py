@@ -1,5 +1,5 @@
 """``constraints/install.sh`` rejects a machine whose GPU the locked packages do not support before it installs
-anything."""
+anything; ``make test-gpu`` runs everything that it names."""
 
 import os
 import shutil
@@ -16,8 +16,7 @@ STARTS = "-m venv' failed"
 
 @pytest.fixture
 def machine(tmp_path):
-    """Run the installation in a copy of the tree, on a machine with the given programs; return the last line on
-    stderr."""
+    """A function that runs the installation in a copy of the tree."""
     shutil.copytree(ROOT / "constraints", tmp_path / "constraints")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
@@ -30,22 +29,31 @@ def machine(tmp_path):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def machine(answer, compiler=True, headers=True, devices=(), module=None, smi_works=True):
-        if answer is not None:
-            works = "" if smi_works else f'echo "{answer}"; exit 9; '  # as where its driver is missing
-            program("nvidia-smi", f'{works}[ "$1" = -L ] || echo "{answer}"')
+    def machine(smi, compiler=True, headers=True, devices=(), module=None, smi_works=True):
+        """Run it on a machine with these programs and devices; return the last line on stderr.
+
+        ``smi`` is what nvidia-smi prints, "driver, compute capability" for each GPU; None: there is no such program.
+        """
+        if smi is not None:
+            if smi_works:
+                program("nvidia-smi", f'case "$1" in -L) ;; *) echo "{smi}" ;; esac')
+            else:  # its driver is missing
+                program("nvidia-smi", f'echo "{smi}"\nexit 9')
         (tmp_path / "dev").mkdir()
         for name in devices:
             (tmp_path / "dev" / name).touch()
         if module is not None:
             (tmp_path / "module").write_text(f"{module}\n")
+        redirected = {
+            "/dev/nvidia[": f"{tmp_path}/dev/nvidia[",
+            "/dev/kfd": f"{tmp_path}/dev/kfd",
+            "/sys/module/nvidia/version": f"{tmp_path}/module",
+        }
         script = tmp_path / "constraints/install.sh"
-        text = (
-            script.read_text()
-            .replace("/dev/nvidia[", f"{tmp_path}/dev/nvidia[")
-            .replace("/dev/kfd", f"{tmp_path}/dev/kfd")
-        )
-        script.write_text(text.replace("/sys/module/nvidia/version", str(tmp_path / "module")))
+        text = script.read_text()
+        for path, copy in redirected.items():
+            text = text.replace(path, copy)
+        script.write_text(text)
         if compiler:
             program("gcc", "")
         # The interpreter: the version, where its headers are, and no environment, where an installation would begin.
@@ -53,9 +61,15 @@ def machine(tmp_path):
         include.mkdir()
         if headers:
             (include / "Python.h").touch()
+        version = sys.version.split()[0]
         program(
             "python",
-            f'case "$2" in *sysconfig*) echo {include};; *platform*) echo {sys.version.split()[0]};; *) exit 1;; esac',
+            f"""
+            case "$2" in
+                *sysconfig*) echo {include} ;;
+                *platform*) echo {version} ;;
+                *) exit 1 ;;
+            esac""",
         )
         environment = {"PATH": str(programs), "PYTHON": "python", "HOME": os.environ.get("HOME", "/")}
         done = subprocess.run(
@@ -70,7 +84,7 @@ def machine(tmp_path):
 
 
 @pytest.mark.parametrize(("doctor", "tests", "code"), [(0, 0, 0), (1, 0, 2), (0, 1, 2), (1, 1, 2)])
-def test_gpu_tests_run_even_if_doctor_finds_problems(tmp_path, doctor, tests, code):
+def test_make_test_gpu_runs_the_tests_even_if_doctor_finds_problems(tmp_path, doctor, tests, code):
     for name, status in (("lightning-rlhf", doctor), ("python", tests)):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit {status}\n')
         (tmp_path / name).chmod(0o755)
@@ -120,14 +134,14 @@ def test_driver_that_does_not_answer_is_rejected(machine):
     assert "make DEVICE=cpu" in last
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [("580.95.05", STARTS), (None, STARTS), ("570.1", "this machine has 570.1")],
-)
-def test_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, message):
-    assert message in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
-    if module != "570.1":
-        assert "constraints/gpu.lock" in machine.output
+@pytest.mark.parametrize("module", ["580.95.05", None])
+def test_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module):
+    assert STARTS in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
+    assert "constraints/gpu.lock" in machine.output
+
+
+def test_old_driver_without_nvidia_smi_is_rejected(machine):
+    assert "this machine has 570.1" in machine(None, devices=["nvidia0", "nvidiactl"], module="570.1")
 
 
 def test_gpu_in_mig_mode_starts_the_installation(machine):

@@ -17,8 +17,9 @@ def segments_of(
 ) -> dict[str, Any]:
     """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
 
-    A policy's segment has the ``reward`` of its turn, times the weight of the environment, if it is not 0. That of the
-    last turn is part of the response's reward, which the line has anyway.
+    For example ``{"segments": [{"from": "policy", "text": "<call>", "reward": 0.5}, {"from": "environment", "text":
+    "3"}, {"from": "policy", "text": "It is 3."}]}``: a turn has its ``reward``, times the weight of the environment, if
+    it is not 0. That of the last turn is part of the response's reward, which the line has anyway.
 
     Args:
         tokenizer: tokenizer that decodes them, special tokens included.
@@ -30,7 +31,7 @@ def segments_of(
     mask = rollout.response_mask[row, :length].tolist()
     if all(mask):
         return {}
-    if rollout.conversation is None:  # an own loop masks tokens without an environment
+    if rollout.conversation is None:  # a user's own loop masks tokens without an environment
         rewards = [0.0] * length
     else:
         rewards = rollout.conversation.step_rewards[row, :length].tolist()

@@ -18,7 +18,7 @@ from pebble.pool.process import PoolManager
 
 from lightning_rlhf.calls.guard import describe_exit, mark_trainer
 
-MOST_STARTS = 10  # of worker processes for one call, after they were ended by something else
+MOST_REPEATS = 10  # of a call whose worker processes are ended by something else
 _POLL_S = 0.1
 _READING_S = 10.0  # a process that ended while it sent a message leaves the reader waiting for the rest
 

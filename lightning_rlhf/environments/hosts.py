@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_rlhf.calls.guard import SCAN_SECONDS, begin_call, prepare_worker
 from lightning_rlhf.calls.references import as_function, load_function
 from lightning_rlhf.calls.threads import DaemonThreads
-from lightning_rlhf.calls.workers import MOST_STARTS, WorkerPool, lost_call
+from lightning_rlhf.calls.workers import MOST_REPEATS, WorkerPool, lost_call
 from lightning_rlhf.environments.host import Call, Fault, Host, Spec
 from lightning_rlhf.environments.live import LiveEnvironments, fault_of, run_steps
 from lightning_rlhf.environments.loop_host import LoopHost
@@ -137,7 +137,7 @@ class ProcessHost(Host):
     @override
     def call(self, call: Call) -> Future[Reply | Fault]:
         result: Future[Reply | Fault] = Future()
-        self._schedule(call, result, _REPEATS, MOST_STARTS)
+        self._schedule(call, result, _REPEATS, MOST_REPEATS)
         return result
 
     def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int, starts: int) -> None:

@@ -108,7 +108,7 @@ def _has_onednn() -> bool:
 
 
 def _onednn(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return states @ weight.T + bias; both may have any strides."""
+    """Return states @ weight.T + bias; both may be transposed views, but not have strides of 0."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, attr="none", scalars=[], algorithm="")
     return product
 

@@ -183,20 +183,22 @@ class RolloutCorrection:
 
     def _outside(self, log_ratio: Tensor, mask: Tensor) -> Parts:
         """Return which ratios are out of bounds; without a lower one, which are below the inverse of the upper one."""
-        low = 1 / self.upper if self.lower is None else self.lower
+        reported_low = 1 / self.upper if self.lower is None else self.lower  # as verl reports; weights have 0
         ratio, rows = self._log_level_ratio(log_ratio, mask).exp(), mask.any(dim=1)
         response_ratio = response_mean(ratio.expand(mask.shape), mask)
         units = mask if self.level == "token" else rows.unsqueeze(1)
-        truncated = (ratio > self.upper) | (ratio < (self.lower or 0.0))
+        outside = (ratio > self.upper) | (ratio < (self.lower or 0.0))
         return {
             "above_fraction": (ratio > self.upper, units),
-            "below_fraction": (ratio < low, units),
+            "below_fraction": (ratio < reported_low, units),
             "sequence_above_fraction": (response_ratio > self.upper, rows),
-            "sequence_below_fraction": (response_ratio < low, rows),
-            "outside_fraction": (truncated.expand(mask.shape), mask),
+            "sequence_below_fraction": (response_ratio < reported_low, rows),
+            "outside_fraction": (outside.expand(mask.shape), mask),  # of tokens at every level
         }
 
     # -- verl's presets -----------------------------------------------------------------------------------------
+    # is: importance weights; tis: truncated ones; rs: rejection sampling; geo: by the geometric mean of the tokens'
+    # ratios; pg: policy gradient without the ratio of updates (bypass); k1, k3: see Rejection.
 
     @classmethod
     def disabled(cls) -> "RolloutCorrection":

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_rlhf.calls.guard import begin_call, prepare_worker
-from lightning_rlhf.calls.workers import MOST_STARTS, WorkerPool, lost_call
+from lightning_rlhf.calls.workers import MOST_REPEATS, WorkerPool, lost_call
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.results import RewardFailure, RewardResult
 
@@ -48,27 +48,27 @@ class RewardWorkers:
         """Wait for a call and return its result; a timeout or the worker's death is a failure.
 
         A call whose worker was killed, as the kernel does where memory is short, is repeated once. One whose pool broke
-        is repeated ``MOST_STARTS`` times; only once if no worker has answered yet, because then none can start at all.
+        is repeated ``MOST_REPEATS`` times; only once if no worker has answered yet, because then none can start at all.
 
         Args:
             function: function of the call.
             future: future of the call.
         """
-        kills, starts = 1, MOST_STARTS  # repeats that are left
+        after_kill, after_loss = 1, MOST_REPEATS  # repeats that are left
         while (error := future.exception()) is not None:
             lost = lost_call(error, function.timeout_s)
-            if lost is None:
+            if lost is None:  # of the pool, as for a result that cannot be pickled
                 return RewardFailure.from_error(error)
             if lost.kind == "timeout":
                 return RewardFailure(lost.message, timed_out=True)
-            if lost.kind == "died" or (lost.kind == "killed" and not kills):
+            if lost.kind == "died" or (lost.kind == "killed" and not after_kill):
                 return RewardFailure(lost.message)
-            if not starts or (not self._answered and starts < MOST_STARTS):
-                return RewardFailure(f"lost its worker process {MOST_STARTS + 1 - starts} times")
+            if not after_loss or (not self._answered and after_loss < MOST_REPEATS):
+                return RewardFailure(f"lost its worker process {MOST_REPEATS + 1 - after_loss} times")
             if lost.kind == "killed":
-                kills -= 1
+                after_kill -= 1
             else:
-                starts -= 1
+                after_loss -= 1
             future = self._schedule(function, self._calls[future])
         self._answered = True
         return future.result()

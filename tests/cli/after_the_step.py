@@ -38,7 +38,10 @@ class RecordAfterStep(Callback):
 
 
 def take_a_step(fit, config):
-    """Take the only step of a run; assert that the engine then answers like the updated actor, not like the old one."""
+    """Take the only step of a run; assert that the engine then answers like the updated actor, not like the old one.
+
+    Returns what was recorded, for example the names of the weights that moved.
+    """
     config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.RecordAfterStep"})
     write_data(config)
     RECORDED.clear()
@@ -47,3 +50,4 @@ def take_a_step(fit, config):
     assert RECORDED["engine"] == RECORDED["actor"]
     assert RECORDED["gap"] < 1e-4
     assert RECORDED["gap_before"] > 0.01
+    return dict(RECORDED)

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
-from tests.cli.after_the_step import RECORDED, take_a_step
+from tests.cli.after_the_step import take_a_step
 from tests.cli.small_recipes import RECIPES, load_config, saved_tokenizer, shrunk
 
 ONE_GPU = [path for path in RECIPES if path.parent.name == "one_gpu"]
@@ -23,9 +23,9 @@ def test_vllm_answers_with_the_adapters_after_a_step(path, fit, tmp_path):
     (loop,) = (entry for entry in load_config(path)["trainer"]["callbacks"] if "RolloutLoop" in str(entry))
     engine = {"class_path": loop["init_args"]["engine"]["class_path"]}  # its options are for a GPU
     assert engine["class_path"].endswith("VLLMAdapterEngine")
-    config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
+    config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), other_reward_model=None, engine=engine)
     config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.05  # so that old weights would be noticed
     config["model"]["init_args"].pop("critic_warmup_steps", None)  # the only step trains the actor
-    take_a_step(fit, config)  # also asserts that the engine answers as the actor
-    assert RECORDED["moved"]
-    assert all(".lora_" in name for name in RECORDED["moved"])
+    recorded = take_a_step(fit, config)  # also asserts that the engine answers as the actor
+    assert recorded["moved"]
+    assert all(".lora_" in name for name in recorded["moved"])

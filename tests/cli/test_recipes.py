@@ -75,6 +75,25 @@ def npu():
     AcceleratorRegistry.remove("npu")
 
 
+def moved_by_optimizers(monkeypatch):
+    """Record whether an optimizer changed any of its weights, by the identity of the first one."""
+    moved = {}
+
+    def recorded(step):
+        def step_and_record(self, *arguments, **options):
+            weights = self.param_groups[0]["params"]
+            before = [weight.detach().clone() for weight in weights]
+            step(self, *arguments, **options)
+            changed = [not torch.allclose(*pair, rtol=2e-7, atol=0) for pair in zip(before, weights, strict=True)]
+            moved[id(weights[0])] = moved.get(id(weights[0]), False) or any(changed)
+
+        return step_and_record
+
+    for kind in (torch.optim.AdamW, bitsandbytes.optim.AdamW8bit):
+        monkeypatch.setattr(kind, "step", recorded(kind.step))
+    return moved
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "path",
@@ -86,20 +105,7 @@ def test_complete_step_with_a_small_copy_of_the_model(path, fit, tokenizer, othe
         pytest.importorskip("peft")
     config = shrunk(path, tokenizer, other_reward_model)
     write_data(config)
-    moved = {}
-
-    def watched(step):
-        return lambda self, *arguments, **options: watch(step, self, *arguments, **options)
-
-    def watch(step, self, *arguments, **options):
-        values = self.param_groups[0]["params"]
-        before = [value.detach().clone() for value in values]
-        step(self, *arguments, **options)
-        now = [not torch.allclose(*pair, rtol=2e-7, atol=0) for pair in zip(before, values, strict=True)]
-        moved[id(values[0])] = moved.get(id(values[0]), False) or any(now)
-
-    for kind in (torch.optim.AdamW, bitsandbytes.optim.AdamW8bit):
-        monkeypatch.setattr(kind, "step", watched(kind.step))
+    moved = moved_by_optimizers(monkeypatch)
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
     roles = 2 if config["model"]["class_path"].endswith("PPOModule") else 1
@@ -111,8 +117,13 @@ def test_complete_step_with_a_small_copy_of_the_model(path, fit, tokenizer, othe
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_documented_memory_equals_that_of_plan(path, monkeypatch, capsys):
     runs, config = [], load_config(path)
+
+    def recorded_plan(run, gpus):
+        runs.append(plan(run, gpus))
+        return runs[-1]
+
     monkeypatch.setattr(Pretrained, "hf_config", lambda self: FromConfig(published(self.path)).hf_config())
-    monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(plan(run, gpus)), runs[-1])[1])
+    monkeypatch.setattr(command, "plan", recorded_plan)
     head = path.read_text(encoding="utf-8")
     count, size = re.search(r"^# Hardware: (\d+) \w+ of (\d+) GiB", head, re.MULTILINE).groups()
     nodes = config["trainer"].get("num_nodes", 1)
@@ -165,7 +176,8 @@ def test_cache_size_per_token_equals_the_value_computed_by_hand(model, numbers):
 def test_two_layers_at_full_width_have_the_shapes_of_the_whole_model_as_lm_and_scalar_model(model):
     architecture = PUBLISHED[model][0]
     with torch.device("meta"):
-        whole, actor = (FromConfig(with_text(architecture, **few)).causal() for few in ({}, {"num_hidden_layers": 2}))
+        whole = FromConfig(architecture).causal()
+        actor = FromConfig(with_text(architecture, num_hidden_layers=2)).causal()
         critic = FromConfig(with_text(architecture, num_hidden_layers=2)).scalar()
     shapes = {name: value.shape for name, value in whole.lm.named_parameters()}
     result = {name: value.shape for name, value in actor.lm.named_parameters()}

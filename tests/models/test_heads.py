@@ -36,7 +36,8 @@ def test_log_probs_equal_those_of_the_logits_of_the_model(name):
     model = source(name).causal().eval()
     ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
     index, targets = torch.arange(8).unsqueeze(0), ids[:, 1:]
-    ours = model(ids, index, targets, torch.ones_like(targets, dtype=torch.bool))
+    all_tokens = torch.ones_like(targets, dtype=torch.bool)
+    ours = model(ids, index, targets, all_tokens)
     every = model.lm(ids).logits[0, :-1].double().log_softmax(-1)
     assert_close(ours.logprobs[0], every.gather(1, targets[0].unsqueeze(1)).squeeze(1), rtol=1e-5, atol=1e-5)
     assert_close(ours.entropy[0], -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
@@ -48,8 +49,8 @@ def sft(model):
 
 @pytest.mark.parametrize("name", ["falcon_h1", "hyperclovax", "modernbert-decoder"])
 def test_unknown_head_ends_the_run_before_its_first_step(name, monkeypatch):
-    monkeypatch.setattr(heads, "_FACTORS", {})
-    known = heads.head_of
+    monkeypatch.setattr(heads, "_FACTORS", {})  # by which the first two are known
+    known = heads.head_of  # knows the third by its layers, which transform the states
     monkeypatch.setattr("lightning_rlhf.models.causal.head_of", lambda lm: known(lm)._replace(transform=None))
     with pytest.raises(ValueError, match=r"^the actor's \w+ForCausalLM has a head that lightning-rlhf does not supp"):
         fit(sft(source(name)), [texts()])
@@ -74,7 +75,8 @@ def test_random_layers_are_disabled_in_train_mode(name, options):
     model = source(name, **options).causal().train()
     ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
     index = torch.arange(9).unsqueeze(0)
-    once, again = (model(ids, index, ids, torch.ones_like(ids, dtype=torch.bool)).logprobs for _ in range(2))
+    all_tokens = torch.ones_like(ids, dtype=torch.bool)
+    once, again = (model(ids, index, ids, all_tokens).logprobs for _ in range(2))
     assert torch.equal(once, again)
 
 

@@ -173,7 +173,7 @@ def architecture(
     if not train_vision:
         freeze_towers(model)
     text = config.get_text_config()
-    blocks = set(model._no_split_modules or ())
+    blocks = set(model._no_split_modules or ())  # names of the classes of decoder layers
     in_text = set(text_model_of(model).modules())
     paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks and module in in_text]
     if len(paths) != text.num_hidden_layers:
@@ -183,7 +183,7 @@ def architecture(
         )
     plan = tensor_parallel_plan(name, model, tensor_parallel_size)
     check_sequence_parallel(name, model, sequence_parallel_size, tensor_parallel_size)
-    parameters = tuple(_parameter(name, model, paths, plan) for name, _ in model.named_parameters())
+    parameters = tuple(_parameter(key, model, paths, plan) for key, _ in model.named_parameters())
     layers = tuple(_layer(text, dict(model.get_submodule(path).named_parameters())) for path in paths)
     return Architecture(parameters, layers, 0 if scalar else text.vocab_size, supports_sequence_parallel(model))
 
@@ -211,6 +211,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
             f"plan supports layers whose MLP has gate_proj, up_proj and down_proj, as in Llama, Qwen and Mixtral; "
             f"the layers of {config.model_type!r} have other parts"
         )
+    # Experts are stacked: (experts, hidden, inner).
     experts, _, expert = next((shape for shape in down if len(shape) == 3), (0, 0, 0))
     norms = [name for name, value in parameters.items() if "norm" in name and "self_attn" not in name]
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -223,7 +224,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         expert=expert,
         experts=experts,
         active=config.num_experts_per_tok if experts else 0,
-        post_norms=len(norms) - 2,
+        post_norms=len(norms) - 2,  # beyond those before attention and before the MLP
         wide_norms=config.model_type.startswith("gemma"),
         wide_router=experts > 0 and config.model_type.startswith("deepseek"),
         gated_shared=any("shared_expert_gate" in name for name in parameters),

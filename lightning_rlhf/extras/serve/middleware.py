@@ -53,7 +53,7 @@ class RequestGuard:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle one request; no route has websockets."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -94,7 +94,7 @@ class RequestGuard:
 
     def _checked_path(self, scope: Scope, headers: Headers) -> str:
         path: str = scope["path"]
-        # The protocol limits only headers that arrive in several pieces.
+        # uvicorn's parser limits only headers that arrive in several pieces.
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("query_string", b""))
         if size + len(path) > HEADER_BYTES:
             raise Rejected(431, HEADERS_TOO_LONG)
@@ -133,7 +133,7 @@ class RequestGuard:
         limit = self._limits.max_body_bytes
         too_long = Rejected(413, f"a body may have at most {limit} bytes{option_hint('max_body_bytes')}")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:19]) > limit:
+        if length.isdecimal() and int(length[:19]) > limit:  # Python refuses to read a number of thousands of digits
             raise too_long
         body = b""
         with anyio.move_on_after(self._limits.read_seconds):
@@ -203,7 +203,7 @@ def _error_response(rejected: Rejected, path: str) -> Response:
         headers["allow"] = ROUTES[path]
     if rejected.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if rejected.status in (429, 503):
+    if rejected.status == 429:
         headers["retry-after"] = "1"
     return JSONResponse(error_body(rejected), rejected.status, headers)
 

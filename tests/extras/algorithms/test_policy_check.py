@@ -22,6 +22,7 @@ PROMPTS = InMemory([{"prompt": letter * size, "letter": letter} for letter in "a
 
 
 def begins_late(completions, letter):
+    """Return 1 for a text that begins with d or a later letter; ``letter`` makes its column required."""
     return [float(text[:1] > "c") for text in completions]
 
 
@@ -37,12 +38,12 @@ class RecordingCheck(PolicyCheck):
 def checked(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
 
-    def checked(precision="32-true", **arguments):
+    def checked(precision="32-true", callbacks=(), **arguments):
         defaults = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
         check = RecordingCheck(**{**defaults, "max_response_tokens": 6, **arguments})
         data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
         module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
-        trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path, precision=precision)
+        trainer = quiet_trainer(callbacks=[check, *callbacks], default_root_dir=tmp_path, precision=precision)
         trainer.fit(module, datamodule=data)
         return check, module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -57,19 +58,14 @@ def test_share_of_correctly_ordered_samples_is_over_all_pairs(checked):
     assert metrics["val/policy_order"] == pytest.approx(ordered_fraction(check.raw[right], check.raw[~right]))
 
 
-def test_report_has_the_metrics_and_limits_of_the_check(tmp_path, monkeypatch):
-    bounds = {"min_policy_order": 1.01, "min_pair_accuracy": 0.0}
-    check = PolicyCheck(TinyModel(seed=1), PROMPTS, RewardFunction(begins_late), max_response_tokens=6, **bounds)
-    data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
-    module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
-    callbacks = [check, MetricsCSV(), HealthChecks()]
-    trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path)
-    trainer.fit(module, datamodule=data)
+def test_report_has_the_metrics_and_limits_of_the_check(checked, tmp_path):
+    callbacks = [MetricsCSV(), HealthChecks()]
+    _, module, metrics = checked(callbacks=callbacks, min_policy_order=1.01, min_pair_accuracy=0.0)
     run = RunDirectory(tmp_path)
     step, last = run.rows()[-1]
-    assert step == trainer.global_step
+    assert step == module.trainer.global_step
     names = {"val/policy_accuracy", "val/policy_order", "val/policy_score_mean", "val/policy_score_std"}
-    assert {name: last[name] for name in names} == {name: float(trainer.callback_metrics[name]) for name in names}
+    assert {name: last[name] for name in names} == {name: metrics[name] for name in names}
     assert "val/loss" in last  # the row of the last validation
     (finding,) = run.findings()
     assert (finding.check, finding.metric, finding.bound) == ("reward model", "val/policy_order", 1.01)
@@ -93,6 +89,7 @@ def test_scores_equal_those_of_whole_texts_scored_one_by_one(checked):
 
 
 def test_scores_are_computed_in_the_training_precision_of_the_model(checked):
+    """Scores of a bf16-mixed run equal those under autocast, before they are normalized, and differ from float32's."""
     check, module, _ = checked(precision="bf16-mixed")
     ((rows, _),) = module.micro_batches.split(check.rollout)
     rollout = check.rollout[rows]
@@ -101,18 +98,18 @@ def test_scores_are_computed_in_the_training_precision_of_the_model(checked):
     packing = module.layout.pack(rollout, ids.shape[1])
 
     @torch.no_grad()
-    def raw():
+    def without_normalization():
         return (model(ids, ends, packing) * model.score_std + model.score_mean).squeeze(1)
 
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = raw()
+        mixed = without_normalization()
     assert_close(check.raw[rows], mixed)
-    assert (check.raw[rows] - raw()).abs().max() > 1e-3
+    assert (check.raw[rows] - without_normalization()).abs().max() > 1e-3
 
 
 def test_normalized_scores_have_mean_0_and_deviation_1(checked):
     check, module, metrics = checked()
-    again = PolicyCheck._scores(check, module, check.rollout)
+    again = PolicyCheck._scores(check, module, check.rollout)  # not of RecordingCheck, so that raw stays
     assert again.mean().item() == pytest.approx(0, abs=1e-5)
     assert again.std().item() == pytest.approx(1, abs=1e-5)
     assert metrics["val/policy_score_mean"] == pytest.approx(check.raw.mean().item(), abs=1e-6)

@@ -45,6 +45,7 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
+    launch_environment.end_with_launcher(is_loading=True)
     module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):

@@ -7,13 +7,17 @@ engine requires. ``lightning-rlhf doctor`` shows the table for the machine.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from lightning_rlhf.processes.child import end_with_parent
+
 OURS = "LIGHTNING_RLHF_SET"  # variable that lists the names set here, to distinguish them from the user's
+_LAUNCHER = "LIGHTNING_RLHF_LAUNCHER"  # variable with the id of the process that starts the other ranks of a machine
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # NVIDIA, WSL; AMD's kfd is not supported
 
 
@@ -86,21 +90,13 @@ def _without_gpu(value: str) -> Callable[[Machine], str | None]:
     return lambda machine: None if machine.has_gpu else value
 
 
-def _with_gpu_in_float32(value: str) -> Callable[[Machine], str | None]:
-    return lambda machine: value if machine.has_gpu and machine.engine_dtype == "float32" else None
-
-
 def _threads(machine: Machine) -> str | None:
-    shared = machine.processes is not None and machine.processes > 1
-    if shared and machine.processes:
-        return str(max(1, machine.cores // machine.processes))
-    return None
+    processes = machine.processes or 1
+    return str(max(1, machine.cores // processes)) if processes > 1 else None
 
 
 def _processes(machine: Machine) -> str | None:
-    if machine.has_gpu or machine.processes is None:
-        return None
-    return str(machine.processes)
+    return None if machine.has_gpu or machine.processes is None else str(machine.processes)
 
 
 VARIABLES = (
@@ -186,7 +182,7 @@ VARIABLES = (
         reader="Triton",
         process="engine",
         condition="with a GPU, for an engine in float32",
-        value=_with_gpu_in_float32("ieee"),
+        value=lambda machine: "ieee" if machine.has_gpu and machine.engine_dtype == "float32" else None,
         reason="Otherwise vLLM's attention in float32 rounds its operands to TF32, 10 bits, and log-probabilities "
         "differ by about 0.01 nats from the actor's.",
         read_by="triton",
@@ -289,11 +285,22 @@ def _set_by_us(environ: Mapping[str, str]) -> list[str]:
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_first_process() -> bool:
     """Return whether this is the first process of the run on this machine."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+def end_with_launcher(is_loading: bool) -> None:
+    """Have this rank end with the process that started it, while it loads; the failure watch sees to that afterwards.
+
+    In the first process of a machine: have the ranks that it starts do so. torchrun and SLURM end their ranks.
+    """
+    if is_first_process():
+        os.environ[_LAUNCHER] = str(os.getpid())
+    elif (launcher := os.environ.get(_LAUNCHER)) and sys.platform == "linux":
+        end_with_parent(signal.SIGKILL if is_loading else 0)
+        if is_loading and not Path("/proc", launcher).exists():  # it ended before this line
+            sys.exit(1)

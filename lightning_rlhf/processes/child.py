@@ -128,6 +128,6 @@ def bytes_too_long(directory: str | Path) -> int:
     return len(os.fsencode(directory)) + _SOCKET_NAME_BYTES - _MOST_SOCKET_PATH_BYTES
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends. Called in the child; Linux."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(sent: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends; 0: none. In the child; Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)

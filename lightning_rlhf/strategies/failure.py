@@ -81,10 +81,7 @@ class FailureWatch:
         """
         if self._world_size == 1:
             return
-        if self._rank == 0:
-            hub = Hub(self._world_size, secrets.token_hex(16), several_nodes)
-        else:
-            hub = None
+        hub = None if self._rank else Hub(self._world_size, secrets.token_hex(16), several_nodes)
         port, token, self._hub_name = broadcast((hub.port, hub.token, self._name) if hub else None)
         host = address if several_nodes and self._rank else "127.0.0.1"
         try:
@@ -97,6 +94,7 @@ class FailureWatch:
         self._wire.send(kind="join", token=token, rank=self._rank, name=self._name, node=self._node)
         self._listener = threading.Thread(target=self._listen, name="failure watch", daemon=True)
         self._listener.start()
+        launch_environment.end_with_launcher(is_loading=False)
 
     def report(self, error: BaseException, code: int = 1) -> None:
         """Report to all ranks that this one failed. If another rank failed first, end this process instead.
@@ -200,6 +198,7 @@ class EndsTogether:
     def _configure_launcher(self) -> None:
         """Check the launch before Lightning starts the other processes of this machine."""
         strategy: Any = self
+        launch_environment.end_with_launcher(is_loading=True)
         check_launch(strategy.cluster_environment, strategy.num_nodes)
         super()._configure_launcher()  # type: ignore[misc]
 
@@ -228,13 +227,9 @@ class EndsTogether:
         """Report an exception to the other ranks; not an interrupt during training, on which all ranks agree."""
         strategy: Any = self
         started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-        interrupted = isinstance(exception, Interrupted)
-        if self._watch is not None and not (interrupted and started):
-            if isinstance(exception, Interrupted):
-                code = exception.exit_code
-            else:
-                code = _exit_code(exception, started)
-            self._watch.report(exception, code)
+        agreed = isinstance(exception, Interrupted) and started
+        if self._watch is not None and not agreed:
+            self._watch.report(exception, _exit_code(exception, started))
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
@@ -275,7 +270,9 @@ def _write_line(line: str) -> None:
 
 
 def _exit_code(error: BaseException, started: bool) -> int:
-    """Return the exit code: 2 for an expected error before the first training step, else 1."""
+    """Return the exit code: an interrupt's own, 2 for an expected error before the first training step, else 1."""
+    if isinstance(error, Interrupted):
+        return error.exit_code
     if not started and (isinstance(error, ExpectedError) or is_lightning_error(error)):
         return 2
     return 1

@@ -7,17 +7,13 @@ engine requires. ``lightning-rlhf doctor`` shows the table for the machine.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from lightning_rlhf.processes.child import end_with_parent
-
 OURS = "LIGHTNING_RLHF_SET"  # variable that lists the names set here, to distinguish them from the user's
-_LAUNCHER = "LIGHTNING_RLHF_LAUNCHER"  # variable with the id of the process that starts the other ranks of a machine
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # NVIDIA, WSL; AMD's kfd is not supported
 
 
@@ -291,16 +287,3 @@ def _cores() -> int:
 def is_first_process() -> bool:
     """Return whether this is the first process of the run on this machine."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
-
-
-def end_with_launcher(is_loading: bool) -> None:
-    """Have this rank end with the process that started it, while it loads; the failure watch sees to that afterwards.
-
-    In the first process of a machine: have the ranks that it starts do so. torchrun and SLURM end their ranks.
-    """
-    if is_first_process():
-        os.environ[_LAUNCHER] = str(os.getpid())
-    elif (launcher := os.environ.get(_LAUNCHER)) and sys.platform == "linux":
-        end_with_parent(signal.SIGKILL if is_loading else 0)
-        if is_loading and not Path("/proc", launcher).exists():  # it ended before this line
-            sys.exit(1)

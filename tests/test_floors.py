@@ -17,6 +17,7 @@ FLOORS = (
         "encoded_image",
         "expected_errors",
         "launch_environment",
+        "lazy_names",
         "loggers",
         "moved",
         "paths",

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from lightning_rlhf import launch_environment
+from lightning_rlhf.processes import launcher
 from tests.cli.conftest import PPO
 from tests.distributed.launch import ROOT
 
@@ -50,14 +50,14 @@ def test_no_rank_is_left(tmp_path, sent, seconds):
     assert not left, (tmp_path / "output.log").read_text()
 
 
-RANK = "from lightning_rlhf import launch_environment; launch_environment.end_with_launcher(True); print('runs')"
+RANK = "from lightning_rlhf.processes import launcher; launcher.end_with_launcher(True); print('runs')"
 
 
 def test_rank_whose_launcher_has_ended_ends():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert not Path("/proc", str(ended.pid)).exists()
-    for launcher, printed in ((ended.pid, ""), (os.getpid(), "runs\n")):
-        environment = {**os.environ, "LOCAL_RANK": "1", launch_environment._LAUNCHER: str(launcher)}
+    for pid, printed in ((ended.pid, ""), (os.getpid(), "runs\n")):
+        environment = {**os.environ, "LOCAL_RANK": "1", launcher._LAUNCHER: str(pid)}
         rank = subprocess.run([sys.executable, "-c", RANK], env=environment, cwd=ROOT, capture_output=True, text=True)
         assert (rank.stdout, rank.returncode == 0) == (printed, bool(printed))

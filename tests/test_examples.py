@@ -91,6 +91,7 @@ def test_updates_of_the_one_file_are_those_of_the_module():
         assert (ours - start).abs().max() > 1e-5
 
 
+@pytest.mark.slow
 def test_ppo_from_python_learns_to_write_the_letter(tmp_path):
     assert run("01_ppo_from_python.py", str(tmp_path)) > 0.9
     assert (tmp_path / "export" / "model.safetensors").is_file()
@@ -101,6 +102,7 @@ def test_custom_reward_receives_columns_and_raises_without_them(capsys):
     assert "did you mean 'answer'?" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_new_algorithm_learns(tmp_path):
     assert run("03_new_algorithm.py", str(tmp_path)) > 0.85
 

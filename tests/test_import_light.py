@@ -34,6 +34,7 @@ def test_worker_of_environments_loads_nothing_heavy():
     assert not loaded_after(f"{code}from lightning_rlhf.environments import Reply, Tools") & (ENGINES | HEAVY)
 
 
+@pytest.mark.slow
 def test_importing_the_command_line_starts_no_engine():
     loaded = loaded_after("import lightning_rlhf.cli.main")
     assert "torch" in loaded

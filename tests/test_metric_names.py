@@ -246,6 +246,7 @@ def rows_of(name):
     return rows or [row for row in NAMES if matches(row, of_source) or matches(row, of_conversations)]
 
 
+@pytest.mark.slow
 def test_every_logged_metric_has_exactly_one_row(logged):
     every = set().union(*logged.values())
     assert {name: rows for name in every if len(rows := rows_of(name)) != 1} == {}
@@ -267,6 +268,7 @@ def test_user_metrics_have_no_definition():
     assert definitions(["mine", "val/eval/mine", "reward/a/b"]) == {}
 
 
+@pytest.mark.slow
 def test_every_row_is_logged_by_a_run(logged):
     seen = {row for result in logged.values() for name in result for row in rows_of(name)}
     assert set(NAMES) - seen == set()

@@ -53,10 +53,12 @@ def site(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_site_has_the_schema_of_configurations(site):
     assert (site / "schema.json").read_text() == (ROOT / "lightning_rlhf/extras/schema/schema.json").read_text()
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_other_servers(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 60
@@ -67,6 +69,7 @@ def test_pages_load_nothing_from_other_servers(site):
             assert not re.match(r"(https?:)?//", address), f"{page.name} loads {address}"
 
 
+@pytest.mark.slow
 def test_search_works_in_pages_opened_from_disk(site, browser):
     browser.open((site / "reference/callbacks.html").as_uri(), ready="document.readyState === 'complete'")
     browser.evaluate("document.querySelector('#__search').click(), document.querySelector('.md-search__input').focus()")
@@ -74,6 +77,7 @@ def test_search_works_in_pages_opened_from_disk(site, browser):
     browser.wait("document.querySelectorAll('.md-search-result__item').length > 3")
 
 
+@pytest.mark.slow
 def test_links_to_files_outside_the_documents_point_to_pages_with_their_text(site):
     page = (site / "real_model.html").read_text(encoding="utf-8")
     assert 'href="files/examples/smollm2/grpo.yaml.html"' in page
@@ -82,12 +86,14 @@ def test_links_to_files_outside_the_documents_point_to_pages_with_their_text(sit
     assert 'href="quickstart/ppo.yaml.html"' in nested
 
 
+@pytest.mark.slow
 def test_pipe_in_code_in_a_table_has_no_backslash(site):
     text = (site / "reference/callbacks.html").read_text(encoding="utf-8")
     assert "<code>str | None</code> = <code>None</code></td>" in text
     assert "responses per prompt, at least 1" in text  # an argument line of RolloutLoop
 
 
+@pytest.mark.slow
 def test_names_in_tables_break_after_slashes_and_commas(site):
     page = (site / "metrics.html").read_text(encoding="utf-8")
     assert "<code>reward/<wbr>after_kl_{mean,<wbr>max,<wbr>min}</code>" in page

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV
@@ -66,6 +67,7 @@ def test_kl_above_the_limit_warns_once_with_value_limit_and_remedy(run, caplog):
     assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
 
 
+@pytest.mark.slow
 def test_resumed_run_warns_like_an_uninterrupted_run(run, caplog, tmp_path):
     """A warning of steps before the checkpoint is not repeated; the first steps are those of the whole run."""
     rewards = [RewardFunction(none_right)]

@@ -124,6 +124,7 @@ def test_last_finished_step_can_be_saved_until_the_first_update(run):
     assert second == [(True, False), *3 * [(False, False)]]
 
 
+@pytest.mark.slow
 def test_waiting_for_rewards_is_not_counted_as_evaluation(run):
     async def slow(completions):
         await asyncio.sleep(1)

@@ -229,6 +229,7 @@ def requests(run, **parts):
     return engine.requested
 
 
+@pytest.mark.slow
 def test_every_sample_has_a_different_seed_in_every_epoch(run):
     requested = requests(run, trainer={"max_epochs": 3}, data={"val": InMemory(ROWS)}, loop={"val_samples": 2})
     training = [

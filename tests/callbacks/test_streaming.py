@@ -73,6 +73,7 @@ class Slow(Unordered):
     seconds = 0.5
 
 
+@pytest.mark.slow
 def test_reward_time_is_the_wait_after_the_last_response(run):
     def slow(solution_str):
         time.sleep(0.4)

@@ -127,6 +127,7 @@ def test_tables_are_generated_from_the_configurations():
         assert page.read_text() == text, f"{page}: run python -m tests.algorithm_tables"
 
 
+@pytest.mark.slow
 def test_combined_example_of_the_overview_runs(fit):
     (snippet,) = re.findall(r"```yaml\n(.*?)```", OVERVIEW, re.DOTALL)
     config, inputs = tiny(BASE.with_stem("grpo")), yaml.safe_load(snippet)["model"]

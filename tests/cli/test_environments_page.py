@@ -40,6 +40,7 @@ def metrics(fit, config):
     return metrics
 
 
+@pytest.mark.slow
 def test_documented_environment(metrics):
     (loop,) = GUESS["trainer"]["callbacks"]
     arguments = loop["init_args"]
@@ -48,6 +49,7 @@ def test_documented_environment(metrics):
     assert 1 <= float(metrics({"rewards": [], **arguments})["env/turns"]) <= 5
 
 
+@pytest.mark.slow
 def test_documented_tool(metrics):
     last = metrics(TOOLS)
     assert 1 <= float(last["env/turns"]) <= 4

@@ -295,7 +295,7 @@ def test_earlier_run_is_renamed(fit, config):
     assert Path("runs/tiny-1/mine.txt").is_file()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError], ids=["interrupt", "error"])
 def test_earlier_run_is_restored_if_the_new_one_never_starts(fit, config, monkeypatch, kind):
     assert fit(config).code == 0
@@ -488,6 +488,7 @@ def test_version_is_printed_quickly():
     assert shown.stdout.startswith("lightning-rlhf 0.")
 
 
+@pytest.mark.slow
 def test_command_exits_with_the_code_and_one_line(tmp_path, config):
     config["model"]["init_args"]["minibatch_size"] = 3
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))

@@ -37,6 +37,7 @@ def copies(tmp_path_factory):
     return [folder / str(number) for number in (0, 1, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -91,7 +92,7 @@ def test_quantized_roles_on_two_ranks_train_like_one_process(copies, alone, tmp_
         assert max(differences.values()) <= WEIGHTS
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_run_resumes_to_the_bit(copies, tmp_path, kind):
     whole = quantized(copies[0], "rlhf_single", tmp_path, kind, save=f"{tmp_path}/2.ckpt", save_at=2)

@@ -63,6 +63,7 @@ def test_conversations_have_separate_environments(host, factory, timeout_s):
     assert talk(instance, "a", "q")[1:] == [Reply("q")]
 
 
+@pytest.mark.slow
 def test_too_long_call_ends_only_its_process(host):
     instance = host(worlds.Misbehaves, timeout_s=1.0, concurrency=1)
     good = [Turn("ab"), Turn("cd", number=1), Turn("ef", number=2)]
@@ -94,6 +95,7 @@ def test_call_that_waits_for_one_that_is_ended_may_repeat_its_conversation(host)
     assert good.result(30) == Reply("c")
 
 
+@pytest.mark.slow
 def test_closed_host_leaves_no_processes(host):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     instance = host(worlds.Harmless, concurrency=3)

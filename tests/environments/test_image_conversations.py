@@ -121,7 +121,7 @@ def test_pictures_of_an_environment(tmp_path, in_prompts, bridge, engine):
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_pictures_of_an_environment_with_other_models(tmp_path, name):
     rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]

@@ -206,6 +206,7 @@ class LateTurns(TransformersEngine):
         return futures
 
 
+@pytest.mark.slow
 def test_push_waits_for_earlier_conversations(tmp_path):
     module, _ = run(tmp_path, guessing(), steps=4, engine=LateTurns(), max_staleness=2, validate_at_ends=False)
     rollout = module.last_step.experience.rollout

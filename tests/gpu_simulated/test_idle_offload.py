@@ -98,6 +98,7 @@ def test_only_models_in_use_are_on_the_gpu(on_gpu, monkeypatch, tmp_path):
     assert generation.moments == {CPU}
 
 
+@pytest.mark.slow
 def test_offloading_does_not_change_results(tmp_path):
     batches = [rollout_of(responses(8, seed)) for seed in range(3)]
     saved, offloaded = ppo(), ppo()

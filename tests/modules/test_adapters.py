@@ -101,6 +101,7 @@ def test_frozen_role_has_no_adapters(role):
         made(**{role: TinyModel(seed=7, lora=LORA)})
 
 
+@pytest.mark.slow
 def test_engine_receives_merged_weights_and_a_push_changes_nothing():
     module = made()
     fit(module, BATCHES)
@@ -120,7 +121,7 @@ def test_engine_receives_merged_weights_and_a_push_changes_nothing():
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "rlhf_single"])
 def test_resumed_run_equals_the_uninterrupted_one_and_frozen_weights_are_not_saved(strategy, tmp_path):
     adam = {"actor_optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}

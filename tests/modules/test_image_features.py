@@ -46,6 +46,7 @@ def test_each_image_is_encoded_once_in_a_run(tmp_path, monkeypatch, make):
     assert module.actor.image_features is module.ref.image_features
 
 
+@pytest.mark.slow
 def test_random_models_keep_their_own_features(tmp_path, monkeypatch):
     """The encoders of an actor and a critic differ, because their classes draw weights in another order."""
     sources = FromConfig(architecture("idefics3"), seed=0)
@@ -54,6 +55,7 @@ def test_random_models_keep_their_own_features(tmp_path, monkeypatch):
     assert encoded == 3 * 3  # actor, critic and reference
 
 
+@pytest.mark.slow
 def test_trained_encoders_encode_in_every_pass(tmp_path, monkeypatch):
     module, encoded = fitted(GRPOModule, tmp_path, monkeypatch, train_vision=True)
     assert module.actor.image_features is None

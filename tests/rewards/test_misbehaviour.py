@@ -170,6 +170,7 @@ def test_unusual_but_valid_functions_are_scored(patient, name):
     assert scores.metrics["reward_zero/errors"] == (0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the end of a grandchild process")
 def test_processes_started_by_a_function_are_killed_with_it(executor):
     score_texts(executor, ["starts_a_process_and_waits"])

@@ -130,6 +130,7 @@ def test_closing_a_reward_closes_its_function():
     assert (plain.closed, of_source.closed) == (1, 1)
 
 
+@pytest.mark.slow
 def test_math_workers_end_with_the_run():
     pytest.importorskip("math_verify")
     from lightning_rlhf.extras.rewards.math import MathReward

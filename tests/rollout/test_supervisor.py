@@ -291,6 +291,7 @@ def test_error_of_the_reading_thread_raises_for_all_waiting_callers(start, monke
     assert [type(fault).__name__ for fault in faults] == ["InvalidStateError"]
 
 
+@pytest.mark.slow
 def test_waiting_is_logged_with_reason_and_duration_until_the_answers_arrive(start, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.3)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
@@ -405,6 +406,7 @@ def lines(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_gets_all_unfinished_messages_in_their_order(restarted, caplog):
     engine = restarted()
     requests = [request(*range(1, length)) for length in (500, 100, 300, 20)]
@@ -576,6 +578,7 @@ def test_restart_waits_until_weights_are_written(restarted):
     assert reply.result(WAIT)["policy_version"] == 9
 
 
+@pytest.mark.slow
 def test_state_changes_when_a_worker_that_was_started_again_has_it(restarted):
     engine = restarted(state=lambda: [{"kind": "load", "weights": {"seconds": 1.0}, "version": 5}])
     reply = engine.generate([request(*[1] * 100)])[0]
@@ -599,6 +602,7 @@ def test_state_of_an_engine_that_has_ended_cannot_be_changed(restarted):
             wait()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_weights_are_not_replaced_before_a_worker_that_was_started_again_has_loaded_them(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

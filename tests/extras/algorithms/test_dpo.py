@@ -159,6 +159,7 @@ def test_held_out_pairs_of_both_ranks_have_equal_weight():
         assert_close(metrics["val/pair_calibration_error"], calibration_error(calibration_bins(0.3 * every)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_short_fit_learns_the_preferences():
     batch = pairs([5, 2, 7, 4, 3, 3], [3, 8, 1, 4, 5, 6])
     module = DPOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))

@@ -179,6 +179,7 @@ def test_batches_of_one_text_are_rejected_before_any_model_is_built(sizes):
     assert not module.built
 
 
+@pytest.mark.slow
 def test_short_fit_separates_good_and_bad_answers():
     module = KTOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
     metrics = fit(module, [batch_of()] * 30).callback_metrics

@@ -144,6 +144,7 @@ def test_gradient_of_texts_of_5000_tokens_is_the_weighted_sum(monkeypatch):
     assert_gradient(mixed(mixture, rollout, micro_batch_tokens=6000), expected)
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_is_that_of_the_reward_objectives():
     kl = {"ref": SECOND, "kl_reward": KLTerm(0.2)}
     expected = weighted((0.7, alone(2, **kl)), (2.0, alone(0)), (0.3, alone(1)))

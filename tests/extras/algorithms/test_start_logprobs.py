@@ -66,6 +66,7 @@ def test_run_equals_that_with_a_copy_as_reference(tmp_path, options):
         assert_close(weight, copy.actor.state_dict()[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_log_probs_of_the_start(tmp_path):
     whole, expected = run(tmp_path / "whole", "start", steps=6)
     run(tmp_path / "parts", "start", steps=3)

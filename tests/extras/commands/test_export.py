@@ -67,7 +67,7 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
 def test_export_is_byte_identical_to_that_of_the_run(trained, export, strategy):
     run = trained(strategy)

@@ -155,6 +155,7 @@ def responses_with_pictures(generate, rows, model, drawing_run, request):
 BOTH_ENGINES = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 @pytest.mark.parametrize("responses_with_pictures", BOTH_ENGINES, indirect=True)
 def test_pictures_of_an_environment_are_written_and_evaluated(responses_with_pictures, capsys):

@@ -52,6 +52,7 @@ def test_beginners_page_lists_the_files_of_the_project(project):
     assert all(Path(name).is_file() for name in named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WITH_MODEL)
 def test_test_and_data_check_of_the_project_pass(project, kind, capsys):
     printed = project(kind)

@@ -255,6 +255,7 @@ def test_ranks_with_the_same_responses_write_them_once(run, tmp_path, monkeypatc
     assert files_of(tmp_path) == ["step-000001", "validation-000000"]
 
 
+@pytest.mark.slow
 def test_resumed_run_removes_files_of_steps_after_the_checkpoint(run, tmp_path):
     def start(steps):
         trainer = {"max_epochs": 4, "max_steps": steps}

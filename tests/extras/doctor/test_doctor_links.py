@@ -77,6 +77,7 @@ def test_links_of_ranks():
     assert nothing == []
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_join_are_a_fault(monkeypatch):
     monkeypatch.setattr(doctor_links, "_JOIN_SECONDS", 1)
     launched = {

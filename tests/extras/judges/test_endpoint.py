@@ -639,6 +639,7 @@ def test_remote_reward_receives_the_images(stub):
     reward.client.close()
 
 
+@pytest.mark.slow
 def test_vllm_receives_images_in_messages_only(stub):
     stub.script = [ok({"data": [{"probs": [0.5]}]})]
     reward = VLLMReward(Endpoint(stub.url), "rm")

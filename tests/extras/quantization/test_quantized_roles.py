@@ -41,7 +41,7 @@ def assert_equal_weights(ours, theirs, atol):
         assert_close(ours[name], value, atol=atol, rtol=0)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3", "granite", "phi3", "mamba"])
 def test_ppo_of_architectures(kind, quantization, tmp_path):

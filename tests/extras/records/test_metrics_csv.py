@@ -186,7 +186,7 @@ def test_validation_metrics_without_the_prefix_are_only_in_the_validation_row(ru
     assert data["training"]["both"] == [1.0, 2.0, None, 4.0, 5.0]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_resumed_run_has_custom_metrics_in_the_same_rows(run, tmp_path, at):
     run_with_mine(run, 5, SavesAt(at, tmp_path / "x.ckpt"))

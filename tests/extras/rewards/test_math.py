@@ -333,6 +333,7 @@ def test_without_math_verify_the_error_names_the_extra(monkeypatch):
         MathReward()
 
 
+@pytest.mark.slow
 def test_comparison_that_was_waiting_when_its_process_was_killed_is_an_error(monkeypatch):
     reward = MathReward(workers=1)
     assert reward.compare([(r"\boxed{1}", r"\boxed{1}")]) == [True]

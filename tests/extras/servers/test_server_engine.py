@@ -415,6 +415,7 @@ def test_broken_connection_raises_immediately(engine, stub):
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.slow
 def test_hanging_server_raises_after_the_timeout_and_waiting_is_logged(engine, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.processes.waiting.INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)

@@ -29,6 +29,7 @@ def test_a_server_that_ends_costs_its_share_and_no_response(engine, stubs):
     assert {each.policy_version for each in generate(engine, prompts(4), SAMPLING, range(4))} == {2}
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(make, stubs):
     engine = make([stub.url for stub in stubs], silent_seconds=0.3)
     hangs = threading.Event()

@@ -9,7 +9,7 @@ from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, Command
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.processes.launcher import end_with_launcher
+from lightning_rlhf.processes.child import end_with_launcher
 
 _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
 
@@ -46,7 +46,7 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
-    end_with_launcher(is_loading=True)
+    end_with_launcher(launch_environment.is_first_process(), is_loading=True)
     module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ _SOCKET_NAME_BYTES = 37  # of vLLM: a slash and a UUID
 _TAIL_CHARACTERS = 2000
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
+_LAUNCHER = "LIGHTNING_RLHF_LAUNCHER"  # variable with the id of the process that starts the ranks of a machine
 
 
 class Child(subprocess.Popen[bytes]):
@@ -131,3 +133,19 @@ def bytes_too_long(directory: str | Path) -> int:
 def end_with_parent(sent: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when the thread that started it ends; 0: none. In the child; Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent)
+
+
+def end_with_launcher(is_first: bool, is_loading: bool) -> None:
+    """Have this rank end with the process that started it, while it loads; the failure watch sees to that afterwards.
+
+    torchrun and SLURM end their ranks.
+
+    Args:
+        is_first: whether this is the first process of the machine, which starts the other ranks: they then do so.
+    """
+    if is_first:
+        os.environ[_LAUNCHER] = str(os.getpid())
+    elif (launcher := os.environ.get(_LAUNCHER)) and sys.platform == "linux":
+        end_with_parent(signal.SIGKILL if is_loading else 0)
+        if is_loading and not Path("/proc", launcher).exists():  # it ended before this line
+            sys.exit(1)

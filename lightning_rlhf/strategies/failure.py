@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from lightning_rlhf import launch_environment
 from lightning_rlhf.compat import is_lightning_error
 from lightning_rlhf.expected_errors import ExpectedError, Interrupted, RunError
-from lightning_rlhf.processes.launcher import end_with_launcher
+from lightning_rlhf.processes.child import end_with_launcher
 from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from lightning_rlhf.strategies.joining import check_launch, joining
 
@@ -95,7 +95,7 @@ class FailureWatch:
         self._wire.send(kind="join", token=token, rank=self._rank, name=self._name, node=self._node)
         self._listener = threading.Thread(target=self._listen, name="failure watch", daemon=True)
         self._listener.start()
-        end_with_launcher(is_loading=False)
+        end_with_launcher(launch_environment.is_first_process(), is_loading=False)
 
     def report(self, error: BaseException, code: int = 1) -> None:
         """Report to all ranks that this one failed. If another rank failed first, end this process instead.
@@ -199,7 +199,7 @@ class EndsTogether:
     def _configure_launcher(self) -> None:
         """Check the launch before Lightning starts the other processes of this machine."""
         strategy: Any = self
-        end_with_launcher(is_loading=True)
+        end_with_launcher(launch_environment.is_first_process(), is_loading=True)
         check_launch(strategy.cluster_environment, strategy.num_nodes)
         super()._configure_launcher()  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from lightning_rlhf.processes import launcher
+from lightning_rlhf.processes import child
 from tests.cli.conftest import PPO
 from tests.distributed.launch import ROOT
 
@@ -50,7 +50,7 @@ def test_no_rank_is_left(tmp_path, sent, seconds):
     assert not left, (tmp_path / "output.log").read_text()
 
 
-RANK = "from lightning_rlhf.processes import launcher; launcher.end_with_launcher(True); print('runs')"
+RANK = "from lightning_rlhf.processes import child; child.end_with_launcher(False, True); print('runs')"
 
 
 def test_rank_whose_launcher_has_ended_ends():
@@ -58,6 +58,6 @@ def test_rank_whose_launcher_has_ended_ends():
     ended.wait()
     assert not Path("/proc", str(ended.pid)).exists()
     for pid, printed in ((ended.pid, ""), (os.getpid(), "runs\n")):
-        environment = {**os.environ, "LOCAL_RANK": "1", launcher._LAUNCHER: str(pid)}
+        environment = {**os.environ, "LOCAL_RANK": "1", child._LAUNCHER: str(pid)}
         rank = subprocess.run([sys.executable, "-c", RANK], env=environment, cwd=ROOT, capture_output=True, text=True)
         assert (rank.stdout, rank.returncode == 0) == (printed, bool(printed))

@@ -253,6 +253,7 @@ def test_every_logged_metric_has_exactly_one_row(logged):
     assert any(name.startswith("val/one/") for name in every)
 
 
+@pytest.mark.slow
 def test_page_defines_every_metric_as_its_row_does(logged):
     assert WRITTEN.read_text() == content(), "run python -m tests.metric_definitions"
     rows = {name: item for row, item in table().items() for name in expanded(row)}

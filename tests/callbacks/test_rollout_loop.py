@@ -396,6 +396,7 @@ def test_weights_are_synced_once_per_step(run):
     assert pushes == ["update_weights 0", "update_weights 1", "update_weights 2"]
 
 
+@pytest.mark.slow
 def test_same_loop_can_run_again_and_syncs_again(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2}, data={"val": InMemory(ROWS)}).fit()
     before = made.metrics

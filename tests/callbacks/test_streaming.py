@@ -46,7 +46,7 @@ def several(completions, answer):
 several.per_sample = True
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("validates", [False, True])
 def test_run_is_the_same_with_and_without_streaming(run, validates):
     result = []

@@ -124,6 +124,7 @@ def test_callbacks_for_automatic_optimization_are_rejected_by_name(fit, config, 
     assert message in result.err
 
 
+@pytest.mark.slow
 def test_unknown_monitored_metric_gives_one_line_with_the_logged_metrics(fit, config):
     arguments = {"monitor": "val/nothing", "check_on_train_epoch_end": True}
     config["trainer"]["callbacks"].append(

@@ -335,6 +335,7 @@ def test_earlier_run_is_not_restored_if_an_engine_log_is_in_the_directory(fit, c
     assert Path("runs/tiny-1/config.yaml").read_text() == "earlier: true"
 
 
+@pytest.mark.slow
 def test_earlier_run_is_restored_if_the_first_validation_fails(fit, config, monkeypatch):
     from lightning_rlhf.rollout.transformers import TransformersEngine
 

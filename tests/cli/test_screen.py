@@ -12,6 +12,7 @@ from lightning_rlhf.cli.screen import RoutineFilter, configure_messages
 LIGHTNING = "lightning.pytorch.callbacks"
 
 
+@pytest.mark.slow
 def test_profile_is_printed_and_routine_messages_are_not(fit, config):
     config["trainer"]["profiler"] = "simple"
     result = fit(config)
@@ -83,6 +84,7 @@ def test_irrelevant_advice_is_not_shown(text):
     assert [str(warning.message) for warning in shown] == ["another warning"]
 
 
+@pytest.mark.slow
 def test_loggers_receive_the_configuration_as_hyperparameters(fit, config):
     config["trainer"]["logger"] = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",

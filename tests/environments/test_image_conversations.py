@@ -37,7 +37,7 @@ class Silent(Questions):
         return None
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("factory", [Questions, Silent])
 @pytest.mark.parametrize("bridge", ["template", "plain"])
@@ -90,7 +90,7 @@ def engine_of(name):
     return TransformersEngine() if name == "transformers" else VLLMEngine()
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("in_prompts", [True, False])
 @pytest.mark.parametrize("bridge", ["template", "plain"])

@@ -111,6 +111,7 @@ def test_metrics_count_turns_ends_and_written_tokens(tmp_path):
     assert {"val/environment_greedy", "val/environment_sampled", "reward/environment"} <= metrics.keys()
 
 
+@pytest.mark.slow
 def test_environment_of_one_turn_gives_the_same_result_as_no_environment(tmp_path):
     settings = EnvironmentSettings(CountsA, timeout_s=None, bridge="plain")
     with_one, _ = run(tmp_path / "one", settings)

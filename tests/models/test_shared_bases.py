@@ -69,6 +69,7 @@ def test_four_roles_have_one_copy_of_the_base(base, tmp_path):
     assert not adapters[1].any()
 
 
+@pytest.mark.slow
 def test_roles_compute_what_separate_copies_compute(base, tmp_path):
     start, judge = adapter_of(base, tmp_path / "sft"), adapter_of(base, tmp_path / "judge", scalar=True)
     critic = Pretrained(base, lora=LORA)

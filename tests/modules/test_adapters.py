@@ -35,6 +35,7 @@ def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_reference_is_the_actor_without_adapters_and_no_second_copy_is_loaded():
     module = made()
     assert set(module.sources) == {"actor", "critic"}

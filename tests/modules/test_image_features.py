@@ -37,7 +37,7 @@ def fitted(make, tmp_path, monkeypatch, source=None, **options):
     return module, sum(encoded)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [GRPOModule, PPOModule])
 def test_each_image_is_encoded_once_in_a_run(tmp_path, monkeypatch, make):
     module, encoded = fitted(make, tmp_path, monkeypatch)

@@ -65,6 +65,7 @@ def wait_for_end(pid, seconds):
     return False
 
 
+@pytest.mark.slow
 def test_start_does_not_block(start):
     began = time.monotonic()
     engine = start(slow=3)
@@ -245,6 +246,7 @@ def gone(process):
     return wait_for_end(process.pid, 5)
 
 
+@pytest.mark.slow
 def test_close_ends_child_processes_of_the_engine(grandchild):
     engine, child = grandchild()
     engine.close()

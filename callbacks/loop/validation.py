@@ -157,10 +157,7 @@ class Validation:
         # Every rank has all quantities, so that it reduces the same values even without any prompt.
         empty = torch.empty(0, 1 + val_samples, dtype=torch.float64)
         self._rewards = {name: _Quantity(f"{name}_", batches=[empty]) for name in rewards}
-        if metric is None:
-            self._correctness = None
-        else:
-            self._correctness = _Quantity("", is_correctness=True, batches=[empty])
+        self._correctness = None if metric is None else _Quantity("", is_correctness=True, batches=[empty])
         self._score = _Quantity("score_", may_be_missing=False, batches=[empty]) if scored else None
         self._lengths = [empty]
         self._truncated = [empty]

@@ -35,10 +35,7 @@ class ConversationDataModule(AnswersDataModule):
             return self.mask_messages(fields, self.messages(fields, "text", "text"), "conversation")
         text = fields.text("text")
         self.check_plain_text(fields)
-        if self.split_after is not None:
-            prompt, answer = self.split(text)
-        else:
-            prompt, answer = ("", text)
+        prompt, answer = self.split(text) if self.split_after is not None else ("", text)
         return self.mask_text(self.tokenize(prompt), answer)
 
     def count_tokens(self, example: MaskedText) -> int:

@@ -164,10 +164,7 @@ class ResumableLoader(DataLoader[Any]):
         ranks: int = 1,
         order: EpochOrder | None = None,
     ) -> None:
-        if order is None:
-            self._order = EpochOrder(len(rows), seed, shuffle)
-        else:
-            self._order = order
+        self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
         check_batch_size(batch_size, len(self._order))
         if batch_size < ranks:
             raise UsageError(f"batch_size is {batch_size}, but each of {ranks} ranks needs a row: use at least {ranks}")

@@ -301,10 +301,7 @@ def use_rows(
     items: list[_Item] = []
     report = RowReport(name) if report is None else report
     with ExitStack() as open_files:
-        if bad_rows is None:
-            file = None
-        else:
-            file = open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
+        file = None if bad_rows is None else open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
         for location, row in as_rows(source).rows():
             report.location = location
             try:

@@ -240,10 +240,7 @@ class TemplateBridge(Bridge):
             messages: messages of all roles; texts of the assistant are tokenized again.
             tools: JSON schemas of the tools; empty uses those of the bridge.
         """
-        if tools:
-            chat = replace(self._chat, tools=self.without_markers(list(tools)))
-        else:
-            chat = self._chat
+        chat = replace(self._chat, tools=self.without_markers(list(tools))) if tools else self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
     @override

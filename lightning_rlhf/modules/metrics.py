@@ -90,10 +90,7 @@ class MeanAccumulator:
         return math.nan
 
     def _add_total(self, name: str, total: Tensor) -> None:
-        if name in self._totals:
-            self._totals[name] = self._totals[name] + total
-        else:
-            self._totals[name] = total
+        self._totals[name] = self._totals[name] + total if name in self._totals else total
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,7 @@ class RLHFModule(RoleModule):
         self.advantages = advantages
         self.policy_loss = as_policy_loss(policy_loss)
         self.aggregation = aggregation
-        if correction is None:
-            self.correction = RolloutCorrection()
-        else:
-            self.correction = correction
+        self.correction = RolloutCorrection() if correction is None else correction
         self.actor_optimizer = actor_optimizer
         self.actor_lr_scheduler = actor_lr_scheduler
         self.kl_reward = kl_reward

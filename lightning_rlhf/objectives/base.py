@@ -248,10 +248,7 @@ class FunctionLoss(PolicyLoss):
         else:
             losses, diagnostics = (returned, {})
         if not isinstance(losses, Tensor) or losses.shape != tokens.logprobs.shape:
-            if isinstance(losses, Tensor):
-                shown = f"shape {tuple(losses.shape)}"
-            else:
-                shown = type(losses).__name__
+            shown = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise UsageError(
                 f"policy_loss: {self.name} must return a tensor with the loss of each token, shape "
                 f"{tuple(tokens.logprobs.shape)}, got {shown}"

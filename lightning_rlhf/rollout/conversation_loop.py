@@ -284,10 +284,7 @@ class ConversationLoop:
         running.environment_s += time.perf_counter() - running.called_at
         if isinstance(reply, Reply):
             try:
-                if running.turns:
-                    reply = self._append(running, reply)
-                else:
-                    reply = self._begin(running, reply)
+                reply = self._append(running, reply) if running.turns else self._begin(running, reply)
             except UsageError as error:  # the chat template rejects the messages
                 reply = Fault("invalid", f"returned messages that cannot be appended to the conversation: {error}")
         if isinstance(reply, Fault):

@@ -171,8 +171,6 @@ def _make_backend(options: argparse.Namespace) -> ResponseBackend:
         stop_ids = tuple(loop_arguments(config)["stop_token_ids"] or ())
     if options.max_tokens is None:
         options.max_tokens = longest
-    else:
-        options.max_tokens = options.max_tokens
     sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k, stop_ids)
     if options.server is not None:
         return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)

@@ -268,10 +268,7 @@ def _commands(directory: Path) -> list[str]:
 def _readme(kind: str, directory: Path) -> str:
     scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
     files = "".join(f" and `{name}`" for name in scripts)
-    if kind == "quickstart":
-        further = _NEXT_OF_QUICKSTART
-    else:
-        further = _NEXT.format(files=files)
+    further = _NEXT_OF_QUICKSTART if kind == "quickstart" else _NEXT.format(files=files)
     return _README.format(
         title=directory.resolve().name,
         description=KINDS[kind][0].upper() + KINDS[kind][1:],

@@ -422,10 +422,7 @@ class ServerBackend:
         def convert(row: Row) -> RowPrompt:
             fields = finder.find(row)
             name = "messages" if "messages" in fields else "prompt"
-            if as_messages:
-                value = TextMessages()(name, fields[name])
-            else:
-                value = fields[name]
+            value = TextMessages()(name, fields[name]) if as_messages else fields[name]
             column_images = given_images(fields)
             if isinstance(value, str):
                 if column_images:
@@ -474,10 +471,7 @@ class ServerBackend:
         try:
             choice = reply["choices"][0]
             usage = reply.get("usage") or {}
-            if prompt.messages:
-                text = choice["message"]["content"]
-            else:
-                text = choice["text"]
+            text = choice["message"]["content"] if prompt.messages else choice["text"]
             return Response(text or "", usage.get("completion_tokens"), choice["finish_reason"])
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {start_of_reply(reply)}") from error

@@ -34,10 +34,7 @@ class OpenEnv(Environment):
             raise UsageError(f"url of OpenEnv must begin with http://, https://, ws:// or wss://, got {url!r}")
         self._url = url
         self._address = f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
-        if parts.hostname in ("localhost", "127.0.0.1", "::1"):
-            self._proxy = None
-        else:
-            self._proxy = True
+        self._proxy = None if parts.hostname in ("localhost", "127.0.0.1", "::1") else True
         self._action = action
         self._observation = observation
         self._connection: Any = None

@@ -146,8 +146,5 @@ def _load() -> tuple[Any, Any]:
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # parsers log a traceback for each malformed call
     name, tools = _given["name"], _given["tools"]
     is_reference = "." in name or ":" in name
-    if is_reference:
-        parser_class = load_function(name)
-    else:
-        parser_class = ToolParserManager.get_tool_parser(name)
+    parser_class = load_function(name) if is_reference else ToolParserManager.get_tool_parser(name)
     return parser_class, ChatCompletionRequest(model="policy", messages=[], **({"tools": tools} if tools else {}))

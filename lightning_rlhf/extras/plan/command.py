@@ -270,10 +270,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
             evaluates_mismatched=is_kto,
         )
     sampling = loop["dynamic_sampling"]
-    if sampling is None:
-        prompts = data["batch_size"]
-    else:
-        prompts = sampling["prompts_per_step"]
+    prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
     environment = loop["environment"]
     has_teachers = isinstance(module, TeacherModule) and bool(module.teachers)
     return Work(
@@ -332,10 +329,7 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
         ValueError: the strategy or the plan does not support an option.
     """
     optimizer, params = bool(options.get("offload_optimizer")), bool(options.get("offload_params"))
-    if options.get("offload_frozen") is None:
-        frozen = params
-    else:
-        frozen = bool(options["offload_frozen"])
+    frozen = params if options.get("offload_frozen") is None else bool(options["offload_frozen"])
     whole = configuration(options["stage"], optimizer, params, frozen, options.get("config") or {})
     merged = {name: value for name, value in whole["zero_optimization"].items() if name != "stage"}
     settings: dict[str, Any] = {"offload_frozen": frozen}

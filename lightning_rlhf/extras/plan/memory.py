@@ -126,10 +126,7 @@ class Shard:
                 trained = partition.flat_elements(trained, self.ranks)
         if role.lora_rank:
             sharded = strategy.kind in ("fsdp", "zero")
-            if sharded:
-                trained = partition.flat_elements(role.adapters, self.ranks)
-            else:
-                trained = role.adapters
+            trained = partition.flat_elements(role.adapters, self.ranks) if sharded else role.adapters
             stored += self._stored_adapters
         return stored, trained if role.trained else 0
 

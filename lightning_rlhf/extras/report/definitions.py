@@ -48,10 +48,7 @@ def _patterns() -> list[tuple[re.Pattern[str], dict[str, str]]]:
     patterns = []
     for row, (unit, meaning) in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         for name in expanded(row):
-            if "<" in name:
-                fixed = len(re.sub("<.*?>", "", name))
-            else:
-                fixed = len(name) + 1000
+            fixed = len(re.sub("<.*?>", "", name)) if "<" in name else len(name) + 1000
             pattern = re.escape(name)
             for placeholder, values in _PLACEHOLDERS.items():
                 pattern = pattern.replace(re.escape(placeholder), values)

@@ -265,10 +265,7 @@ class BubblewrapSandbox:
         folders = dict.fromkeys(Path(name) for name in (*_LIBRARIES, f"{executable.parents[1]}/lib"))
         arguments = []
         for folder in filter(os.path.lexists, folders):
-            if folder.is_symlink():
-                mount = ["--symlink", os.readlink(folder)]
-            else:
-                mount = ["--ro-bind", str(folder)]
+            mount = ["--symlink", os.readlink(folder)] if folder.is_symlink() else ["--ro-bind", str(folder)]
             arguments += [*mount, str(folder)]
         arguments += ["--ro-bind", str(executable), str(executable)]
         for folder in folders:

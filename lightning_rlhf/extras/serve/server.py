@@ -61,10 +61,7 @@ class TimeLimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Reject a request that is malformed or has too long headers."""
         received, _ = self.conn.trailing_data
-        if len(received) > HEADER_BYTES:
-            rejected = Rejected(431, HEADERS_TOO_LONG)
-        else:
-            rejected = Rejected(400, msg)
+        rejected = Rejected(431, HEADERS_TOO_LONG) if len(received) > HEADER_BYTES else Rejected(400, msg)
         body = json.dumps(error_body(rejected)).encode()
         headers = {
             "content-type": "application/json",

@@ -105,10 +105,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
                 "pieces: remove it, or use rlhf_fsdp or stage 2"
             )
         self.set_activations(activation_offload, mlp_tokens)
-        if offload_frozen is None:
-            self._offload_frozen = offload_params
-        else:
-            self._offload_frozen = offload_frozen
+        self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
         shared = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
         launch_environment.apply()  # deepspeed reads the environment when it is imported
         super().__init__(

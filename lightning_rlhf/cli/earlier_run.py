@@ -15,19 +15,16 @@ from jsonargparse import Namespace
 from lightning_rlhf.expected_errors import UsageError
 
 log = logging.getLogger("lightning_rlhf")
+LOCK = "run.lock"
 _RECORD = ("config.yaml", "env.json", "end.json", "report.html", "health_settings.json", "loggers.json")
 
 
-def rename_earlier_run(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run to the next free name with a number, and return its new path.
-
-    Returns:
-        None if the directory has no run.
-    """
-    if not (directory / "config.yaml").is_file():
-        return None
+def rename_earlier_run(directory: Path) -> Path:
+    """Rename the directory of an earlier run to the next free name with a number, and return its new path."""
     number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
-    return directory.rename(directory.with_name(f"{directory.name}-{number}"))
+    renamed = directory.rename(directory.with_name(f"{directory.name}-{number}"))
+    (renamed / LOCK).unlink(missing_ok=True)
+    return renamed
 
 
 def log_renamed_run(earlier: Path, directory: Path) -> None:
@@ -69,11 +66,16 @@ def check_writable(directory: Path, renames: bool) -> None:
         UsageError: the directory is a file, cannot be created, or permission is missing.
     """
     check_permission(directory, renames)
-    reason = None if directory.exists() else _creation_error(directory)
-    if reason is not None:
+    if directory.exists():
+        return
+    try:
+        directory.mkdir(parents=True)
+        directory.rmdir()
+    except OSError as error:
         raise UsageError(
-            f"trainer.default_root_dir {str(directory)!r} cannot be created ({reason}): set it to another directory"
-        )
+            f"trainer.default_root_dir {str(directory)!r} cannot be created ({error.strerror}): set it to another "
+            f"directory"
+        ) from error
 
 
 def check_permission(directory: Path, renames: bool) -> None:
@@ -99,16 +101,6 @@ def check_permission(directory: Path, renames: bool) -> None:
             )
 
 
-def _creation_error(directory: Path) -> str | None:
-    """Return why a directory cannot be created, else None."""
-    try:
-        directory.mkdir(parents=True)
-        directory.rmdir()
-    except OSError as error:
-        return error.strerror
-    return None
-
-
 def check_reads_elsewhere(config: Namespace, directory: Path) -> None:
     """Validate that a new run does not read from the earlier run that it renames.
 
@@ -125,12 +117,9 @@ def check_reads_elsewhere(config: Namespace, directory: Path) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    value = vars(value) if isinstance(value, Namespace) else value
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Namespace):
-        yield from _strings(vars(value))
-    elif isinstance(value, Mapping):
-        yield from _strings(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(part)

@@ -45,6 +45,7 @@ from lightning_rlhf.cli.screen import configure_messages, last_line
 from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.cli.strategy_choice import find_strategy, process_count
 from lightning_rlhf.compat import is_lightning_error
+from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.expected_errors import EngineDied, ExpectedError, UsageError
 from lightning_rlhf.loggers import log_configuration, save_run_ids, with_run_ids
 from lightning_rlhf.modules.role_module import RoleModule
@@ -155,9 +156,7 @@ class RLHFCLI(LightningCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the command on the command line, or all for a help page: building the parser of each takes time."""
         commands = LightningCLI.subcommands()
-        if self._command in commands:
-            return {self._command: commands[self._command]}
-        return commands
+        return {self._command: commands[self._command]} if self._command in commands else commands
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         """Let Lightning's own table of a validation be printed on request only: Console prints the same metrics."""
@@ -227,22 +226,26 @@ class RLHFCLI(LightningCLI):
         """Run the subcommand; expected errors become a :class:`CLIError`, any other keeps its traceback."""
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
+        run_lock = the_offered("run_lock")
         earlier = record = None
         try:
             resumes = self._find_checkpoint(subcommand)
-            if subcommand == "fit" and resumes and trainer.is_global_zero:
-                record = RunRecord(directory)
-            is_new = subcommand == "fit" and not resumes and not trainer.fast_dev_run and trainer.is_global_zero
+            writes = subcommand == "fit" and trainer.is_global_zero
+            is_new = writes and not resumes and not trainer.fast_dev_run
             renames = is_new and (directory / "config.yaml").is_file()
             if is_new:
                 check_copies(trainer)
             check_writable(directory, renames)
+            if writes and not trainer.fast_dev_run:
+                run_lock.lock_run(directory)
+            if writes and resumes:
+                record = RunRecord(directory)
             if renames:
                 check_reads_elsewhere(self.config[subcommand], directory)
-                earlier = rename_earlier_run(directory)
-                for callback in trainer.callbacks:
-                    if isinstance(callback, SaveRunConfig):
-                        callback.renamed_run = earlier
+                renamed = rename_earlier_run(directory)
+                run_lock.lock_run(directory)  # the new one; if another run was faster, nothing is restored
+                earlier = renamed
+                next(each for each in trainer.callbacks if isinstance(each, SaveRunConfig)).renamed_run = earlier
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt, too, restores the earlier run
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
@@ -256,6 +259,8 @@ class RLHFCLI(LightningCLI):
             if (cli_error := _cli_error(error, trainer, started)) is None:
                 raise
             raise cli_error from error
+        finally:
+            run_lock.unlock_run(directory)
 
     def _find_checkpoint(self, subcommand: str) -> bool:
         """Return whether a checkpoint is read; replace ``last`` by the path of the last checkpoint if it exists.
@@ -314,9 +319,7 @@ def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | 
         started: whether the first training step has begun.
     """
     code = 1 if started else 2
-    progress = ""
-    if started:
-        progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}"
+    progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}" if started else ""
     if not started and is_lightning_error(error):
         return CLIError(one_line(error))
     if (interrupt := interrupt_of(error)) is not None:

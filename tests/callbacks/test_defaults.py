@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks import (
     Throughput,
     complete,
 )
+from lightning_rlhf.extras.run_lock.lock import RunLock
 from lightning_rlhf.rewards.function import RewardFunction
 
 
@@ -32,6 +33,7 @@ def kinds(callbacks):
 def test_default_callbacks_have_the_documented_order():
     assert kinds(complete([])) == [
         GracefulShutdown,
+        RunLock,
         Throughput,
         Console,
         MetricsCSV,
@@ -58,8 +60,8 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ]
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
-        GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks, RunState,
-        HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks,
+        RunState, HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

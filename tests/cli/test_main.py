@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, rename_earlier_run
+from lightning_rlhf.cli.earlier_run import check_reads_elsewhere
 from lightning_rlhf.cli.main import SaveRunConfig
 from lightning_rlhf.data.rows import text_of
 from lightning_rlhf.expected_errors import ExpectedError
@@ -446,12 +446,13 @@ def test_trial_run_writes_no_files(fit, config):
     ]
 
 
-def test_directory_without_a_run_is_not_renamed(tmp_path):
-    (tmp_path / "somebodys").mkdir()
-    assert rename_earlier_run(tmp_path / "somebodys") is None
-    assert rename_earlier_run(tmp_path / "absent") is None
-    (tmp_path / "somebodys" / "config.yaml").write_text("")
-    assert rename_earlier_run(tmp_path / "somebodys") == tmp_path / "somebodys-1"
+def test_directory_without_a_run_is_not_renamed(fit, config):
+    notes = Path("runs/tiny/notes.txt")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    assert fit(config).code == 0
+    assert notes.read_text() == "mine"
+    assert not Path("runs/tiny-1").exists()
 
 
 # -- every configuration -----------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""The lock of a run's directory, so that two runs do not write to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rlhf.callbacks.records.run_reader import RunMeter
+from lightning_rlhf.cli.earlier_run import LOCK
+from lightning_rlhf.expected_errors import UsageError
+
+log = logging.getLogger(__name__)
+_locks: dict[Path, BaseFileLock] = {}  # that this process has, by the absolute path of the file
+
+
+def lock_run(directory: Path) -> None:
+    """Lock a directory, which is created; do nothing if this process has its lock, which ends with the process.
+
+    A file system without locks is logged.
+
+    Raises:
+        UsageError: another process has the lock.
+    """
+    path = (directory / LOCK).absolute()
+    if path in _locks and path.exists():
+        return
+    unlock_run(directory)  # of an earlier run, whose directory has another name now
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    except Timeout:
+        raise UsageError(
+            f"{_owner(path)} writes to {directory}: wait until it has ended, or set another trainer.default_root_dir"
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): start no second run in it", directory, error.strerror)
+    _locks[path] = lock
+
+
+def unlock_run(directory: Path) -> None:
+    """Unlock a directory if this process has its lock."""
+    path = (directory / LOCK).absolute()
+    if (lock := _locks.pop(path, None)) is not None:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def _owner(path: Path) -> str:
+    """Return which process has a lock, as it has written into its file."""
+    try:
+        return path.read_text().strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+class RunLock(RunMeter):
+    """Locks the run's directory while a run writes to it; before RolloutLoop, whose engine writes its log there."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Lock the directory.
+
+        Raises:
+            UsageError: another process has the lock.
+        """
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
+            lock_run(Path(trainer.default_root_dir))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Unlock the directory."""
+        if stage == "fit":
+            unlock_run(Path(trainer.default_root_dir))

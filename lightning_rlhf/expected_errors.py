@@ -6,6 +6,7 @@ For any other error the command line prints a traceback.
 from __future__ import annotations
 
 import math
+import re
 import signal
 
 
@@ -15,6 +16,9 @@ class ExpectedError(Exception):
     A message must contain the value, the allowed values and the remedy. Each subclass also inherits from a built-in
     exception, which callers in Python may catch.
     """
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
 
 class UsageError(ExpectedError, ValueError):
@@ -65,6 +69,14 @@ def signal_name(number: int) -> str:
     if number == signal.SIGINT:
         return "Ctrl-C"
     return signal.Signals(number).name
+
+
+def for_terminal(text: str) -> str:
+    r"""Return a text whose control characters, but line breaks and tabs, are escapes such as ``\x1b``.
+
+    Texts of data, models and servers could otherwise set the colours or the title of the terminal, or clear it.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def counted(number: float, noun: str) -> str:

@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_rlhf.expected_errors import for_terminal
+
 log = logging.getLogger("lightning_rlhf")
 # Warnings that do not apply to runs of this package: rows are tokenised in advance, so loader workers have nothing to
 # do; the mode of each role is set separately; logged values are already reduced over ranks.
@@ -42,6 +44,14 @@ class RoutineFilter(logging.Filter):
         return record.levelno >= logging.WARNING or _ROUTINE.match(record.getMessage().strip()) is None
 
 
+class TerminalFormatter(logging.Formatter):
+    """Shows control characters, which texts of data may contain, as escapes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return for_terminal(super().format(record))
+
+
 def configure_messages() -> None:
     """Show this package's log and Lightning's messages on stdout, without routine messages and warnings."""
     for pattern in _WARNINGS:
@@ -57,7 +67,7 @@ def configure_messages() -> None:
     log.setLevel(logging.INFO if is_first else logging.WARNING)
     if not log.handlers:
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(TerminalFormatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -298,33 +298,32 @@ def _parse_records(lines: list[str], separator: str) -> Iterator[tuple[int, list
 
 def _parquet(path: str) -> LocatedRows:
     """Yield rows with their numbers; one batch is in memory at a time."""
-    import pyarrow
     from pyarrow import parquet
 
-    number = 0
-    try:
-        with _open(path, "rb") as file:
-            for batch in parquet.ParquetFile(file).iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path}[{number}]", without_nested_nulls(row)
-                    number += 1
-    except pyarrow.ArrowException as error:
-        raise UsageError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
+    return _rows_of_batches(path, lambda file: parquet.ParquetFile(file).iter_batches())
 
 
 def _arrow(path: str) -> LocatedRows:
     """Yield rows of an Arrow file or stream with their numbers."""
-    import pyarrow
     from pyarrow import ipc
+
+    def batches(file: Any) -> Iterable[Any]:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+        return map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+
+    return _rows_of_batches(path, batches)
+
+
+def _rows_of_batches(path: str, batches: Callable[[Any], Iterable[Any]]) -> LocatedRows:
+    """Yield rows with their numbers from the batches of an open file."""
+    import pyarrow
 
     number = 0
     try:
         with _open(path, "rb") as file:
-            is_file = file.read(6) == b"ARROW1"
-            file.seek(0)
-            reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            for batch in batches:
+            for batch in batches(file):
                 for row in batch.to_pylist():
                     yield f"{path}[{number}]", without_nested_nulls(row)
                     number += 1
@@ -337,10 +336,7 @@ def _parse_line(line: str) -> Any:
         return _expect_object(json.loads(line))
     except json.JSONDecodeError as error:
         return BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", "not JSON")
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number with thousands of digits, or nesting of thousands of levels
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of levels
         return BadRow(f"not readable JSON: {error}", "not JSON")
 
 

@@ -25,7 +25,7 @@ from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
-from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted
+from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted, for_terminal
 from lightning_rlhf.extras.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.extras.commands.preview import example_calls, preview
 from lightning_rlhf.extras.commands.run_config import (
@@ -93,9 +93,9 @@ def run(arguments: list[str]) -> int:
     result = check(config)
     mistakes = mistakes_of_settings(merged_settings(arguments, find).values)
     result.errors += [mistake for mistake in mistakes if mistake not in result.errors]
-    print(json.dumps(asdict(result), indent=2) if config["json"] else render(result))
+    print(json.dumps(asdict(result), indent=2) if config["json"] else for_terminal(render(result)))
     for error in result.errors:
-        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        print(f"lightning-rlhf: {for_terminal(error)}", file=sys.stderr)
     if result.errors:
         return 2
     return 0

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import one_line_errors
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands import row_images
 from lightning_rlhf.extras.commands.exit_codes import failure_code_1
 from lightning_rlhf.extras.commands.kept_responses import check_target, write_kept
@@ -112,7 +112,7 @@ def run(arguments: list[str]) -> int:
         screen = Console(width=table_width(), markup=False, emoji=False, highlight=False)
         screen.print(table(reports))
         for line in _lines(first, others, differences, len(scored[first])):
-            screen.print(line)
+            screen.print(for_terminal(line))
         if keep is not None:
             (name,) = files
             screen.print(write_kept(options.to, keep, files[name], scored[name]))
@@ -240,7 +240,7 @@ def table(reports: Sequence[dict[str, Any]]) -> Table:
         cells += [_number(values["mean"]), f"{_number(values.get('low'))} to {_number(values.get('high'))}"]
         cells += [_number(values[key]["mean"]) if key in values else "" for key in draws]
         cells += [_number(total.get("response_tokens_mean")), _number(total.get("truncated_fraction"))]
-        result.add_row(*cells)
+        result.add_row(*map(for_terminal, cells))
     return result
 
 

@@ -15,7 +15,7 @@ from string import Template
 from safetensors import SafetensorError, safe_open
 
 from lightning_rlhf.cli.errors import one_line_errors
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands.options import command_parser
 from lightning_rlhf.extras.commands.responses_file import write_errors
 from lightning_rlhf.extras.schema.known import SCHEMA
@@ -147,10 +147,8 @@ def run(arguments: list[str]) -> int:
         (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
     if "LoRA" in summary and importlib.util.find_spec("peft") is None:
         summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
-    print(
-        f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n"
-        + "\n".join(f"  {command}" for command in _commands(directory))
-    )
+    commands = "\n".join(f"  {command}" for command in _commands(directory))
+    print(for_terminal(f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n{commands}"))
     return 0
 
 

@@ -21,6 +21,7 @@ from lightning_rlhf.callbacks.loop.rollout_rows import end_of, segments_of
 from lightning_rlhf.callbacks.records.run_files import ROLLOUT_FILE
 from lightning_rlhf.callbacks.records.values import finite
 from lightning_rlhf.encoded_image import EncodedImage
+from lightning_rlhf.expected_errors import for_terminal
 from lightning_rlhf.extras.console.rollout_images import Thumbnails, text_of_images, with_images
 from lightning_rlhf.extras.console.row_values import (
     correct_answers,
@@ -277,7 +278,7 @@ def _marked(row: dict[str, Any]) -> str:
 
 
 def _short(text: str, limit: int = 300) -> str:
-    text = text.strip().encode(errors="backslashreplace").decode()  # data may contain invalid Unicode
+    text = for_terminal(text.strip().encode(errors="backslashreplace").decode())  # data may contain invalid Unicode
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_rlhf.callbacks.loop.rollout_loop import RolloutLoop
 from lightning_rlhf.callbacks.records.run_files import read_metrics
 from lightning_rlhf.callbacks.records.run_reader import RunReader
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.console.held_out import before_and_after, unchanged_kinds
 from lightning_rlhf.extras.console.row_values import own_parts
 from lightning_rlhf.extras.records.metrics_csv import MetricsCSV
@@ -139,7 +139,8 @@ class Report(RunReader):
         for prompt, (first, last) in list(zip(prompts, pairs, strict=True))[: self.num_samples]:
             texts = [prompt, first["response"], last["response"]]
             texts += [last["ground_truth"]] if has_answers else []
-            table.add_row(*(str(text).strip()[-300:].encode(errors="backslashreplace").decode() for text in texts))
+            shown = (str(text).strip()[-300:].encode(errors="backslashreplace").decode() for text in texts)
+            table.add_row(*map(for_terminal, shown))
         return table
 
     def times(self, rows: list[dict[str, str]]) -> Table | None:

@@ -18,7 +18,7 @@ import yaml
 
 from lightning_rlhf.callbacks.records.health_monitor import Finding, HealthMonitor
 from lightning_rlhf.callbacks.records.run_files import HEALTH_SETTINGS, ROLLOUT_FILE, RUN_END, THUMBNAIL, read_metrics
-from lightning_rlhf.callbacks.records.values import parsed
+from lightning_rlhf.callbacks.records.values import as_json, parsed
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.report.check_states import check_states
 
@@ -246,9 +246,14 @@ def _response(line: bytes) -> dict[str, Any] | None:
         row = parsed(line.decode("utf-8", "replace"))
     except ValueError:
         return None
-    if isinstance(row, dict):
-        return row
-    return None
+    if not isinstance(row, dict):
+        return None
+    # Damaged or foreign files may have other values in the two that the pages group and compute by.
+    if isinstance(row.get("group"), dict | list):
+        row["group"] = as_json(row["group"])
+    if not isinstance(row.get("reward", 0), int | float):
+        row["reward"] = None
+    return row
 
 
 def _logged_rewards(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:

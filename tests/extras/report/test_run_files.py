@@ -124,6 +124,18 @@ def test_damaged_lines_are_ignored(run_directory, line):
     assert report_page([RunDirectory(folder)])
 
 
+WRONG = [None, "NaN", "1", {}, {"a": [1]}, [], [[1]], True, -1, 1e308, 10**400]
+
+
+@pytest.mark.parametrize("name", [*RESPONSES[0], "rewards", "segments", "images", "ground_truth", "stop", "turns"])
+def test_wrong_values_of_responses_end_no_page(run_directory, name):
+    rows = [{**RESPONSES[0], name: value} for value in WRONG]
+    run = RunDirectory(run_directory("a", ROWS, {1: [*RESPONSES, *rows]}))
+    assert len(run.rollouts(1)) == len(RESPONSES) + len(rows)
+    assert all(isinstance(row.get("reward", 0), int | float | None) for row in run.rollouts(1))
+    assert report_page([run])
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

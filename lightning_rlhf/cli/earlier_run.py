@@ -71,11 +71,12 @@ def check_writable(directory: Path, renames: bool) -> None:
     try:
         directory.mkdir(parents=True)
         directory.rmdir()
+        return
     except OSError as error:
-        raise UsageError(
-            f"trainer.default_root_dir {str(directory)!r} cannot be created ({error.strerror}): set it to another "
-            f"directory"
-        ) from error
+        reason = error.strerror  # raised below, because errors of files in a chain count as faults of the run
+    raise UsageError(
+        f"trainer.default_root_dir {str(directory)!r} cannot be created ({reason}): set it to another directory"
+    )
 
 
 def check_permission(directory: Path, renames: bool) -> None:

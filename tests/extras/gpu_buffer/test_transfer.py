@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -63,9 +64,7 @@ def buffers(monkeypatch):
 
 def sized(monkeypatch, nbytes):
     """Use push buffers of this size."""
-    monkeypatch.setattr(
-        vllm_engine, "push_within_gpu", lambda *arguments: gpu_buffer.push_within_gpu(*arguments, nbytes=nbytes)
-    )
+    monkeypatch.setattr(gpu_buffer, "push_within_gpu", partial(gpu_buffer.push_within_gpu, nbytes=nbytes))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from lightning_rlhf.cli.earlier_run import LOCK
 from lightning_rlhf.expected_errors import UsageError
 
 log = logging.getLogger(__name__)
-_locks: dict[Path, BaseFileLock] = {}  # that this process has, by the absolute path of the file
+_locks: dict[Path, tuple[BaseFileLock, int]] = {}  # that this process has, with the inode of the file, by its path
 
 
 def lock_run(directory: Path) -> None:
@@ -28,7 +28,7 @@ def lock_run(directory: Path) -> None:
         UsageError: another process has the lock.
     """
     path = (directory / LOCK).absolute()
-    if path in _locks and path.exists():
+    if path in _locks and _inode(path) == _locks[path][1]:
         return
     unlock_run(directory)  # of an earlier run, whose directory has another name now
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,15 +42,22 @@ def lock_run(directory: Path) -> None:
         ) from None
     except OSError as error:
         log.warning("%s cannot be locked (%s): start no second run in it", directory, error.strerror)
-    _locks[path] = lock
+    _locks[path] = lock, _inode(path)
 
 
 def unlock_run(directory: Path) -> None:
     """Unlock a directory if this process has its lock."""
     path = (directory / LOCK).absolute()
-    if (lock := _locks.pop(path, None)) is not None:
-        path.unlink(missing_ok=True)
+    if path in _locks:
+        lock, inode = _locks.pop(path)
+        if inode == _inode(path):  # else the directory was renamed, and the file at its path may be another run's
+            path.unlink(missing_ok=True)
         lock.release()
+
+
+def _inode(path: Path) -> int:
+    """Return the inode of a file; 0 without one."""
+    return path.stat().st_ino if path.exists() else 0
 
 
 def _owner(path: Path) -> str:

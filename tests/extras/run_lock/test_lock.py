@@ -95,6 +95,17 @@ def test_lock_goes_with_the_directory_of_an_earlier_run_until_the_new_one_is_loc
     assert not (run / "run.lock").exists()
 
 
+def test_run_that_was_faster_after_the_renaming_keeps_its_lock(holder, tmp_path):
+    run = tmp_path / "run"
+    lock_run(run)
+    run.rename(tmp_path / "run-1")
+    faster = holder(run)
+    with pytest.raises(UsageError, match=f"process {faster.pid} on "):
+        lock_run(run)
+    unlock_run(run)
+    assert f"process {faster.pid} on " in (run / "run.lock").read_text()
+
+
 def test_no_lock_is_left_after_runs_and_their_renaming(fit, config):
     for _ in range(2):
         assert fit(config, "--trainer.max_steps", "1").code == 0

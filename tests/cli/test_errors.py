@@ -36,7 +36,7 @@ class BuggyModule(PPOModule):
 
 @pytest.fixture(autouse=True)
 def _by_dotted_path():
-    sys.modules.setdefault("tests.cli.test_errors", sys.modules[__name__])
+    sys.modules["tests.cli.test_errors"] = sys.modules[__name__]
 
 
 @pytest.mark.quick_cases(1)

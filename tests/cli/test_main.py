@@ -44,7 +44,7 @@ def judged_by(config):
         loop["rewards"] = [{"function": f"tests.cli.test_main.{name}"}]
         return config
 
-    sys.modules.setdefault("tests.cli.test_main", sys.modules[__name__])
+    sys.modules["tests.cli.test_main"] = sys.modules[__name__]
     return judged_by
 
 

@@ -31,7 +31,7 @@ def varied(completions):
 @pytest.fixture
 def trained(fit, config):
     """Train two steps with checkpoints and exports, and return the run directory."""
-    sys.modules.setdefault("tests.extras.commands.test_export", sys.modules[__name__])
+    sys.modules["tests.extras.commands.test_export"] = sys.modules[__name__]
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [
         {"function": "tests.extras.commands.test_export.varied"}
     ]

@@ -14,7 +14,6 @@ from lightning_rlhf.callbacks.records.health import HealthChecks
 from lightning_rlhf.callbacks.records.run_reader import RunMeter, RunPrinter, RunReader, RunWriter
 from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint
 from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown
-from lightning_rlhf.callbacks.survival.hf_export import HFExport
 from lightning_rlhf.callbacks.survival.run_state import RunState
 from lightning_rlhf.compat import follow_until_averaged
 from lightning_rlhf.entry_points import offered
@@ -63,7 +62,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint()]
-    defaults = [GracefulShutdown, HealthChecks, RunState, HFExport]
+    defaults = [GracefulShutdown, HealthChecks, RunState]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
     has_rollouts = any(isinstance(callback, RolloutLoop) for callback in callbacks)
@@ -71,7 +70,7 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     defaults += [kind for kind in further if has_rollouts or not getattr(kind, "needs_rollouts", False)]
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     first = (AverageStart, GracefulShutdown, RunMeter, RunPrinter, RolloutLoop)
-    order = (*first, Callback, RunWriter, HealthChecks, RunState, HFExport, RunReader, Checkpoint)
+    order = (*first, Callback, RunWriter, HealthChecks, RunState, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:
         positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]

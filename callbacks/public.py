@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.records.health import HealthChecks as HealthChecks
     from lightning_rlhf.callbacks.survival.checkpoint import RunCheckpoint as RunCheckpoint
     from lightning_rlhf.callbacks.survival.graceful_shutdown import GracefulShutdown as GracefulShutdown
-    from lightning_rlhf.callbacks.survival.hf_export import HFExport as HFExport
     from lightning_rlhf.callbacks.survival.run_state import RunState as RunState
     from lightning_rlhf.extras.algorithms.entropy_control import EntropyControl as EntropyControl
     from lightning_rlhf.extras.algorithms.kl_control import KLControl as KLControl
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.console.console import Console as Console
     from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
+    from lightning_rlhf.extras.export.hf_export import HFExport as HFExport
     from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
     from lightning_rlhf.extras.records.throughput import Throughput as Throughput
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
@@ -29,7 +29,7 @@ _HOME = {
     "DynamicSampling": "lightning_rlhf.rollout.dynamic_sampling",
     "EntropyControl": "lightning_rlhf.extras.algorithms.entropy_control",
     "GracefulShutdown": "lightning_rlhf.callbacks.survival.graceful_shutdown",
-    "HFExport": "lightning_rlhf.callbacks.survival.hf_export",
+    "HFExport": "lightning_rlhf.extras.export.hf_export",
     "HealthChecks": "lightning_rlhf.callbacks.records.health",
     "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
     "MetricsCSV": "lightning_rlhf.extras.records.metrics_csv",

@@ -36,10 +36,10 @@ def test_default_callbacks_have_the_documented_order():
         RunLock,
         Throughput,
         Console,
+        HFExport,
         MetricsCSV,
         HealthChecks,
         RunState,
-        HFExport,
         ReportPage,
     ]
 
@@ -60,8 +60,8 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ]
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
-        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks,
-        RunState, HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, HFExport, MetricsCSV,
+        HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -15,7 +15,7 @@ _SOURCE = "lightning_rlhf.rollout.source:RolloutSource."
 _VALIDATION = "lightning_rlhf.callbacks.loop.rollout_validation:RolloutValidation."
 _SAVE = "lightning_rlhf.callbacks.survival.checkpoint:RunCheckpoint."
 _MANIFEST = "lightning_rlhf.strategies.checkpoints.manifest:"
-_EXPORT = "lightning_rlhf.callbacks.survival.hf_export:HFExport."
+_EXPORT = "lightning_rlhf.extras.export.hf_export:HFExport."
 
 # In the order in which one run can meet them all; the numbers count calls since the run was last resumed.
 DEATHS = {

@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.survival.hf_export import _add_end_tokens
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer, end_tokens, generation_ends
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.export.hf_export import _add_end_tokens
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer

@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightning_rlhf import FromConfig, GRPOModule, PreferenceDataModule, RewardModule
-from lightning_rlhf.callbacks.survival.hf_export import Origin, complete_export
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer, end_tokens
 from lightning_rlhf.extras.commands import evaluate
+from lightning_rlhf.extras.export.hf_export import Origin, complete_export
 from lightning_rlhf.extras.judges.endpoint import Endpoint
 from lightning_rlhf.extras.judges.remote import RemoteReward, VLLMReward
 from lightning_rlhf.extras.rewards.learned import LearnedReward

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from lightning_rlhf.callbacks.survival.hf_export import Origin, check_adapter, complete_export
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.export.hf_export import Origin, check_adapter, complete_export
 from lightning_rlhf.models.loading import quiet_transformers
 from lightning_rlhf.models.lora import check_adapters, frozen_names
 from lightning_rlhf.modules.role_module import RoleModule

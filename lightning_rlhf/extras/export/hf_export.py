@@ -13,11 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.callbacks.loop.checks import check_module
+from lightning_rlhf.callbacks.records.run_reader import RunWriter
 from lightning_rlhf.callbacks.records.val_metrics import shown_names, with_interval
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.tokenizers import end_tokens_of
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 _CARD_METRICS = ("reward/mean", "kl/ref", "train/loss")  # metrics in a model card, besides those of the validation
 
 
-class HFExport(Callback):
+class HFExport(RunWriter):
     """Writes the trained model and its tokenizer to ``export/`` when training ends, and optionally every n steps.
 
     ``transformers``, vLLM and the configuration of another run load the directory. It also contains the last metrics in

@@ -52,16 +52,17 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, a RunCheckpoint with its
-    defaults takes the place of that of Lightning, which saves at the end of each epoch. With an average of weights,
-    AverageStart is a default too. Extras offer further ones, such as MetricsCSV.
+    defaults takes the place of that of Lightning, which saves at the end of each epoch; it is added to those that save
+    the best by a metric. With an average of weights, AverageStart is a default too. Extras offer further ones, such as
+    MetricsCSV.
 
     Args:
         callbacks: callbacks of the Trainer.
     """
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
-        rest = [callback for callback in callbacks if callback is not checkpoints[0]]
-        callbacks = [*rest, RunCheckpoint()]
+    saves_best_only = all(isinstance(callback, RunCheckpoint) and callback.monitor for callback in checkpoints)
+    if checkpoints and (saves_best_only or all(map(_is_lightning_default, checkpoints))):
+        callbacks = [*(callback for callback in callbacks if not _is_lightning_default(callback)), RunCheckpoint()]
     defaults = [GracefulShutdown, HealthChecks, RunState]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 import warnings
 from dataclasses import replace
@@ -25,24 +26,27 @@ from lightning_rlhf.strategies.checkpoints.io import is_url, url_copies
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 
 log = logging.getLogger(__name__)
+_MINUTES = 10.0
+_STATE_BYTES = 3  # bytes of a checkpoint per byte of trained weights: they and the two moments of Adam
 _NO_CHECKPOINT = "%s has no last.ckpt yet: training starts from the beginning."
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Saves ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt`` instead.
+    """Saves ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt``, beside it.
 
     With a role strategy these are folders, which any role strategy on any number of processes can resume from. Steps
     are the Trainer's ``global_step``, one per training batch; the last step is always saved. Resume with
     ``--ckpt_path last``, or from the best with its path.
 
-    A run of the command without this callback has one with the defaults.
+    A run without one that saves the last checkpoint has one with the defaults.
 
     Args:
         every_n_steps: steps between two saves of the last checkpoint, at least 1.
         best: metric by which the best validation is saved, such as ``val/fraction_correct_greedy``; None: the last one.
         mode: whether the largest or the smallest value is best; None follows the metric: losses, errors and KL are best
             when they are smallest, rewards and accuracies when they are largest. Other metrics need it.
-        every_n_minutes: longest time between two saves, minutes, positive; None has no limit.
+        every_n_minutes: longest time between two saves of the last checkpoint, minutes, positive; None has no limit. A
+            save that is due by time alone needs room on the disk, else it is left out and logged.
         keep_last: number of versions of the last checkpoint, at least 1; resume from an earlier one with its path,
             ``checkpoints/last.ckpt/v000006``.
         copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``, to which each finished checkpoint
@@ -56,14 +60,14 @@ class RunCheckpoint(ModelCheckpoint):
         every_n_steps: int = 100,
         best: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        every_n_minutes: float | None = None,
+        every_n_minutes: float | None = _MINUTES,
         keep_last: int = 1,
         copy_to: str | None = None,
         background: bool = True,
     ) -> None:
         check_at_least(1, every_n_steps=every_n_steps, keep_last=keep_last)
         check_range("every_n_minutes", every_n_minutes, "positive or null")
-        if best is not None and (every_n_minutes is not None or keep_last != 1):
+        if best is not None and (every_n_minutes not in (None, _MINUTES) or keep_last != 1):
             raise UsageError("every_n_minutes and keep_last apply to the last checkpoint: remove them, or best")
         super().__init__(
             filename="best" if best else "last",
@@ -203,10 +207,25 @@ class RunCheckpoint(ModelCheckpoint):
     def _due(self, trainer: Trainer) -> bool:
         if trainer.global_step % self.every_n_steps == 0 or _ends_now(trainer) or training_ends(trainer):
             return True
-        if self.every_n_minutes is None:
+        if (minutes := self.every_n_minutes) is None:
             return False
-        minutes = self.every_n_minutes
-        return ranks.on_first_rank(lambda: time.monotonic() - self._saved_at >= 60 * minutes)
+        return ranks.on_first_rank(lambda: self._late(trainer, 60 * minutes))
+
+    def _late(self, trainer: Trainer, seconds: float) -> bool:
+        """Return whether the last save was long ago and the disk has room for another one."""
+        if time.monotonic() - self._saved_at < seconds:
+            return False
+        trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+        sizes = (getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size() for parameter in trained)
+        needed, free = _STATE_BYTES * sum(sizes), shutil.disk_usage(trainer.default_root_dir).free
+        if free < needed:
+            self._saved_at = time.monotonic()
+            log.warning(
+                "No checkpoint is written %.0f minutes after the last one: it needs about %.1f GB, and %s has %.1f GB "
+                "left. The next one is that of a step, or %.0f minutes later: free some space until then.",
+                *(seconds / 60, needed / 1e9, trainer.default_root_dir, free / 1e9, seconds / 60),
+            )
+        return free >= needed
 
     @property
     def saved_step(self) -> int | None:

@@ -66,6 +66,15 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     assert console in ordered
 
 
+def test_last_checkpoint_is_saved_beside_the_best_one():
+    best = RunCheckpoint(best="val/fraction_correct_greedy")
+    (first, last) = complete([best])[-2:]
+    assert (first, last.monitor, last.every_n_steps, last.every_n_minutes) == (best, None, 100, 10)
+    assert complete([best, last])[-2:] == [best, last]
+    lightning = ModelCheckpoint(monitor="val/loss")  # the user's own way to save
+    assert complete([lightning])[-1] is lightning
+
+
 def test_subclass_of_a_default_replaces_it():
     class MyConsole(Console):
         pass

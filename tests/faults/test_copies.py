@@ -1,13 +1,17 @@
 """Several versions, saves at time intervals, and copies at a URL that resume a run whose local disk is lost."""
 
+import logging
 import shutil
+from types import SimpleNamespace
 
 import fsspec
 import pytest
+import torch
 
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.survival.checkpoint import checkpoint_to_resume
 from lightning_rlhf.extras.remote_checkpoints import copies as remote
+from lightning_rlhf.strategies import registry as registry  # the names of our strategies
 from lightning_rlhf.strategies.checkpoints import manifest
 from tests.faults.runs import assert_same, callback, checkpoint, output, ppo, rows
 from tests.stand_ins import quiet_trainer
@@ -36,18 +40,23 @@ def test_earlier_version_leads_to_the_same_end_as_an_uninterrupted_run(forge, un
         assert (tmp_path / "run" / file).read_bytes() == (reference / "run" / file).read_bytes()
 
 
-def test_saves_by_minutes_are_independent_of_saves_by_steps(tmp_path, monkeypatch):
-    clock = [0.0]
+def test_saves_by_minutes_are_independent_of_saves_by_steps_and_need_room(tmp_path, monkeypatch, caplog):
+    clock, free = [0.0], [2399]  # bytes: 100 trained weights of 8 bytes with two moments need 2400
     monkeypatch.setattr("lightning_rlhf.callbacks.survival.checkpoint.time.monotonic", lambda: clock[0])
-    saved = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
-    trainer = quiet_trainer(callbacks=[saved], max_steps=10_000, enable_checkpointing=True, default_root_dir=tmp_path)
+    usage = "lightning_rlhf.callbacks.survival.checkpoint.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda path: SimpleNamespace(free=free[0]))
     monkeypatch.setattr("lightning_rlhf.callbacks.survival.checkpoint.training_ends", lambda trainer: False)
-    saved._saved_at = 0.0
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    module = torch.nn.Linear(10, 10, bias=False, dtype=torch.float64)
+    trainer = SimpleNamespace(default_root_dir=tmp_path, global_step=7, lightning_module=module, callbacks=[])
+    saved = RunCheckpoint(every_n_steps=1000)
     due = []
-    monkeypatch.setattr(type(trainer), "global_step", 7)
-    for clock[0] in (1.0, 119.0, 120.0):
+    for clock[0], free[0] in ((1.0, 2400), (599.0, 2400), (600.0, 2399), (601.0, 2400), (1200.0, 2400)):
         due.append(saved._due(trainer))
-    assert due == [False, False, True]
+    assert due == [False, False, False, False, True]
+    (line,) = caplog.messages
+    assert line.startswith("No checkpoint is written 10 minutes after the last one: it needs about 0.0 GB, and ")
+    assert RunCheckpoint(every_n_minutes=None)._due(trainer) is False
 
 
 @pytest.mark.parametrize(

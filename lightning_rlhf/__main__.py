@@ -10,6 +10,7 @@ from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, Command
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.processes.child import end_with_launcher
+from lightning_rlhf.processes.signals import end_at_sigterm
 
 _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
 
@@ -49,6 +50,7 @@ def main() -> int:
     end_with_launcher(launch_environment.is_first_process(), is_loading=True)
     module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
+        end_at_sigterm(prints=launch_environment.is_first_process())
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         # Its own --help, which lists all options, is --help-all here.

@@ -200,7 +200,9 @@ class EndsTogether:
         """Check the launch before Lightning starts the other processes of this machine."""
         strategy: Any = self
         end_with_launcher(launch_environment.is_first_process(), is_loading=True)
-        check_launch(strategy.cluster_environment, strategy.num_nodes)
+        starts = strategy.root_device.type == "cpu" and not strategy.cluster_environment.creates_processes_externally
+        processes = strategy.num_processes if starts and launch_environment.is_first_process() else 1
+        check_launch(strategy.cluster_environment, strategy.num_nodes, processes)
         super()._configure_launcher()  # type: ignore[misc]
 
     def setup_environment(self) -> None:

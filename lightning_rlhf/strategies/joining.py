@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +16,23 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.launch_environment import Machine
+from lightning_rlhf.processes.signals import ending_at
 
 log = logging.getLogger(__name__)
 _NODES_SECONDS = 8.0  # nodes of one job start within seconds of each other
 _PROCESSES_SECONDS = 60.0  # processes of one machine import torch first: up to 30 s on a busy machine
+_MOST_PER_CORE = 4  # processes on a CPU; more are probably a mistake
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
-    """Validate that the processes of several nodes can find each other.
+def check_launch(environment: ClusterEnvironment, nodes: int, processes: int = 1) -> None:
+    """Validate that the processes of several nodes can find each other; log if a machine has few cores for its own.
 
     Args:
         environment: Lightning's cluster environment of this process.
         nodes: number of nodes of the run.
+        processes: number of processes that this one is about to start on a CPU, itself included.
 
     Raises:
         ValueError: this process was started without a launcher, and the address of the first node is not set.
@@ -39,6 +44,13 @@ def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
             f"neither torchrun nor SLURM started this process, so the nodes cannot find each other: use one of the "
             f"launchers in examples/cluster, or start the same command on every node with MASTER_ADDR and MASTER_PORT "
             f"of the first node and NODE_RANK from 0 to {nodes - 1}"
+        )
+    cores = Machine.here(os.environ).cores
+    if processes > _MOST_PER_CORE * cores:
+        log.warning(
+            "trainer.devices starts %d processes on a machine with %d cores: each loads the libraries and its part of "
+            "the models, which takes long and needs much memory",
+            *(processes, cores),
         )
 
 
@@ -64,7 +76,8 @@ def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout
     if environment.local_rank() == 0:
         timer.start()
     try:
-        yield
+        with ending_at(signal.SIGINT):  # torch would wait on
+            yield
     except dist.DistError as error:
         raise RunError(f"{line}; not all joined within {seconds:.0f} s: {' '.join(str(error).split())}") from None
     finally:

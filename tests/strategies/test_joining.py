@@ -1,5 +1,6 @@
 """A run whose other processes do not join logs the address and the missing processes, and ends."""
 
+import logging
 from datetime import timedelta
 
 import pytest
@@ -29,6 +30,16 @@ def test_several_nodes_without_an_address_are_rejected_before_the_start(monkeypa
 def test_single_node_or_launcher_needs_no_address():
     joining.check_launch(LightningEnvironment(), 1)
     joining.check_launch(TorchElasticEnvironment(), 2)
+
+
+@pytest.mark.parametrize(("processes", "lines"), [(8, 0), (64, 1)])
+def test_many_processes_for_the_cores_are_logged(processes, lines, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    monkeypatch.setattr("lightning_rlhf.launch_environment._cores", lambda: 2)
+    joining.check_launch(LightningEnvironment(), 1, processes)
+    assert [text[:65] for text in caplog.messages] == lines * [
+        "trainer.devices starts 64 processes on a machine with 2 cores: ea"
+    ]
 
 
 @pytest.mark.slow

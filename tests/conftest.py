@@ -77,7 +77,10 @@ def _same_start():
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("lightning")]
     states = [(logger, logger.level, logger.disabled, logger.propagate, [*logger.handlers]) for logger in loggers]
+    has_group = torch.distributed.is_initialized()
     yield
+    if torch.distributed.is_initialized() and not has_group:
+        torch.distributed.destroy_process_group()  # of a run that was refused, which Lightning leaves
     for logger, level, disabled, propagate, handlers in states:
         if logger.level != level:
             logger.setLevel(level)  # clears the caches of all loggers

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.extras.console.console import StepProgressBar as StepProgressBar
     from lightning_rlhf.extras.console.rollout_log import RolloutLog as RolloutLog
     from lightning_rlhf.extras.export.hf_export import HFExport as HFExport
+    from lightning_rlhf.extras.late_ranks.callback import LateRanks as LateRanks
     from lightning_rlhf.extras.records.metrics_csv import MetricsCSV as MetricsCSV
     from lightning_rlhf.extras.records.throughput import Throughput as Throughput
     from lightning_rlhf.extras.report.page_callback import ReportPage as ReportPage
@@ -32,6 +33,7 @@ _HOME = {
     "HFExport": "lightning_rlhf.extras.export.hf_export",
     "HealthChecks": "lightning_rlhf.callbacks.records.health",
     "KLControl": "lightning_rlhf.extras.algorithms.kl_control",
+    "LateRanks": "lightning_rlhf.extras.late_ranks.callback",
     "MetricsCSV": "lightning_rlhf.extras.records.metrics_csv",
     "PolicyCheck": "lightning_rlhf.extras.algorithms.policy_check",
     "Report": "lightning_rlhf.extras.report.summary",

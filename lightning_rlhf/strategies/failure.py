@@ -159,7 +159,7 @@ class FailureWatch:
             self._exit_after_timeout()
             return
         main = sys._current_frames()[threading.main_thread().ident or 0]
-        location = "" if self._reporting else f" in {_location(main)}"
+        location = "" if self._reporting else f" in {location_of(main)}"
         message = f"{self._name} ends{location}: {text}."
         _write_line(message)
         _record_for_torchrun(RuntimeError(message))
@@ -253,7 +253,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _location(frame: FrameType) -> str:
+def location_of(frame: FrameType) -> str:
     """Return a thread's innermost line outside of torch, Lightning and DeepSpeed, and the library function it runs."""
     stack = traceback.extract_stack(frame)
     line = next((line for line in reversed(stack) if not line.filename.startswith((*_LIBRARIES, "<"))), stack[-1])

@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks import (
     Throughput,
     complete,
 )
+from lightning_rlhf.extras.late_ranks.callback import LateRanks
 from lightning_rlhf.extras.run_lock.lock import RunLock
 from lightning_rlhf.rewards.function import RewardFunction
 
@@ -36,6 +37,7 @@ def test_default_callbacks_have_the_documented_order():
         RunLock,
         Throughput,
         Console,
+        LateRanks,
         HFExport,
         MetricsCSV,
         HealthChecks,
@@ -60,8 +62,8 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ]
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
-        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, HFExport, MetricsCSV,
-        HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, LateRanks, HFExport,
+        MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -207,7 +207,8 @@ def test_location_skips_frozen_code_and_deepspeed():
     libraries = ("<frozen _collections_abc>", f"{Path(torch.__file__).parent.parent}/deepspeed/runtime/engine.py")
     for library in (*libraries, typing_extensions.__file__):
         exec(
-            compile("note()", library, "exec"), {"note": lambda: positions.append(failure._location(sys._getframe(1)))}
+            compile("note()", library, "exec"),
+            {"note": lambda: positions.append(failure.location_of(sys._getframe(1)))},
         )
     assert len(positions) == 3
     assert all(position.startswith(f"{__file__}:") for position in positions), positions
@@ -218,7 +219,7 @@ def test_location_is_the_innermost_line_outside_of_libraries():
 
     class Spy(torch.nn.Module):
         def forward(self):
-            positions.extend([failure._location(sys._getframe()), failure._location(sys._getframe().f_back)])
+            positions.extend([failure.location_of(sys._getframe()), failure.location_of(sys._getframe().f_back)])
 
     Spy()()
     line = Spy.forward.__code__.co_firstlineno + 1

@@ -22,6 +22,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.ranges import check_ranges
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
+from lightning_rlhf.rollout.choose import named_engine
 from lightning_rlhf.rollout.dynamic_sampling import DynamicSampling
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.given_responses import GivenResponses
@@ -38,7 +39,7 @@ class RolloutSettings:
     """Settings of the rollouts of a run; see :class:`RolloutLoop` for their meaning."""
 
     rewards: list[RewardFunction] | None = None
-    engine: RolloutEngine | Literal["auto"] = "auto"
+    engine: RolloutEngine | Literal["auto", "vllm", "transformers"] = "auto"
     group_size: int = 1
     max_response_tokens: int = 256
     temperature: float = 1.0
@@ -59,6 +60,7 @@ class RolloutSettings:
         check_ranges(self, group_size="at least 1", max_response_tokens="at least 1", val_samples="at least 1")
         check_ranges(self, check_rows="at least 0", max_staleness="at least 0")
         check_ranges(self, temperature="positive", max_logprob_diff="positive or null")
+        self.engine = named_engine(self.engine)
         rewards = self.rewards or []
         self.rewards = [each if isinstance(each, RewardFunction) else RewardFunction(each) for each in rewards]
         self.reward_executor = RewardExecutor(self.rewards)
@@ -165,7 +167,7 @@ class RolloutSettings:
             ValueError: ranks that have the same prompts have different engines.
         """
         splitting = tensor_ranks(trainer, module)
-        if self.engine != "auto" and self.engine.traits.ranks % splitting:
+        if not isinstance(self.engine, str) and self.engine.traits.ranks % splitting:
             raise UsageError(
                 f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
                 f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
@@ -239,6 +241,7 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
     if module.advantages.needs_groups:
         check_group_size(type(module.advantages).__name__, group_size)
     responses = prompts * group_size
+    module.expect_responses(responses)
     updates = responses / module.minibatch_size * module.update_epochs
     if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
         log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -40,7 +40,7 @@ class RunEngine:
 
     def __init__(
         self,
-        choice: RolloutEngine | Literal["auto"],
+        choice: RolloutEngine | str,
         trainer: Trainer,
         module: RLHFModule,
         sampling: SamplingParams,
@@ -51,11 +51,12 @@ class RunEngine:
         self._dtype = engine_dtype(str(trainer.precision), self._source.dtype)
         longest = trainer.datamodule.max_tokens + sampling.max_tokens
         self.max_length = min(longest, max_positions(self._source.hf_config()) or longest)  # checked: all prompts fit
-        engine, reason = choice, "chosen in the configuration"
-        if engine == "auto":
+        reason = "chosen in the configuration"
+        if isinstance(choice, str):
             config = self._source.hf_config()
             splitting = tensor_ranks(trainer, module)
-            engine, reason = choose_engine(config, splitting, self._dtype, trainer.world_size, self.max_length)
+            choice, reason = choose_engine(config, splitting, self._dtype, trainer.world_size, self.max_length)
+        engine = choice
         log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
         self.engine = engine
         self.matrix_dtype: torch.dtype = getattr(torch, engine.traits.matrix_dtype or self._dtype)

@@ -31,13 +31,19 @@ CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 REQUIRED = ("model", "data")
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 SECTIONS = (*REQUIRED, "trainer")
+ROLLOUT = "rollout"  # --rollout.NAME is an option of the RolloutLoop, wherever it is in trainer.callbacks
 _FILES = (".yaml", ".yml")
 _FURTHER = ("seed_everything", "ckpt_path")  # options that are one value
 _MODEL = "lightning_rlhf.models.loading.Pretrained"
+_LOOP = "lightning_rlhf.callbacks.loop.rollout_loop.RolloutLoop"
 
 
 class Dotted(dict[str, Any]):
     """Names of an option of the command line, such as those of ``--data.init_args.columns.prompt``."""
+
+
+class OfLoop(Dotted):
+    """Options of the RolloutLoop in a list of callbacks."""
 
 
 class FromText(list[Any]):
@@ -92,7 +98,8 @@ def merged_settings(arguments: Sequence[str], find: Find = find_class) -> Settin
     while remaining:
         argument = remaining.pop(0)
         name, has_value, text = argument.removeprefix("--").partition("=")
-        is_section = argument.startswith("--") and name.removesuffix("+").partition(".")[0] in SECTIONS
+        section = name.removesuffix("+").partition(".")[0]
+        is_section = argument.startswith("--") and section in (*SECTIONS, ROLLOUT)
         if not is_section and argument.partition("=")[0] != "--config":
             settings.arguments.append(argument)
             if name in _FURTHER:
@@ -128,10 +135,12 @@ def nested(name: str, text: str) -> Dotted:
     value = _collection(text)
     if name.endswith("+"):
         value = Appended(value if isinstance(value, list) else [value])
-    for part in reversed(name.removesuffix("+").split(".")):
+    section, *parts = name.removesuffix("+").split(".")
+    for part in reversed(parts):
         value = Dotted({part: value})
-    result: Dotted = value
-    return result
+    if section == ROLLOUT:
+        return Dotted(trainer=Dotted(callbacks=OfLoop(value)))
+    return Dotted({section: value})
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -214,10 +223,12 @@ class _Merge:
             return second.text
         if isinstance(second, Appended):
             return [*(first if isinstance(first, list) else [] if first is None else [first]), *second]
+        if isinstance(second, OfLoop) and not isinstance(first, list):
+            first = [first] if first else []
         if isinstance(first, list) and isinstance(second, dict) and "class_path" not in second:
             return self._with_options_of_an_entry(first, second, key, schema)
-        if key == "trainer" and isinstance(first, dict) and isinstance(second, dict):
-            return self._options(first, second, self.find(TRAINER), key)
+        if key == "trainer" and isinstance(first or {}, dict) and isinstance(second, dict):
+            return self._options(first or {}, second, self.find(TRAINER), key)
         specs = self._spec(first, schema, second), self._spec(second, schema, first)
         if specs[0] is not None and specs[1] is not None:
             return self._class(specs[0], specs[1], key, schema)
@@ -313,16 +324,29 @@ class _Merge:
     def _with_options_of_an_entry(
         self, entries: Sequence[Any], options: dict[str, Any], key: str, schema: Schema | None
     ) -> list[Any]:
-        """Return a list with options of its last entry that has them all; of its last one, if none has."""
+        """Return a list with options of its last entry that has them all; of its last one, if none has.
+
+        Raises:
+            UsageError: the options are those of a RolloutLoop, and the list has none.
+        """
         inner = options.get("init_args")
         names = {*options, *(inner if isinstance(inner, dict) else ())} - set(CLASS_KEYS)
         specs = [{"class_path": entry} if isinstance(entry, str) else entry for entry in entries]
         kinds = [self._kind(spec, schema) if isinstance(spec, dict) else None for spec in specs]
-        with_all = [index for index, kind in enumerate(kinds) if kind is not None and names <= kind.options.keys()]
-        position = max(with_all, default=len(entries) - 1)
+        if is_of_loop := isinstance(options, OfLoop):  # a class that is not known may be a user's own loop
+            with_all = [i for i, kind in enumerate(kinds) if kind is None or _LOOP in kind.bases]
+            with_all = [i for i in with_all if kinds[i] is not None] or with_all
+        else:
+            with_all = [i for i, kind in enumerate(kinds) if kind is not None and names <= kind.options.keys()]
+        position = max(with_all, default=-1 if is_of_loop else len(entries) - 1)
+        if is_of_loop and position < 0:
+            raise UsageError(
+                f"--{ROLLOUT}.{next(iter(options))} is an option of RolloutLoop, and trainer.callbacks has none: add "
+                f"lightning_rlhf.callbacks.RolloutLoop to it in a file"
+            )
         if position < 0:
             return [options]
-        changed = self._value(specs[position], options, key, schema)
+        changed = self._value(specs[position], Dotted(options) if is_of_loop else options, key, schema)
         return [*entries[:position], changed, *entries[position + 1 :]]
 
 

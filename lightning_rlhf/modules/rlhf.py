@@ -42,7 +42,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
-from lightning_rlhf.ranges import check_ranges
+from lightning_rlhf.ranges import check_range, check_ranges
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.types import Experience, PromptBatch, Rollout, StepRollout, TensorBatch
@@ -93,7 +93,7 @@ class RLHFModule(RoleModule):
         score_shaping: transformation of the reward model's score.
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
-        minibatch_size: responses per optimizer step, over all ranks, at least 1.
+        minibatch_size: responses per optimizer step, over all ranks, at least 1; None: all responses of a step.
         micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
         keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
@@ -128,7 +128,7 @@ class RLHFModule(RoleModule):
         score_shaping: ScoreShaping = ScoreShaping(),
         ent_coef: float = 0.0,
         update_epochs: int = 1,
-        minibatch_size: int = 64,
+        minibatch_size: int | None = None,
         micro_batch_tokens: int | None = None,
         packing: bool = True,
         keep_groups: bool = False,
@@ -153,7 +153,9 @@ class RLHFModule(RoleModule):
         self.score_shaping = score_shaping
         self.ent_coef = ent_coef
         self.update_epochs = update_epochs
-        self.minibatch_size = minibatch_size
+        check_range("minibatch_size", minibatch_size, "at least 1 or null")
+        self.takes_whole_steps = minibatch_size is None
+        self.minibatch_size = minibatch_size or 0  # expect_responses sets the number of all
         self.keep_groups = keep_groups
         self.target_kl = target_kl
         self._received: StepRollout | None = None
@@ -162,7 +164,7 @@ class RLHFModule(RoleModule):
     def _check_arguments(self) -> None:
         """Raise ValueError for arguments out of range or that do not fit each other; warn about useless KL losses."""
         estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
-        check_ranges(self, update_epochs="at least 1", minibatch_size="at least 1", ent_coef="at least 0")
+        check_ranges(self, update_epochs="at least 1", ent_coef="at least 0")
         if self.advantages.needs_critic and "critic" not in self.trained_roles:
             raise UsageError(
                 f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "
@@ -414,6 +416,11 @@ class RLHFModule(RoleModule):
 
     # -- from rollout to experience ---------------------------------------------------------------------------
 
+    def expect_responses(self, number: int) -> None:
+        """Set ``minibatch_size`` to the number of responses of a step, over all ranks, unless it is configured."""
+        if self.takes_whole_steps:
+            self.minibatch_size = number
+
     def receive(self, received: StepRollout | Rollout) -> None:
         """Set the rollout of this batch; all data to train on enters the module here.
 
@@ -425,6 +432,7 @@ class RLHFModule(RoleModule):
         """
         if isinstance(received, Rollout):
             received = StepRollout(received)
+        self.expect_responses(int(self.data_ranks.sum(torch.tensor(len(received.rollout), device=self.device))))
         greedy = None if received.greedy is None else received.greedy.to(self.device)
         self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 

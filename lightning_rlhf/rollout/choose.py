@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from transformers import PretrainedConfig
 
@@ -18,8 +20,23 @@ from lightning_rlhf.rollout.vllm.availability import (
 )
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 
+_NAMED = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 # Sizes of heads that vLLM's CPU attention is compiled for.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def named_engine(engine: RolloutEngine | Literal["auto", "vllm", "transformers"]) -> RolloutEngine | Literal["auto"]:
+    """Return an engine, or the one with a name: ``vllm``, ``transformers``, or a class; ``auto`` remains.
+
+    Raises:
+        UsageError: no engine has that name.
+    """
+    if not isinstance(engine, str) or engine == "auto":
+        return engine
+    kinds = {**_NAMED, **{kind.__name__: kind for kind in _NAMED.values()}}
+    if engine not in kinds:
+        raise UsageError(f"engine must be 'auto', {', '.join(map(repr, _NAMED))} or an engine, got {engine!r}")
+    return kinds[engine]()
 
 
 def choose_engine(

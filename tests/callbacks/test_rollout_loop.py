@@ -503,3 +503,16 @@ def test_temporary_engine_files_of_a_killed_run_with_more_ranks_are_removed(run,
     run(trainer={"max_steps": 1}).fit()
     left = {path.name for path in (tmp_path / "engine").iterdir()}
     assert left == {*names, "rank0"} - {"rank1.tmp", "rank12.tmp"}  # an engine of rank 0 would remove its own
+
+
+@pytest.mark.parametrize(("size", "updates"), [(None, 1), (2, 2)])
+def test_an_update_takes_all_responses_of_a_step_by_default(run, size, updates):
+    made = run(loop={"group_size": 2}, model={"minibatch_size": size}, trainer={"max_steps": 1})
+    assert made.module.minibatch_size == (size or 0)
+    made.fit()
+    assert made.module.last_step.actor_updates == updates
+    assert made.module.minibatch_size == 4 / updates
+    again = run(loop={"group_size": 4}, trainer={"max_steps": 1})
+    again.module = made.module  # the number is that of the run
+    again.fit()
+    assert made.module.minibatch_size == 8 / updates**2

@@ -116,6 +116,29 @@ def test_option_of_a_callback_is_that_of_the_last_one_that_has_it(settings):
     assert result.values["trainer"]["callbacks"][1:] == ["lightning_rlhf.callbacks.Report", "EarlyStopping"]
 
 
+OWN = "trainer: {callbacks: [{class_path: own.Loop}, lightning_rlhf.callbacks.Report]}"
+
+
+def test_option_of_the_rollout_is_that_of_the_loop_wherever_it_is(settings):
+    result = settings("", "--rollout.group_size", "8", "--rollout.dynamic_sampling.max_batches=3")
+    assert (loop(result)["group_size"], loop(result)["dynamic_sampling"]) == ("8", {"max_batches": "3"})
+    assert loop(result)["rewards"][0]["weight"] == 0.25
+    assert result.values["trainer"]["callbacks"][1] == "lightning_rlhf.callbacks.Report"
+    assert loop(settings("", "--rollout.every_n_steps", "8"))["every_n_steps"] == "8"  # the parser rejects it by name
+    assert len(loop(settings("", "--rollout.rewards+=b.py:brief"))["rewards"]) == 2
+    single = settings("trainer: {callbacks: lightning_rlhf.callbacks.RolloutLoop}", "--rollout.temperature=0.5")
+    assert loop(single) == {"temperature": "0.5"}
+    assert loop(settings(OWN, "--rollout.group_size=8")) == {"group_size": "8"}
+
+
+@pytest.mark.parametrize("callbacks", ["[lightning_rlhf.callbacks.Report]", "[]", "null"])
+def test_option_of_the_rollout_without_a_loop_is_an_error(settings, callbacks):
+    with pytest.raises(
+        UsageError, match=r"--rollout\.group_size is an option of RolloutLoop, and trainer\.callbacks has"
+    ):
+        settings(f"trainer: {{callbacks: {callbacks}}}", "--rollout.group_size=8")
+
+
 def test_later_arguments_override_earlier_ones(settings, tmp_path):
     result = settings("", "--trainer.max_steps=5", "--config", str(tmp_path / "first.yaml"), "--ckpt_path", "x")
     assert (result.values["trainer"]["max_steps"], result.values["ckpt_path"]) == (3, "x")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_rlhf.calls.references import load_function
 from lightning_rlhf.cli.signatures import find_class
-from lightning_rlhf.extras.schema.option_names import ENGINES, OPTION_NAMES
+from lightning_rlhf.extras.schema.option_names import OPTION_NAMES
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 
@@ -25,12 +24,6 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
             "trainer.callbacks (RolloutLoop): unknown option 'top_p'; here it is not available: the",
         ),
         (f"{LOOP}.num_generations", 8, "trainer.callbacks (RolloutLoop): unknown option 'num_generations'; here it is"),
-        (
-            f"{LOOP}.engine",
-            "vllm",
-            "trainer.callbacks.engine: expected the path of a class, got 'vllm'; use "
-            "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
-        ),
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
     ],
 )
@@ -50,6 +43,19 @@ def test_corresponding_command_line_option_is_suggested(fit, config):
     assert "'learning_rate'; here it is model.init_args" in fit(config, "--learning_rate", "1e-6").err
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("group_size", "rollout.group_size"),
+        ("max_steps", "trainer.max_steps"),
+        ("minibatch_size", "model.init_args.minibatch_size"),
+        ("batch_size", "data.init_args.batch_size"),
+    ],
+)
+def test_option_without_its_section_is_named_with_it(fit, config, name, option):
+    assert fit(config, f"--{name}", "1").err == f"lightning-rlhf: unknown option {name!r}; write --{option}\n"
+
+
 def test_suggested_options_exist():
     classes = ("GRPOModule", "Pretrained", "PromptDataModule", "callbacks.RolloutLoop", "callbacks.RunCheckpoint")
     known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").options}
@@ -58,6 +64,4 @@ def test_suggested_options_exist():
                  "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip
         assert name in known, name
         assert any(name in text for text in OPTION_NAMES.values()), name
-    for engine in ENGINES.values():
-        load_function(engine)
     assert "minibatch_size" not in OPTION_NAMES

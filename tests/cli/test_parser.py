@@ -66,7 +66,7 @@ def test_unknown_key_is_reported_with_a_suggestion(fit, config, path, value, mes
         ("model.class_path", "a/my.py:Mine", ["model: class_path must be module.Class, got 'a/my.py:Mine': use 'my.Mine', with a in PYTHONPATH"]),
         ("model.class_path", "lightning_rlhv.PPOModule", ["model", "No module named 'lightning_rlhv'"]),
         ("model.class_path", "PPOModul", ["model: class_path must be package.Class, got 'PPOModul'; did you mean 'PPOModule'?"]),
-        (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be 'auto' or a class (class_path: package.Class), got 'vlm'"]),
+        (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be one of 'auto', 'vllm', 'transformers' or a class (class_path: package.Class), got 'vlm'"]),
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.tasks.addition.exactt"}],
@@ -84,7 +84,11 @@ def test_unknown_class_or_function_is_reported(fit, config, path, value, message
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (f"{MODEL}.minibatch_size", "many", ["model (PPOModule): minibatch_size must be an integer, got 'many'"]),
+        (
+            f"{MODEL}.minibatch_size",
+            "many",
+            ["model (PPOModule): minibatch_size must be an integer or null, got 'many'"],
+        ),
         (f"{MODEL}.kl_reward", {"coef": "x"}, ["model.kl_reward (KLTerm): coef must be a number, got 'x'"]),
         (
             f"{MODEL}.kl_reward",

@@ -452,7 +452,7 @@ def test_reward_of_a_response_that_is_not_in_the_loss_may_be_missing():
     ("options", "message"),
     [
         ({"update_epochs": 0}, "update_epochs must be at least 1, got 0"),
-        ({"minibatch_size": 0}, "minibatch_size must be at least 1, got 0"),
+        ({"minibatch_size": 0}, "minibatch_size must be at least 1 or null, got 0"),
         ({"ent_coef": -0.1}, "ent_coef must be at least 0, got -0.1"),
         ({"vf_coef": 0.0}, "vf_coef must be positive, got 0.0"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0, got -1"),

@@ -35,7 +35,7 @@ def test_signature_has_all_arguments_with_defaults_as_in_a_configuration():
         "class_path": "lightning_rlhf.objectives.policy_losses.ClippedPolicyLoss",
         "init_args": {"clip_range_low": 0.2, "clip_range_high": 0.28},
     }
-    assert parameters["minibatch_size"].default == 64
+    assert parameters["minibatch_size"].default is None
     assert inspect.signature(GRPOModule).parameters["kl_loss"].default == KLTerm(0.04, "k3")
 
 
@@ -46,7 +46,7 @@ def test_subclass_of_an_algorithm_may_change_further_defaults(tiny):
 
     module = Mine(tiny)
     assert (module.aggregation, module.minibatch_size, module.advantages) == (TokenMean(), 8, GRPO())
-    assert GRPOModule(tiny).minibatch_size == 64
+    assert GRPOModule(tiny).takes_whole_steps
 
 
 def test_default_without_an_argument_raises(tiny):

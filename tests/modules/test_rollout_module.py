@@ -301,3 +301,9 @@ def test_unsupported_precisions_are_rejected(precision):
         ValueError, match=f"^precision must be 32-true or bf16-mixed, got {precision}: bf16-mixed computes in bfloat16"
     ):
         fit(RLHFModule(TinyModel(), minibatch_size=3), [rollout_of(ROWS)], precision=precision)
+
+
+def test_responses_of_an_own_loop_are_one_update_by_default():
+    module = stepped(minibatch_size=None)
+    assert (module.minibatch_size, module.last_step.actor_updates) == (len(ROWS), 1)
+    assert stepped().last_step.actor_updates == 2

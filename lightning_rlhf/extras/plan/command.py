@@ -273,6 +273,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
     prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
     environment = loop["environment"]
     has_teachers = isinstance(module, TeacherModule) and bool(module.teachers)
+    module.expect_responses(prompts * loop["group_size"])
     return Work(
         responses=prompts * loop["group_size"],
         minibatch_size=module.minibatch_size,

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning_rlhf.cli.early import hint, suggestion
-from lightning_rlhf.cli.merging import CLASS_KEYS, REQUIRED, SECTIONS, merged_settings
+from lightning_rlhf.cli.merging import CLASS_KEYS, REQUIRED, ROLLOUT, SECTIONS, merged_settings
 from lightning_rlhf.cli.signatures import CLASSES, Schema, alternatives, classes_of, fits, is_plain
 from lightning_rlhf.extras.schema.inputs import mistakes_of_inputs
 from lightning_rlhf.extras.schema.known import definition, find, names, schema
-from lightning_rlhf.extras.schema.option_names import ENGINES, OPTION_NAMES
+from lightning_rlhf.extras.schema.option_names import OPTION_NAMES
 from lightning_rlhf.extras.schema.used import Used, classes_in, trainer
 from lightning_rlhf.moved import new_name
 from lightning_rlhf.strategies.names import REGISTERED
@@ -37,7 +37,7 @@ def mistakes(arguments: Sequence[str], command: str) -> dict[str, tuple[str, ...
     """
     settings = merged_settings(arguments, find)
     config = settings.values
-    found = [*(_unknown_arguments(settings.arguments) if command else ()), *_unknown(config)]
+    found = [*(_unknown_arguments(settings.arguments, config) if command else ()), *_unknown(config)]
     is_part = any(argument.startswith("--print_config") for argument in arguments)  # it may be a part of one
     if not is_part:
         found += _missing(config)
@@ -55,12 +55,27 @@ def _used(config: dict[str, Any]) -> Iterator[Used]:
         yield from classes_in(value, section, schema()["properties"].get(section))
 
 
-def _unknown_arguments(arguments: Sequence[str]) -> Iterator[Mistake]:
+def _unknown_arguments(arguments: Sequence[str], config: dict[str, Any]) -> Iterator[Mistake]:
     known = [*schema()["properties"], *_OPTIONS]
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0].partition(".")[0]
         if argument.startswith("--") and name and name not in known:
-            yield f"unknown option {name!r}{_hint(name, schema()['properties'])}", (name,)
+            option = None if name in OPTION_NAMES else _full_option(name, config)
+            end = f"; write --{option}" if option else _hint(name, schema()["properties"])
+            yield f"unknown option {name!r}{end}", (name,)
+
+
+def _full_option(name: str, config: dict[str, Any]) -> str | None:
+    """Return the option of the command line for an option of the Trainer, module, data or RolloutLoop; None without."""
+    for used in _used(config):
+        if name in used.options:
+            if used.is_trainer:
+                return f"trainer.{name}"
+            if used.key in REQUIRED:
+                return f"{used.key}.init_args.{name}"
+            if used.key == "trainer.callbacks" and used.path.endswith(".RolloutLoop"):
+                return f"{ROLLOUT}.{name}"
+    return None
 
 
 def _unknown(config: dict[str, Any]) -> Iterator[Mistake]:
@@ -137,10 +152,7 @@ def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
         label = "trainer." if used.is_trainer else f"{used.label}: "
         for name, value in used.arguments.items():
             option = used.options.get(name, {})
-            if name == "engine" and isinstance(value, str) and value in ENGINES:
-                message = f"{used.key}.{name}: expected the path of a class, got {value!r}; use {ENGINES[value]}"
-                yield message, (name,)
-            elif not fits(value, option):
+            if not fits(value, option):
                 yield f"{label}{wrong_value(name, value, option)}", (name,)
 
 

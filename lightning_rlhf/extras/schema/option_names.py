@@ -1,7 +1,12 @@
 """Options of TRL, peft, transformers and verl, with their names in a configuration of this package."""
 
 _LORA = "model.init_args.actor, as {class_path: lightning_rlhf.Pretrained, init_args: {path: ..., lora: {rank: 16}}}"
-_LOOP = "RolloutLoop under trainer.callbacks"
+
+
+def _loop(name: str) -> str:
+    return f"{name} of RolloutLoop under trainer.callbacks (--rollout.{name} on the command line)"
+
+
 _NAMES = {
     "beta kl_coef": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
     "kl_loss_coef": "kl_loss.coef of the module",
@@ -28,12 +33,12 @@ _NAMES = {
     "gradient_checkpointing": "activation_checkpointing of the strategy",
     "per_device_train_batch_size train_batch_size": "data.init_args.batch_size, counted over all devices",
     "max_prompt_length": "data.init_args.max_tokens",
-    "num_generations": f"group_size of {_LOOP}",
-    "max_completion_length max_new_tokens": f"max_response_tokens of {_LOOP}",
-    "reward_funcs": f"rewards of {_LOOP}",
-    "reward_weights": f"weight of each entry of rewards of {_LOOP}",
+    "num_generations": _loop("group_size"),
+    "max_completion_length max_new_tokens": _loop("max_response_tokens"),
+    "reward_funcs": _loop("rewards"),
+    "reward_weights": f"weight of each entry of {_loop('rewards')}",
     "top_p top_k min_p": "not available: the probabilities of engine and trainer would be over different tokens",
-    "use_vllm": f"engine of {_LOOP}; its default, auto, uses vLLM where it runs",
+    "use_vllm": f"{_loop('engine')}: vllm or transformers; auto, its default, uses vLLM where it runs",
     "num_train_epochs total_epochs": "trainer.max_epochs",
     "output_dir": "trainer.default_root_dir",
     "bf16": "trainer.precision: bf16-mixed",
@@ -44,8 +49,3 @@ _NAMES = {
     "seed": "seed_everything",
 }
 OPTION_NAMES = {name: ours for names, ours in _NAMES.items() for name in names.split()}
-ENGINES = {
-    "vllm": "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
-    "hf": "lightning_rlhf.rollout.transformers.TransformersEngine",
-    "transformers": "lightning_rlhf.rollout.transformers.TransformersEngine",
-}

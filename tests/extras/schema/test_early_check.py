@@ -145,15 +145,15 @@ def test_sizes_of_an_algorithm_belong_together(path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--model.minibatch_size=x", "model (PPOModule): minibatch_size must be an integer, got 'x'"),
-        ("--model.minibatch_size=1.5", "model (PPOModule): minibatch_size must be an integer, got '1.5'"),
+        ("--model.minibatch_size=x", "model (PPOModule): minibatch_size must be an integer or null, got 'x'"),
+        ("--model.minibatch_size=1.5", "model (PPOModule): minibatch_size must be an integer or null, got '1.5'"),
         ("--model.vf_coef=true", "model (PPOModule): vf_coef must be a number, got 'true'"),
         ("--model.target_kl=[1]", "model (PPOModule): target_kl must be a number or null, got [1]"),
         ("--model.kl_loss=0.01", "model (PPOModule): kl_loss must be a class (class_path: package.Class), got '0.01': "
          "write kl_loss: {coef: 0.01}"),
         ("--trainer.callbacks.rewards=3", "trainer.callbacks (RolloutLoop): rewards must be a list or null, got '3'"),
-        ("--trainer.callbacks.engine=vllm", "trainer.callbacks.engine: expected the path of a class, got 'vllm'; use "
-         "lightning_rlhf.rollout.vllm.engine.VLLMEngine"),
+        ("--rollout.engine=sglang", "trainer.callbacks (RolloutLoop): engine must be one of 'auto', 'vllm', "
+         "'transformers' or a class (class_path: package.Class), got 'sglang'"),
         ("--trainer.callbacks.environment.parser=hermes", "trainer.callbacks.environment (EnvironmentSettings): parser "
          "must be a class (class_path: package.Class) or null, got 'hermes'; available: lightning_rlhf.environments."),
         ("--model.class_path=lightning_rlhf.rewards.code.X", "model: lightning_rlhf.rewards.code.X is now "

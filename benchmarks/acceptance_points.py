@@ -189,7 +189,7 @@ def _gaps(actor: Any, prompts: Any, completions: Any, device: str, dtype: str) -
 def two_updates(device: str, folder: Path) -> Figures:
     """Make two updates in one step under bf16-mixed: the second forward must see the weights of the first update."""
     sgd = partial(torch.optim.SGD, lr=1.0)
-    module: Any = module_of("grpo", actor_optimizer=sgd, minibatch_size=32, update_epochs=2, micro_batch_tokens=4096)
+    module: Any = module_of("grpo", optimizer=sgd, minibatch_size=32, update_epochs=2, micro_batch_tokens=4096)
     seen, scores = list[torch.Tensor](), module.actor_scores
 
     def recorded(role: str, rollout: Any, squares: bool = False) -> Any:

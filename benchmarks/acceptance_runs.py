@@ -67,7 +67,7 @@ def module_of(name: str, **options: Any) -> Any:
         return {"dpo": DPOModule, "sft": SFTModule}[name](source(), optimizer=ADAM, micro_batch_tokens=64)
     if name == "reward":
         return RewardModule(source(), optimizer=ADAM, micro_batch_tokens=64)
-    shared = {"actor_optimizer": ADAM, "minibatch_size": 8, "micro_batch_tokens": 64} | options
+    shared = {"optimizer": ADAM, "minibatch_size": 8, "micro_batch_tokens": 64} | options
     if name == "ppo":
         return PPOModule(source(), critic_optimizer=ADAM, **shared)
     return {"grpo": GRPOModule, "dapo": DAPOModule}[name](source(), **shared)

@@ -44,7 +44,7 @@ def main(run_directory: str = "runs/examples/ppo_from_python") -> float:
     )
     module = PPOModule(
         actor=tiny,
-        actor_optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
         critic_optimizer=partial(torch.optim.AdamW, lr=3e-3),
         kl_reward=KLTerm(coef=0.01),
         update_epochs=2,

@@ -65,7 +65,7 @@ def main(run_directory: str = "runs/examples/new_algorithm") -> float:
         actor=FromConfig(architecture),
         advantages=MeanBaseline(),
         policy_loss=ReinforceLoss(),
-        actor_optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
         minibatch_size=64,
     )
     data = PromptDataModule(

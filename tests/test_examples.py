@@ -65,7 +65,7 @@ def test_updates_of_the_one_file_are_those_of_the_module():
     module = GRPOModule(
         TinyModel(),
         kl_loss=KLTerm(),
-        actor_optimizer=partial(torch.optim.SGD, lr=0.1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
         max_grad_norm=None,
         minibatch_size=8,
         update_epochs=2,

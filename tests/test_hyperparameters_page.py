@@ -20,7 +20,7 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_te
 
 def test_schedule_and_optimizer_can_be_instantiated():
     snippets = [yaml.safe_load(item) for item in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-    assert [list(snippet) for snippet in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"], ["actor_optimizer"]]
+    assert [list(snippet) for snippet in snippets] == [["lr_scheduler"], ["optimizer"], ["optimizer"]]
     schedule, adamw, muon = (next(iter(snippet.values())) for snippet in snippets)
     assert load_function(schedule["class_path"]) is RunSchedule
     RunSchedule(optimizer(), **schedule["init_args"]).stretch(100)

@@ -37,7 +37,7 @@ def trained(tokenizer, tmp_path):
     engine = ScriptedEngine(TEXTS, tokenizer)
     module = RecordingPPO(
         TinyModel(),
-        actor_optimizer=partial(torch.optim.SGD, lr=0.2),
+        optimizer=partial(torch.optim.SGD, lr=0.2),
         critic_optimizer=partial(torch.optim.SGD, lr=0.1),
         critic_lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
         update_epochs=2,

@@ -98,7 +98,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             model,
             kl_loss=KLTerm(0.0),
             aggregation=TokenMean(),
-            actor_optimizer=optimizer,
+            optimizer=optimizer,
             minibatch_size=times * sizes.minibatch,
             keep_groups=name.endswith("groups"),
             packing=not name.endswith("padded"),
@@ -112,7 +112,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             advantages=GAE(gamma=1.0, gae_lambda=1.0),
             kl_reward=KLTerm(0.05, "k1"),
             vf_coef=0.1,
-            actor_optimizer=optimizer,
+            optimizer=optimizer,
             critic_optimizer=optimizer,
             minibatch_size=sizes.minibatch,
         )

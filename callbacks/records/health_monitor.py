@@ -138,7 +138,7 @@ def _lost_reward(history: RunHistory) -> _Failure | None:
         f"reward/mean fell from {best:.3g} to {last:.3g}, the same for all responses of 4 steps: an update has damaged "
         "the policy",
         "Read the responses. Start again from a checkpoint before the fall, or from the first model, with a learning "
-        "rate (model.init_args.actor_optimizer.init_args.lr) of a tenth",
+        "rate (model.init_args.optimizer.init_args.lr) of a tenth",
     )
 
 
@@ -193,8 +193,7 @@ def _kl(history: RunHistory) -> _Failure | None:
         bound,
         f"kl/ref is {kl:.3g} nats per response, {per_token:.3g} per token, above {bound:g}{reward}: the policy moves "
         "away from the reference, and responses often become worse",
-        "Lower the learning rate (model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or "
-        "kl_reward",
+        "Lower the learning rate (model.init_args.optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward",
     )
 
 
@@ -321,7 +320,7 @@ def _worse_validation(history: RunHistory) -> _Failure | None:
         f"{best[name]:.3g} ({best[f'{name}_low']:.3g} to {best[f'{name}_high']:.3g}) at step {best['step']:.0f}: "
         "training makes the policy worse",
         "Use the checkpoint of the best validation (keep_last or best of RunCheckpoint), and start again with half "
-        "the learning rate (model.init_args.actor_optimizer.init_args.lr), or mend the reward if it rose in training",
+        "the learning rate (model.init_args.optimizer.init_args.lr), or mend the reward if it rose in training",
     )
 
 

@@ -85,8 +85,8 @@ class RLHFModule(RoleModule):
         aggregation: reduction of the losses of tokens to one loss.
         correction: importance weights for the gap between the log-probabilities of engine and actor; None only
             measures it.
-        actor_optimizer: factory of the actor's optimizer.
-        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
+        optimizer: factory of the actor's optimizer.
+        lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
         kl_reward: KL to the reference subtracted from each token's reward. A
             :class:`~lightning_rlhf.callbacks.KLControl` callback may adapt its weight.
         kl_loss: KL to the reference added to the loss.
@@ -121,8 +121,8 @@ class RLHFModule(RoleModule):
         policy_loss: AnyPolicyLoss = ClippedPolicyLoss(),
         aggregation: Aggregation = TokenMean(),
         correction: RolloutCorrection | None = None,
-        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
-        actor_lr_scheduler: LRSchedulerCallable | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
+        lr_scheduler: LRSchedulerCallable | None = None,
         kl_reward: KLTerm = KLTerm(),
         kl_loss: KLTerm = KLTerm(estimator="k3"),
         score_shaping: ScoreShaping = ScoreShaping(),
@@ -145,8 +145,8 @@ class RLHFModule(RoleModule):
         self.policy_loss = as_policy_loss(policy_loss)
         self.aggregation = aggregation
         self.correction = RolloutCorrection() if correction is None else correction
-        self.actor_optimizer = actor_optimizer
-        self.actor_lr_scheduler = actor_lr_scheduler
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
         self.kl_reward = kl_reward
         self.kl_coef = kl_reward.coef
         self.kl_loss = kl_loss
@@ -662,7 +662,7 @@ class RLHFModule(RoleModule):
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """Return the optimizer and scheduler factories of the actor."""
-        return self.actor_optimizer, self.actor_lr_scheduler
+        return self.optimizer, self.lr_scheduler
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""

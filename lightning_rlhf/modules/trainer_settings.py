@@ -25,7 +25,7 @@ _SETTINGS = {
     "barebones": "it disables the logging and the checkpoints of a run: remove it",
 }
 _CALLBACKS = {
-    LearningRateFinder: "set model.init_args.actor_optimizer.init_args.lr",
+    LearningRateFinder: "set model.init_args.optimizer.init_args.lr",
     BatchSizeFinder: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
     GradientAccumulationScheduler: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
     StochasticWeightAveraging: "use lightning.pytorch.callbacks.EMAWeightAveraging",

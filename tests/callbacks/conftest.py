@@ -31,7 +31,7 @@ class Run:
         loop = {**({} if "rewards" in dict(loop) else {"val_metric": "exact"}), **dict(loop)}
         self.loop = RolloutLoop(**{**ours, **loop})
         sgd = partial(torch.optim.SGD, lr=0.1)
-        ours = {"actor": TinyModel(), "actor_optimizer": sgd, "critic_optimizer": sgd, "minibatch_size": 2}
+        ours = {"actor": TinyModel(), "optimizer": sgd, "critic_optimizer": sgd, "minibatch_size": 2}
         self.module = kind(**{**ours, **dict(model)})
         ours = {"train": InMemory(ROWS), "batch_size": 2, "max_tokens": 8, "tokenizer": CharacterTokenizer("abcdefg")}
         self.data = PromptDataModule(**{**ours, **dict(data)})

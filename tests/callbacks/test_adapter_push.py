@@ -65,7 +65,7 @@ def test_lost_adapter_is_reported_by_name(run, swapping):
     sgd = partial(torch.optim.SGD, lr=5.0)
     made = run(
         loop={"engine": swapping, "check_rows": 2, "max_logprob_diff": 1e-9},
-        model={"actor": TinyModel(lora=LORA), "actor_optimizer": sgd},
+        model={"actor": TinyModel(lora=LORA), "optimizer": sgd},
     )
     with pytest.raises(
         RuntimeError, match=r"the first parameter that differs is model.layers.0.self_attn.q_proj.lora_A"

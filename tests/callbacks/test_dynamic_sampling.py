@@ -151,7 +151,7 @@ class GroupRun(Run):
     def __init__(self, directory, **options):
         super().__init__(directory, **options)
         decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-        self.module = GRPOModule(TinyModel(), actor_optimizer=decaying, minibatch_size=2, max_grad_norm=None)
+        self.module = GRPOModule(TinyModel(), optimizer=decaying, minibatch_size=2, max_grad_norm=None)
 
 
 def test_step_trains_on_the_prompt_with_contrast_as_if_it_were_the_only_one(tmp_path):

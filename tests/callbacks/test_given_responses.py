@@ -46,7 +46,7 @@ def distil(directory, responses, rows=ROWS, kind=DistillationModule, steps=2, ca
         given_responses=responses,
         **{"check_rows": 4, "max_logprob_diff": 100.0, "max_response_tokens": 5, **loop},
     )
-    options = {"actor_optimizer": partial(torch.optim.SGD, lr=0.1), "minibatch_size": 4}
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "minibatch_size": 4}
     if kind is DistillationModule:
         options |= {"teacher": TEACHER, "divergence": Divergence(top_k=3)}
     module = kind(TinyModel(), **{**options, **dict(model)})

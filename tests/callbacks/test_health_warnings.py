@@ -64,7 +64,7 @@ def test_kl_above_the_limit_warns_once_with_value_limit_and_remedy(run, caplog):
     (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
     assert warned.startswith("step 2: kl/ref is ")
     assert "0.25 per token, above 0.1, and the reward has not risen: " in warned
-    assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
+    assert warned.endswith("optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ SHELL = {"class_path": "os.system", "init_args": {"command": "touch ran"}}
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("key", ["actor_optimizer", "actor_lr_scheduler", "critic_optimizer"])
+@pytest.mark.parametrize("key", ["optimizer", "lr_scheduler", "critic_optimizer"])
 def test_function_as_optimizer_or_schedule_is_not_called(cli, config, key):
     config["model"]["init_args"][key] = SHELL
     Path("run.yaml").write_text(yaml.safe_dump(config))
@@ -88,7 +88,7 @@ def test_function_as_optimizer_or_schedule_is_not_called(cli, config, key):
 
 
 def test_class_of_the_wrong_kind_is_not_called(fit, config):
-    config["model"]["init_args"]["actor_optimizer"] = {
+    config["model"]["init_args"]["optimizer"] = {
         "class_path": "subprocess.Popen",
         "init_args": {"args": "touch ran", "shell": True},
     }

@@ -111,7 +111,7 @@ def test_unsupported_trainer_setting_is_reported_with_the_supported_one(fit, con
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("LearningRateFinder", {}, "set model.init_args.actor_optimizer.init_args.lr"),
+        ("LearningRateFinder", {}, "set model.init_args.optimizer.init_args.lr"),
         ("BatchSizeFinder", {}, "set model.init_args.micro_batch_tokens"),
         ("StochasticWeightAveraging", {"swa_lrs": 0.1}, "use lightning.pytorch.callbacks.EMAWeightAveraging"),
     ],

@@ -143,7 +143,7 @@ def test_mode_against_the_metric_is_rejected(fit, config, kind):
 @pytest.mark.slow
 def test_averaged_weights_are_exported(with_feature, config):
     feature, setting, behaviour = row_of("average of weights")
-    config["model"]["init_args"]["actor_optimizer"] = {
+    config["model"]["init_args"]["optimizer"] = {
         "class_path": "torch.optim.SGD",
         "init_args": {"lr": 0.5, "weight_decay": 0.01},  # rewards of a random model are equal
     }

@@ -88,10 +88,10 @@ def test_resumed_run_prints_its_start_and_finished_run_is_reported(fit, config):
 
 def optimizers(config, actor, schedule=None):
     options = config["model"]["init_args"]
-    options["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
+    options["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
     if schedule is not None:
         path = f"torch.optim.lr_scheduler.{schedule.pop('name')}"
-        options["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
+        options["lr_scheduler"] = {"class_path": path, "init_args": schedule}
 
 
 @pytest.mark.slow

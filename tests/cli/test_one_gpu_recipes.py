@@ -24,7 +24,7 @@ def test_vllm_answers_with_the_adapters_after_a_step(path, fit, tmp_path):
     engine = {"class_path": loop["init_args"]["engine"]["class_path"]}  # its options are for a GPU
     assert engine["class_path"].endswith("VLLMAdapterEngine")
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), other_reward_model=None, engine=engine)
-    config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.05  # so that old weights would be noticed
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.05  # so that old weights would be noticed
     config["model"]["init_args"].pop("critic_warmup_steps", None)  # the only step trains the actor
     recorded = take_a_step(fit, config)  # also asserts that the engine answers as the actor
     assert recorded["moved"]

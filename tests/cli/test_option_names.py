@@ -24,7 +24,7 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
             "trainer.callbacks (RolloutLoop): unknown option 'top_p'; here it is not available: the",
         ),
         (f"{LOOP}.num_generations", 8, "trainer.callbacks (RolloutLoop): unknown option 'num_generations'; here it is"),
-        ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
+        ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.optimizer"),
     ],
 )
 def test_corresponding_option_is_suggested(fit, config, path, value, message):
@@ -61,7 +61,7 @@ def test_suggested_options_exist():
     known = {name for item in classes for name in find_class(f"lightning_rlhf.{item}").options}
     for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",
                  "micro_batch_tokens", "batch_size", "max_tokens", "group_size", "max_response_tokens", "rewards",
-                 "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip
+                 "every_n_steps", "optimizer", "lr_scheduler", "advantages"):  # fmt: skip
         assert name in known, name
         assert any(name in text for text in OPTION_NAMES.values()), name
     assert "minibatch_size" not in OPTION_NAMES

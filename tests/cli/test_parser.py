@@ -176,14 +176,14 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
     ("path", "value", "message"),
     [
         (
-            f"{MODEL}.actor_optimizer",
+            f"{MODEL}.optimizer",
             ADAM,
-            ["actor_optimizer", "lr", "Expected a <class 'float'>", "small"],
+            ["optimizer", "lr", "Expected a <class 'float'>", "small"],
         ),
         (
-            f"{MODEL}.actor_optimizer",
+            f"{MODEL}.optimizer",
             {"class_path": "torch.optim.Adamw"},
-            ["actor_optimizer", "'torch.optim' has no attribute 'Adamw'", "did you mean 'AdamW'?"],
+            ["optimizer", "'torch.optim' has no attribute 'Adamw'", "did you mean 'AdamW'?"],
         ),
         (
             f"{LOOP}.rewards",
@@ -240,7 +240,7 @@ def test_errors_of_several_constructors_are_reported_together(fit, config):
 
 
 def test_settings_that_an_optimizer_rejects_give_a_one_line_error_after_the_traceback(fit, config):
-    put(config, f"{MODEL}.actor_optimizer", {**ADAM, "init_args": {"lr": -1.0}})
+    put(config, f"{MODEL}.optimizer", {**ADAM, "init_args": {"lr": -1.0}})
     result = fit(config)
     assert result.code == 2
     last = "lightning-rlhf: the optimizer's settings are invalid: Invalid learning rate: -1.0"

@@ -32,7 +32,7 @@ def test_vllm_answers_with_the_updated_weights_after_a_step(kind, fit, tmp_path)
     assert published(models_of(load_config(path))["actor"])["model_type"] == kind
     engine = {"class_path": "lightning_rlhf.rollout.vllm.engine.VLLMEngine"}
     config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
-    config["model"]["init_args"]["actor_optimizer"]["lr"] = 0.01  # so that old weights would be noticed
+    config["model"]["init_args"]["optimizer"]["lr"] = 0.01  # so that old weights would be noticed
     take_a_step(fit, config)
     assert RECORDED["difference"] is None
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(RECORDED["moved"])

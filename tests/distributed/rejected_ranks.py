@@ -80,7 +80,7 @@ def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             use_distributed_sampler=False,
         )
         # The first of two mini-batches has several micro-batches on each rank, which DeepSpeed accumulates.
-        options = {"correction": CORRECTION, "actor_optimizer": ADAMW, "minibatch_size": 9, "micro_batch_tokens": 24}
+        options = {"correction": CORRECTION, "optimizer": ADAMW, "minibatch_size": 9, "micro_batch_tokens": 24}
         options |= {"policy_loss": ReinforceLoss()}
         if run.get("critic"):
             module = PPOModule(TinyModel(), critic=TinyModel(seed=1), critic_optimizer=ADAMW, **options)

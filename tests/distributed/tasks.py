@@ -209,7 +209,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         if images:
             items = with_pictures(items)
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
-        inputs |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
+        inputs |= {"optimizer": adamw, "lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
         loop = RolloutLoop(
             [RewardFunction(reward)],

@@ -22,7 +22,7 @@ SNIPPETS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/strategies.md").read_t
 def run(folder, strategy, devices):
     """Train two steps in a folder and return the output, the weights, and the metrics."""
     config = copy.deepcopy(PPO)
-    config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     config["trainer"] |= {"strategy": strategy, "devices": devices}
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     config["trainer"]["callbacks"].append({"class_path": "lightning_rlhf.callbacks.RunCheckpoint"})

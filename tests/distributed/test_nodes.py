@@ -44,7 +44,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 def write_run(folder, reward="lightning_rlhf.tasks.addition.exact", steps=2):
     """Write a PPO configuration for two nodes, and the commands that the launchers call."""
     config = copy.deepcopy(PPO)
-    config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     config["trainer"] |= {"strategy": "ddp", "max_steps": steps, "max_epochs": -1}
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": reward}]
     save = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}

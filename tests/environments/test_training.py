@@ -63,7 +63,7 @@ def count_a(completions):
 def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, engine=None, **options):
     rows, val = InMemory([{"prompt": "abc"}, {"prompt": "ga"}] * 4), InMemory([{"prompt": "ab"}] * 2)
     data = PromptDataModule(rows, LETTERS, val=val, batch_size=2, max_tokens=8)
-    arguments = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 4}
+    arguments = {"actor": TinyModel(), "optimizer": SGD, "minibatch_size": 4}
     if module is PPOModule:
         arguments |= {"critic": TinyModel(seed=1), "critic_optimizer": SGD}
     module = module(**arguments)
@@ -230,7 +230,7 @@ def test_invalid_settings_are_rejected_before_an_engine_starts(tmp_path, options
     data = PromptDataModule(
         InMemory([{"prompt": "ab"}] * 8), options.get("tokenizer", LETTERS), batch_size=2, max_tokens=8
     )
-    module = GRPOModule(TinyModel(), actor_optimizer=SGD, minibatch_size=8)
+    module = GRPOModule(TinyModel(), optimizer=SGD, minibatch_size=8)
     loop = RolloutLoop(
         options.get("rewards", []), TransformersEngine(), group_size=4, max_response_tokens=16, environment=settings
     )
@@ -318,7 +318,7 @@ def test_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_path)
     module = RLHFModule(
         TinyModel(),
         advantages=Twos(),
-        actor_optimizer=partial(torch.optim.SGD, lr=1.0),
+        optimizer=partial(torch.optim.SGD, lr=1.0),
         minibatch_size=1,
         max_grad_norm=None,
     )

@@ -25,7 +25,7 @@ def mixture(directory, max_staleness):
     config["model"] = {
         "class_path": "lightning_rlhf.MixtureModule",
         "init_args": {
-            **{name: options[name] for name in ("actor", "actor_optimizer", "actor_lr_scheduler", "update_epochs")},
+            **{name: options[name] for name in ("actor", "optimizer", "lr_scheduler", "update_epochs")},
             **({"correction": options["correction"]} if max_staleness else {}),
             "minibatch_size": 4,
             "divergence": {"beta": 0.5, "top_k": 4},

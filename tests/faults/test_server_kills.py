@@ -80,7 +80,7 @@ def distillation(server, max_staleness):
                 "init_args": {"urls": [server.url]},
             },
             "divergence": {"beta": 0.5, "top_k": 4},
-            "actor_optimizer": {"lr": 3.0e-3, "weight_decay": 0.0},
+            "optimizer": {"lr": 3.0e-3, "weight_decay": 0.0},
             "minibatch_size": 4,
         },
     }

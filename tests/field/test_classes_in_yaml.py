@@ -163,11 +163,11 @@ def test_options_without_a_class_change_the_object_of_the_module(tmp_path):
         lightning_rlhf.RLOOModule,
         kl_reward={"estimator": "k3"},
         kl_loss={"coef": 0.01},
-        actor_optimizer={"lr": 0.5},
+        optimizer={"lr": 0.5},
     )
     assert (values["kl_reward"]["coef"], values["kl_reward"]["estimator"]) == (0.05, "k3")
     assert (values["kl_loss"]["coef"], values["kl_loss"]["estimator"]) == (0.01, "k3")
-    optimizer = values["actor_optimizer"]
+    optimizer = values["optimizer"]
     assert (optimizer["class_path"], optimizer["init_args"]["weight_decay"]) == ("torch.optim.AdamW", 0.01)
 
 

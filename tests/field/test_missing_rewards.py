@@ -33,9 +33,9 @@ def step(estimator, received):
     options = {"minibatch_size": len(received.rollout), "aggregation": TokenMean(), "max_grad_norm": None}
     rate = partial(torch.optim.SGD, lr=0.5)
     if estimator.needs_critic:
-        module = PPOModule(TinyModel(), advantages=estimator, critic_optimizer=rate, actor_optimizer=rate, **options)
+        module = PPOModule(TinyModel(), advantages=estimator, critic_optimizer=rate, optimizer=rate, **options)
     else:
-        module = RLHFModule(TinyModel(), advantages=estimator, actor_optimizer=rate, **options)
+        module = RLHFModule(TinyModel(), advantages=estimator, optimizer=rate, **options)
     trainer = quiet_trainer(callbacks=[HandOver(received)])
     trainer.fit(module, DataLoader([torch.zeros(1)], batch_size=None))
     return module, {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -80,7 +80,7 @@ def share_of_a(completions):
 def test_one_ppo_step_changes_the_weights_and_passes_the_check(make_engine, precision, tmp_path):
     architecture = ON_GPU | {"vocab_size": 11}
     adam = partial(torch.optim.AdamW, lr=1e-3)
-    module = PPOModule(FromConfig(architecture, seed=0), actor_optimizer=adam, critic_optimizer=adam, minibatch_size=8)
+    module = PPOModule(FromConfig(architecture, seed=0), optimizer=adam, critic_optimizer=adam, minibatch_size=8)
     data = PromptDataModule(
         InMemory([{"prompt": "abc"}] * 16), CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8
     )
@@ -117,7 +117,7 @@ def losses(engine, tmp_path, steps=3):
     """Return the loss of each step of a run with the given engine."""
     module = PPOModule(
         FromConfig(ON_GPU | {"vocab_size": 11}, seed=0),
-        actor_optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
         critic_optimizer=partial(torch.optim.AdamW, lr=1e-3),
         minibatch_size=8,
     )

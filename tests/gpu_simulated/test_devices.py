@@ -70,7 +70,7 @@ def ppo(tokens=32):
         TinyModel(),
         reward_model=TinyModel(seed=5),
         kl_reward=KLTerm(coef=0.1),
-        actor_optimizer=ADAM,
+        optimizer=ADAM,
         critic_optimizer=ADAM,
         minibatch_size=4,
         update_epochs=2,
@@ -78,7 +78,7 @@ def ppo(tokens=32):
     )
 
 
-GROUPS = {"actor": TinyModel(), "actor_optimizer": ADAM, "minibatch_size": 16, "micro_batch_tokens": 64}
+GROUPS = {"actor": TinyModel(), "optimizer": ADAM, "minibatch_size": 16, "micro_batch_tokens": 64}
 RUNS = {
     "ppo": lambda: (ppo(), prompts(), rollouts(), RolloutLog(), KLControl(AdaptiveKL(target=0.1, horizon=9))),
     "grpo": lambda: (GRPOModule(**GROUPS, kl_loss=KLTerm(coef=0.1, estimator="k3")), prompts(), rollouts(4)),

@@ -25,7 +25,7 @@ def ppo(**options):
         critic=TinyModel(seed=3),
         reward_model=TinyModel(seed=5),
         kl_reward=KLTerm(coef=0.1),
-        actor_optimizer=ADAM,
+        optimizer=ADAM,
         critic_optimizer=ADAM,
         minibatch_size=4,
         micro_batch_tokens=32,

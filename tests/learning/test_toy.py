@@ -39,7 +39,7 @@ def run(directory, seed, steps=STEPS):
     adam = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.0)
     module = RewardRecorder(
         FromConfig(TINY_LLAMA | {"initializer_range": 0.05}),
-        actor_optimizer=adam,
+        optimizer=adam,
         critic_optimizer=adam,
         kl_reward=KLTerm(0.01),
         value_loss=ClippedValueLoss(None),

@@ -50,7 +50,7 @@ def test_the_tutorial(tmp_path):
             (folder / title).write_text(block)
         elif language == "yaml":
             config = folder / "run.yaml"
-            text, count = re.subn(r"actor_optimizer: \{.*\}", RATE, config.read_text())
+            text, count = re.subn(r"optimizer: \{.*\}", RATE, config.read_text())
             assert count == 1
             config.write_text(text)
         elif language == "bash":

@@ -20,7 +20,7 @@ BATCHES = [rollout_of(responses(6, seed=seed)) for seed in range(4)]
 
 
 def made(kind=PPOModule, actor=ACTOR, **options):
-    optimizers = {"actor_optimizer": SGD} | ({"critic_optimizer": SGD} if kind is PPOModule else {})
+    optimizers = {"optimizer": SGD} | ({"critic_optimizer": SGD} if kind is PPOModule else {})
     inputs = {"kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3, "micro_batch_tokens": 15} | optimizers | options
     if kind is PPOModule:
         inputs = {"kl_reward": KLTerm(0.2)} | inputs
@@ -125,7 +125,7 @@ def test_engine_receives_merged_weights_and_a_push_changes_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "rlhf_single"])
 def test_resumed_run_equals_the_uninterrupted_one_and_frozen_weights_are_not_saved(strategy, tmp_path):
-    adam = {"actor_optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}
+    adam = {"optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}
     whole, first, second = (made(**adam) for _ in range(3))
     options = {"strategy": strategy, "default_root_dir": tmp_path, "max_epochs": -1}
     fit(whole, BATCHES[:1], max_steps=4, **options)

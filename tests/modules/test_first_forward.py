@@ -59,7 +59,7 @@ def made(monkeypatch):
 
 
 def trained(kind, **arguments):
-    arguments = {"advantages": GRPO(), "minibatch_size": ROWS, "actor_optimizer": SGD, **arguments}
+    arguments = {"advantages": GRPO(), "minibatch_size": ROWS, "optimizer": SGD, **arguments}
     module = kind(TinyModel(), **arguments)
     trainer = fit(module, [rollout(), rollout()])
     return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -194,7 +194,7 @@ def test_unsuitable_rollouts_have_a_separate_pass(fault, made):
         inputs.position[1] = inputs.position[0]
     else:
         inputs.included[:] = False
-    fit(RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4, actor_optimizer=SGD), [inputs])
+    fit(RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4, optimizer=SGD), [inputs])
     assert made == [None]
 
 
@@ -222,6 +222,6 @@ def test_preset_with_one_update_uses_it(made):
 
 def test_responses_without_trained_tokens_keep_the_metrics_of_the_rollout():
     empty = replace(rollout(), included=torch.zeros(ROWS, dtype=torch.bool))
-    module = RLHFModule(TinyModel(), minibatch_size=ROWS, actor_optimizer=SGD)
+    module = RLHFModule(TinyModel(), minibatch_size=ROWS, optimizer=SGD)
     fit(module, [empty])
     assert module.last_step.actor_updates == 0

@@ -107,7 +107,7 @@ def test_grpo_update_on_6000_tokens_equals_plain_transformers(budget):
     rollout = rollout_of(rows)
     rollout.group[:] = 0
     options = {"minibatch_size": 4, "kl_loss": KLTerm(), "max_grad_norm": None}
-    module = GRPOModule(source(), actor_optimizer=SGD, micro_batch_tokens=budget, **options)
+    module = GRPOModule(source(), optimizer=SGD, micro_batch_tokens=budget, **options)
     gradients = train(module, rollout)
     plain, experience = source(attn_implementation="sdpa").causal(), module.last_step.experience
     for number, row in enumerate(rows):

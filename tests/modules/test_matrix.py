@@ -99,7 +99,7 @@ def moves(estimator, pairs, micro_batch_tokens):
         kl_reward=KLTerm(0.1 if estimator.reads_total_reward else 0.0),
         kl_loss=KLTerm(0.01, "k3"),
         ent_coef=0.01,
-        actor_optimizer=sgd,
+        optimizer=sgd,
         update_epochs=1,
         minibatch_size=3,
         micro_batch_tokens=micro_batch_tokens,

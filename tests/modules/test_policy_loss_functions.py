@@ -28,7 +28,7 @@ def test_function_as_policy_loss_has_the_gradient_of_the_equivalent_class(tmp_pa
     monkeypatch.chdir(tmp_path)
     weights = []
     for loss in (PlainRatio(), plain_ratio, "losses.py:same"):
-        module = RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4, actor_optimizer=SGD)
+        module = RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4, optimizer=SGD)
         fit(module, [rollout_of(responses(4, seed=5))])
         weights.append(torch.cat([parameter.detach().flatten() for parameter in module.actor.parameters()]))
     assert torch.equal(weights[0], weights[1])
@@ -50,7 +50,7 @@ def test_function_as_policy_loss_has_the_gradient_of_the_equivalent_class(tmp_pa
 )
 def test_function_that_is_not_a_policy_loss_raises(loss, message):
     def train():
-        module = RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4, actor_optimizer=SGD)
+        module = RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4, optimizer=SGD)
         fit(module, [rollout_of(responses(4, seed=5))])
 
     with pytest.raises(ValueError, match=message):

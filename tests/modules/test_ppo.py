@@ -24,7 +24,7 @@ ROWS = responses(8, seed=5)
 
 def ppo(dtype="float64", **options):
     """Return a module with built models: actor and critic of different weights, plain gradient descent."""
-    defaults = {"critic": TinyModel(seed=1, dtype=dtype), "actor_optimizer": SGD, "critic_optimizer": SGD}
+    defaults = {"critic": TinyModel(seed=1, dtype=dtype), "optimizer": SGD, "critic_optimizer": SGD}
     module = PPOModule(TinyModel(dtype=dtype), **(defaults | {"minibatch_size": 4} | options))
     module.configure_model()
     return module
@@ -100,7 +100,7 @@ def test_environment_tokens_are_not_trained_on():
 
     results = []
     for kind in (PPOModule, Disturbed):
-        options = {"actor_optimizer": SGD, "critic_optimizer": SGD, "kl_loss": KLTerm(0.1, "k3"), "ent_coef": 0.1}
+        options = {"optimizer": SGD, "critic_optimizer": SGD, "kl_loss": KLTerm(0.1, "k3"), "ent_coef": 0.1}
         module = kind(TinyModel(dtype="float64"), minibatch_size=4, update_epochs=2, **options)
         fit(module, [rollout(rows)])
         results.append(weights(module, "actor") + weights(module, "critic"))
@@ -183,9 +183,7 @@ class Counting(PPOModule):
 
 def counting(target_kl, rate, **options):
     fast = partial(torch.optim.SGD, lr=rate)
-    module = Counting(
-        TinyModel(), minibatch_size=4, update_epochs=4, target_kl=target_kl, actor_optimizer=fast, **options
-    )
+    module = Counting(TinyModel(), minibatch_size=4, update_epochs=4, target_kl=target_kl, optimizer=fast, **options)
     module.configure_model()
     return module
 
@@ -323,9 +321,9 @@ def test_step_is_one_rollout_for_any_number_of_optimizer_steps():
         TinyModel(),
         minibatch_size=2,
         update_epochs=3,
-        actor_optimizer=SGD,
+        optimizer=SGD,
         critic_optimizer=partial(torch.optim.SGD, lr=0.04),
-        actor_lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+        lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
     )
     assert fit(module, [rollout()] * 3).global_step == 3
     assert rates == {"actor": [0.05, 0.025, 0.0125], "critic": [0.04, 0.04, 0.04]}
@@ -470,7 +468,7 @@ def test_invalid_hyper_parameters_are_rejected(options, message):
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_checkpoint_holds_only_trained_roles_and_training_resumes_bitwise(tmp_path):
     options = {"kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3), "reward_model": TinyModel(seed=2)}
-    adam = {name: partial(torch.optim.AdamW, lr=1e-2) for name in ("actor_optimizer", "critic_optimizer")}
+    adam = {name: partial(torch.optim.AdamW, lr=1e-2) for name in ("optimizer", "critic_optimizer")}
     batches = [rollout(responses(8, seed=i)) for i in range(4)]
     straight = ppo("float32", **options, **adam)
     fit(straight, batches)

@@ -59,7 +59,7 @@ def trained(s, rows=ROWS, **options):
         kl_reward=KLTerm(*s.kl_reward),
         kl_loss=KLTerm(*s.kl_loss),
         score_shaping=ScoreShaping(s.weight, s.clip, s.truncated_score),
-        actor_optimizer=partial(torch.optim.SGD, lr=s.actor_lr),
+        optimizer=partial(torch.optim.SGD, lr=s.actor_lr),
         critic_optimizer=partial(torch.optim.SGD, lr=s.critic_lr),
         update_epochs=s.update_epochs,
         minibatch_size=s.minibatch_size,

@@ -46,7 +46,7 @@ def batches(*rejected_rows):
 
 
 def trained(rollouts, kind=RLHFModule, strategy="auto", **options):
-    inputs = {"actor_optimizer": ADAMW, "minibatch_size": 3, "micro_batch_tokens": 15, "correction": BYPASS}
+    inputs = {"optimizer": ADAMW, "minibatch_size": 3, "micro_batch_tokens": 15, "correction": BYPASS}
     module, recorded = kind(TinyModel(), **(inputs | options)), Recorded()
     fit(module, rollouts, callbacks=[recorded], strategy=strategy)
     return recorded

@@ -29,7 +29,7 @@ ROWS = responses(6, seed=8, observations=True)
 
 def stepped(kind=RLHFModule, rollout=None, **options):
     """Return a module after a step that changed no weight."""
-    options = {"actor_optimizer": SGD, "minibatch_size": 3, "micro_batch_tokens": 15} | options
+    options = {"optimizer": SGD, "minibatch_size": 3, "micro_batch_tokens": 15} | options
     module = kind(TinyModel(dtype="float64"), **options)
     module.metrics = fit(module, [rollout or rollout_of(ROWS, dtype=torch.float64)]).callback_metrics
     return module
@@ -225,7 +225,7 @@ def test_target_kl_stops_a_loss_without_a_kl():
         def token_losses(self, tokens):
             return -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp(), {}
 
-    options = {"policy_loss": Silent(), "actor_optimizer": partial(torch.optim.SGD, lr=0.5), "update_epochs": 4}
+    options = {"policy_loss": Silent(), "optimizer": partial(torch.optim.SGD, lr=0.5), "update_epochs": 4}
     assert stepped(**options).metrics["policy/updates"] == 8
     # before the second mini-batch's update the actor has moved; that update is still made
     assert stepped(**options, target_kl=1e-9).metrics["policy/updates"] == 2

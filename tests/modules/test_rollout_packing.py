@@ -32,7 +32,7 @@ def module_of(kind, **options):
     roles = {"ref": TinyModel(seed=1)}
     if kind is PPOModule:
         roles |= {"reward_model": TinyModel(seed=2), "critic": TinyModel(seed=3), "critic_optimizer": SGD}
-    return kind(TinyModel(), actor_optimizer=SGD, kl_loss=KLTerm(0.1, "k3"), max_grad_norm=None, **roles, **options)
+    return kind(TinyModel(), optimizer=SGD, kl_loss=KLTerm(0.1, "k3"), max_grad_norm=None, **roles, **options)
 
 
 def step(kind, rollout, **options):
@@ -109,7 +109,7 @@ class Recorded(GRPOModule):
 
 def test_groups_stay_in_one_mini_batch_on_request():
     def seen(**options):
-        module = Recorded(TinyModel(), actor_optimizer=SGD, minibatch_size=8, update_epochs=2, **options)
+        module = Recorded(TinyModel(), optimizer=SGD, minibatch_size=8, update_epochs=2, **options)
         fit(module, [grouped(prompts=6)])
         return module.seen
 

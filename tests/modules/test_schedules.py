@@ -109,8 +109,8 @@ def test_run_passes_its_length_to_the_schedule():
     module = GRPOModule(
         TinyModel(),
         minibatch_size=4,
-        actor_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        actor_lr_scheduler=lambda optimizer: RunSchedule(optimizer, "linear", 0.0),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        lr_scheduler=lambda optimizer: RunSchedule(optimizer, "linear", 0.0),
     )
     rates_seen = Rates()
     fit(module, [grouped()] * 4, callbacks=[rates_seen])
@@ -125,9 +125,9 @@ def grouped():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"actor_optimizer": lambda parameters: 0}, "the actor's optimizer must be a torch.optim.Optimizer, got 0"),
+        ({"optimizer": lambda parameters: 0}, "the actor's optimizer must be a torch.optim.Optimizer, got 0"),
         (
-            {"actor_lr_scheduler": lambda optimizer: "x"},
+            {"lr_scheduler": lambda optimizer: "x"},
             "the actor's schedule must be an LRScheduler of torch, got 'x'",
         ),
     ],

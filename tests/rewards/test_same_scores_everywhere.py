@@ -112,7 +112,7 @@ class Paths:
         """Score the tokens that an engine would sample: those of the answer with its end token."""
         rows = [Response(ids[:2], ids[2:]) for ids in self.ids]
         actor = TinyModel({**TINY_LLAMA, "vocab_size": len(self.tokenizer), "max_position_embeddings": 256})
-        module = GRPOModule(actor, reward_model=Pretrained(self.directory), actor_optimizer=SGD, minibatch_size=4)
+        module = GRPOModule(actor, reward_model=Pretrained(self.directory), optimizer=SGD, minibatch_size=4)
         seen, scores = [], module.scores
         module.scores = lambda rollout: seen.append(scores(rollout)) or seen[-1]
         fit(module, [rollout_of(rows)])

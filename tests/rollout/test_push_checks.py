@@ -19,7 +19,7 @@ NAME = "model.layers.1.self_attn.v_proj.weight"
 
 def run_with(directory, engine, check_rows=2, **model):
     sgd = partial(torch.optim.SGD, lr=0.5)
-    model = {"correction": RolloutCorrection(level="token"), "actor_optimizer": sgd, "minibatch_size": 2, **model}
+    model = {"correction": RolloutCorrection(level="token"), "optimizer": sgd, "minibatch_size": 2, **model}
     made = Run(
         directory,
         loop={"engine": engine, "max_staleness": 2, "check_rows": check_rows, "validate_at_ends": False},

@@ -169,7 +169,7 @@ def test_engine_and_actor_agree_at_every_step_of_a_run_that_swaps_adapters(tmp_p
 
     sgd = partial(torch.optim.SGD, lr=2.0)
     module = PPOModule(
-        TinyModel(lora=LORA), actor_optimizer=sgd, critic_optimizer=sgd, minibatch_size=4, kl_loss=KLTerm(0.1, "k3")
+        TinyModel(lora=LORA), optimizer=sgd, critic_optimizer=sgd, minibatch_size=4, kl_loss=KLTerm(0.1, "k3")
     )
     engine = VLLMAdapterEngine()
     loop = RolloutLoop([RewardFunction(shares)], engine, max_response_tokens=8, check_rows=4, validate_at_ends=False)

@@ -25,7 +25,7 @@ MORE = {"strategy": "rlhf_single", "max_epochs": -1}
 
 def ppo(kind=PPOModule, critic_optimizer=ADAM, **options):
     more = {"critic": TinyModel(seed=1), "critic_optimizer": critic_optimizer} if issubclass(kind, PPOModule) else {}
-    return kind(TinyModel(), actor_optimizer=ADAM, minibatch_size=4, **more, **options)
+    return kind(TinyModel(), optimizer=ADAM, minibatch_size=4, **more, **options)
 
 
 def batches(count):

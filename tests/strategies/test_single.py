@@ -120,7 +120,7 @@ def test_several_processes_without_roles_are_rejected_with_a_suggestion(theirs, 
 def test_activation_checkpointing_gives_the_same_weights():
     weights = []
     for again in (False, True):
-        module = PPOModule(TinyModel(), critic=TinyModel(seed=1), actor_optimizer=partial(torch.optim.SGD, lr=0.1))
+        module = PPOModule(TinyModel(), critic=TinyModel(seed=1), optimizer=partial(torch.optim.SGD, lr=0.1))
         strategy = RLHFSingleDeviceStrategy(activation_checkpointing=again)
         fit(module, [rollout_of(responses(4, seed=0))], strategy=strategy, devices=1)
         assert module.actor.lm.is_gradient_checkpointing == module.critic.lm.is_gradient_checkpointing == again

@@ -349,7 +349,7 @@ class DistillationModule(TeacherModule):
             ``data_source``.
         divergence: divergence of the student's distributions from the teacher's.
         aggregation: reduction of the divergences of tokens to one loss.
-        actor_optimizer: factory of the student's optimizer.
+        optimizer: factory of the student's optimizer.
         **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule` about the updates.
     """
 
@@ -359,7 +359,7 @@ class DistillationModule(TeacherModule):
         teacher: Teacher | dict[str, Teacher],
         divergence: Divergence = Divergence(),
         aggregation: Aggregation = TokenMean(),
-        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -370,7 +370,7 @@ class DistillationModule(TeacherModule):
             policy_loss=ClippedPolicyLoss(),
             aggregation=aggregation,
             correction=None,
-            actor_optimizer=actor_optimizer,
+            optimizer=optimizer,
             kl_reward=KLTerm(),
             kl_loss=KLTerm(estimator="k3"),
             score_shaping=ScoreShaping(),

@@ -123,7 +123,7 @@ def steps(precision: str) -> str:
     """
     adam = partial(torch.optim.AdamW, lr=1e-3)
     source = FromConfig(ARCHITECTURE, seed=0)
-    module = PPOModule(source, actor_optimizer=adam, critic_optimizer=adam, minibatch_size=8)
+    module = PPOModule(source, optimizer=adam, critic_optimizer=adam, minibatch_size=8)
     rows = InMemory([{"prompt": "abc"}] * 8 * _STEPS)
     data = PromptDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8)
     loop = RolloutLoop([RewardFunction(share_of_a)], max_response_tokens=16, check_rows=8, validate_at_ends=False)

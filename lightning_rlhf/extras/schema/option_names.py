@@ -10,9 +10,9 @@ def _loop(name: str) -> str:
 _NAMES = {
     "beta kl_coef": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
     "kl_loss_coef": "kl_loss.coef of the module",
-    "learning_rate lr optim optimizer weight_decay": "model.init_args.actor_optimizer, as {lr: 1.0e-6}",
-    "lr_scheduler lr_scheduler_type warmup_ratio warmup_steps": (
-        "model.init_args.actor_lr_scheduler, as {class_path: lightning_rlhf.modules.schedules.RunSchedule, init_args: "
+    "learning_rate lr optim weight_decay actor_optimizer": "model.init_args.optimizer, as {lr: 1.0e-6}",
+    "lr_scheduler_type warmup_ratio warmup_steps actor_lr_scheduler": (
+        "model.init_args.lr_scheduler, as {class_path: lightning_rlhf.modules.schedules.RunSchedule, init_args: "
         "{kind: cosine, warmup_ratio: 0.03}}"
     ),
     "r lora_r lora_rank": f"lora.rank of {_LORA}",

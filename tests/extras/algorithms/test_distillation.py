@@ -32,7 +32,7 @@ ROWS = responses(6, seed=8, observations=True)
 def distilled(teacher=TEACHER, rollout=None, student=STUDENT, **options):
     """Return a module after one step of plain gradient descent, with its first weights and its metrics."""
     options = {
-        "actor_optimizer": partial(torch.optim.SGD, lr=RATE),
+        "optimizer": partial(torch.optim.SGD, lr=RATE),
         "max_grad_norm": None,
         "micro_batch_tokens": 30,
         **options,
@@ -140,7 +140,7 @@ class ChangeAdapters(Callback):
 def test_student_with_adapters_learns_from_itself_without_them(top_k):
     sgd = partial(torch.optim.SGD, lr=0.0)
     student = replace(STUDENT, lora=LoRA(rank=2, alpha=4))
-    module = DistillationModule(student, STUDENT, Divergence(1.0, top_k), actor_optimizer=sgd)
+    module = DistillationModule(student, STUDENT, Divergence(1.0, top_k), optimizer=sgd)
     fit(module, [rollout_of(ROWS, dtype=torch.float64)], callbacks=[ChangeAdapters()])
     base, losses = STUDENT.causal().lm, []
     for row in ROWS:
@@ -181,9 +181,7 @@ def test_held_out_divergence_is_logged(top_k):
         def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
             module.receive(batch)
 
-    module = DistillationModule(
-        STUDENT, TEACHER, Divergence(top_k=top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0)
-    )
+    module = DistillationModule(STUDENT, TEACHER, Divergence(top_k=top_k), optimizer=partial(torch.optim.SGD, lr=0.0))
     trainer = fit(module, [rollout], [rollout], callbacks=[HandOverInValidation()])
     loss, _ = expected_gradients(1.0, TokenMean(), top_k=top_k)
     assert_close(trainer.callback_metrics["val/divergence"], loss, rtol=1e-6)
@@ -282,7 +280,7 @@ def taught_by_source(teacher, source, top_k, **options):
         STUDENT,
         teacher,
         Divergence(0.3, top_k),
-        actor_optimizer=sgd,
+        optimizer=sgd,
         max_grad_norm=None,
         micro_batch_tokens=30,
         **options,
@@ -341,9 +339,7 @@ def test_sources_without_teacher_raise(teacher, message):
 def test_architectures_that_are_no_llama_are_compared_by_their_own_logits(kind, top_k):
     rows = [Response([3, 4], [5, 6, 7, 2]), Response([3, 4], [8, 2]), Response([9], [1, 2, 3])]
     student, teacher = (FromConfig(tiny(kind), seed=seed) for seed in range(2))
-    module = DistillationModule(
-        student, teacher, Divergence(0.5, top_k), actor_optimizer=partial(torch.optim.SGD, lr=0.0)
-    )
+    module = DistillationModule(student, teacher, Divergence(0.5, top_k), optimizer=partial(torch.optim.SGD, lr=0.0))
     module.metrics = fit(module, [rollout_of(rows, temperature=0.7)]).callback_metrics
     losses = []
     for row in rows:
@@ -367,7 +363,7 @@ def test_bfloat16_is_close_to_float32(top_k, monkeypatch):
     metrics = []
     for precision in ("32-true", "bf16-mixed"):
         sgd = partial(torch.optim.SGD, lr=0.1)
-        module = DistillationModule(TinyModel(), TinyModel(seed=1), Divergence(0.5, top_k), actor_optimizer=sgd)
+        module = DistillationModule(TinyModel(), TinyModel(seed=1), Divergence(0.5, top_k), optimizer=sgd)
         metrics.append(fit(module, [rollout_of(ROWS)], precision=precision).callback_metrics)
     assert_close(metrics[1]["loss/distillation"], metrics[0]["loss/distillation"], rtol=1e-2)
     assert abs(metrics[1]["grad_norm/actor"] / metrics[0]["grad_norm/actor"] - 1) < 0.03
@@ -379,7 +375,7 @@ def test_text_of_5000_tokens_has_the_divergence_of_its_tokens():
     long = {**TINY_LLAMA, "max_position_embeddings": 5002, "num_hidden_layers": 1}
     student, teacher = (TinyModel(long, seed=seed) for seed in range(2))
     sgd = partial(torch.optim.SGD, lr=0.0)
-    module = DistillationModule(student, teacher, actor_optimizer=sgd, micro_batch_tokens=2048)
+    module = DistillationModule(student, teacher, optimizer=sgd, micro_batch_tokens=2048)
     loss = fit(module, [rollout_of(rows)]).callback_metrics["loss/distillation"]
     losses = []
     with torch.no_grad():
@@ -398,7 +394,7 @@ def test_log_ratio_of_a_teacher_is_the_advantage_of_each_token(reward_coef):
         STUDENT,
         ref=TEACHER,
         advantages=advantages,
-        actor_optimizer=partial(torch.optim.SGD, lr=RATE),
+        optimizer=partial(torch.optim.SGD, lr=RATE),
         max_grad_norm=None,
         micro_batch_tokens=30,
     )

@@ -25,7 +25,7 @@ def gradients(rollout, **options):
     options = {"micro_batch_tokens": 30, **options}
     sgd = partial(torch.optim.SGD, lr=RATE)
     kind = ECHOModule if "environment_coef" in options else GRPOModule
-    module = kind(MODEL, actor_optimizer=sgd, max_grad_norm=None, kl_loss=KLTerm(), **options)
+    module = kind(MODEL, optimizer=sgd, max_grad_norm=None, kl_loss=KLTerm(), **options)
     metrics = fit(module, [rollout]).callback_metrics
     first = dict(MODEL.causal().lm.named_parameters())
     return {name: (first[name] - p).detach() / RATE for name, p in module.actor.lm.named_parameters()}, metrics

@@ -31,7 +31,7 @@ GROUP = torch.tensor([0, 0, 1, 2, 3, 1, 4, 3, 5, 6, 4, 3])
 ROLLOUT = replace(
     rollout_of(ROWS, dtype=torch.float64), source=SOURCE, group=GROUP, is_given=SOURCE == 1
 )  # code has given responses
-OPTIONS = {"actor_optimizer": partial(torch.optim.SGD, lr=RATE), "max_grad_norm": None}
+OPTIONS = {"optimizer": partial(torch.optim.SGD, lr=RATE), "max_grad_norm": None}
 MIXTURE = {
     "math": RewardObjective(RLOO(), weight=0.7),
     "chat": TeacherObjective(TEACHER, weight=2.0),
@@ -71,7 +71,7 @@ def texts_of(rollout):
 def alone(number, aggregation=TOKENS, divergence=WHOLE, loss="cross_entropy", **options):
     """Return the gradient of a run on the rows of one source, by the module for its objective."""
     if number == 1:
-        module = SFTModule(STUDENT, optimizer=OPTIONS["actor_optimizer"], max_grad_norm=None, loss=loss)
+        module = SFTModule(STUDENT, optimizer=OPTIONS["optimizer"], max_grad_norm=None, loss=loss)
         fit(module, [texts_of(of_source(1))])
     elif number == 0:
         module = DistillationModule(STUDENT, TEACHER, divergence, aggregation, **OPTIONS)

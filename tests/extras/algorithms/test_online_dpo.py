@@ -32,7 +32,7 @@ def rollout(rewards=REWARDS, dtype=torch.float32):
 
 def online(dtype="float32", lr=0.0, **options):
     inputs = {
-        "ref": TinyModel(seed=1, dtype=dtype), "actor_optimizer": partial(torch.optim.SGD, lr=lr),
+        "ref": TinyModel(seed=1, dtype=dtype), "optimizer": partial(torch.optim.SGD, lr=lr),
         "loss": DPOLoss(0.3), "minibatch_size": 9,
     }  # fmt: skip
     module = OnlineDPOModule(TinyModel(seed=0, dtype=dtype), **(inputs | options))
@@ -149,6 +149,6 @@ def test_prompts_with_other_numbers_of_responses_are_rejected():
 
 @pytest.mark.slow
 def test_short_fit_makes_better_answers_more_likely():
-    metrics = fit(online(ref=None, actor_optimizer=partial(torch.optim.AdamW, lr=1e-2)), [rollout()] * 20)
+    metrics = fit(online(ref=None, optimizer=partial(torch.optim.AdamW, lr=1e-2)), [rollout()] * 20)
     assert metrics.callback_metrics["train/pair_accuracy"] == 1
     assert metrics.callback_metrics["train/score_margin"] > 0.5

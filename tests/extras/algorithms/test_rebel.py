@@ -30,7 +30,7 @@ def rollout(size=4, dtype=torch.float32):
 
 def rebel(dtype="float32", lr=0.0, **options):
     sgd = partial(torch.optim.SGD, lr=lr)
-    settings = {"loss": REBELLoss(0.5), "minibatch_size": 8, "actor_optimizer": sgd} | options
+    settings = {"loss": REBELLoss(0.5), "minibatch_size": 8, "optimizer": sgd} | options
     module = REBELModule(TinyModel(seed=0, dtype=dtype), ref=TinyModel(seed=1, dtype=dtype), **settings)
     module.configure_model()
     return module

@@ -36,7 +36,7 @@ def distil(directory, teacher_prompt, kind=DistillationModule, rewards=True, val
         teacher_prompt=teacher_prompt,
         **loop,
     )
-    options = {"actor_optimizer": partial(torch.optim.SGD, lr=0.1), "minibatch_size": 2}
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "minibatch_size": 2}
     if kind is DistillationModule:
         options |= {"teacher": "actor", "divergence": Divergence(top_k=3)}
     module = kind(TinyModel(), **options)

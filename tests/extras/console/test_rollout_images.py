@@ -165,9 +165,7 @@ def run_with_images(directory, model, steps, resume=None):
 
     judge = RewardFunction(lambda completions: [float(len(text)) for text in completions], name="judge")
     loop = RolloutLoop(rewards=[judge], engine=TransformersEngine(), group_size=2, max_response_tokens=2)
-    module = GRPOModule(
-        actor=Pretrained(str(model)), actor_optimizer=partial(torch.optim.SGD, lr=0.01), minibatch_size=8
-    )
+    module = GRPOModule(actor=Pretrained(str(model)), optimizer=partial(torch.optim.SGD, lr=0.01), minibatch_size=8)
     data = PromptDataModule(
         tokenizer=str(model), train=rows(range(4)), val=rows(range(4, 6)), batch_size=4, max_tokens=64, shuffle=False
     )

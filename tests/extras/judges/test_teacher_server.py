@@ -65,7 +65,7 @@ def stubs():
 def distilled(teacher, rollout=None):
     """Return a module after a step of plain gradient descent."""
     sgd = partial(torch.optim.SGD, lr=0.1)
-    module = DistillationModule(TinyModel(), teacher, Divergence(0.5, 3), actor_optimizer=sgd, micro_batch_tokens=20)
+    module = DistillationModule(TinyModel(), teacher, Divergence(0.5, 3), optimizer=sgd, micro_batch_tokens=20)
     fit(module, [rollout_of(ROWS) if rollout is None else rollout])
     return module
 

@@ -306,7 +306,7 @@ def test_frozen_head_has_no_gradient():
 )
 def test_states_of_optimizers_of_8_bits(kind, expected, tmp_path):
     optimizer = partial(getattr(torch.optim if kind == "AdamW" else bitsandbytes.optim, kind), lr=1e-3)
-    module = GRPOModule(source("qwen2"), actor_optimizer=optimizer)
+    module = GRPOModule(source("qwen2"), optimizer=optimizer)
     (role,) = [role for role in roles_of(module, strategy("rlhf_single"), mixed=False) if role.trained]
     resting = Shard(role, strategy("rlhf_single"), 1, False).resting()
     assert resting[terms.OPTIMIZER] == round(expected * MODEL.elements)

@@ -46,7 +46,7 @@ def assert_equal_weights(ours, theirs, atol):
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3", "granite", "phi3", "mamba"])
 def test_ppo_of_architectures(kind, quantization, tmp_path):
     quantized, (actor, critic, ref) = with_dequantized(tiny(kind), quantization, tmp_path)
-    options = {"actor_optimizer": SGD, "critic_optimizer": SGD, "kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3}
+    options = {"optimizer": SGD, "critic_optimizer": SGD, "kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3}
     one = PPOModule(quantized, critic=quantized, **options)
     apart = PPOModule(actor, critic=critic, ref=ref.base, **options)
     ours = trained(one)
@@ -62,7 +62,7 @@ def test_student_and_teacher(top_k, tmp_path):
     divergence = Divergence(0.5, top_k)
     taught = {}
     for name, student_source, teacher_source in (("one", quantized, quantized), ("apart", student, teacher.base)):
-        module = DistillationModule(student_source, teacher_source, divergence, actor_optimizer=SGD)
+        module = DistillationModule(student_source, teacher_source, divergence, optimizer=SGD)
         module.build_role = with_moved_adapters(module.build_role, "actor")
         taught[name] = trained(module)
     assert_equal_weights(taught["one"], taught["apart"], atol=1e-5)
@@ -92,7 +92,7 @@ def test_grpo_update_on_6000_tokens(quantization, tmp_path):
     rows = [Response(prompt, tokens(size, 5 + i).tolist(), reward=i % 3) for i, size in enumerate(RESPONSES)]
     rollout = rollout_of(rows)
     rollout.group[:] = 0
-    options = {"minibatch_size": 4, "kl_loss": KLTerm(), "micro_batch_tokens": 7000, "actor_optimizer": SGD}
+    options = {"minibatch_size": 4, "kl_loss": KLTerm(), "micro_batch_tokens": 7000, "optimizer": SGD}
     results = []
     for module in (GRPOModule(quantized, **options), GRPOModule(actor, ref=ref.base, **options)):
         fit(module, [rollout])

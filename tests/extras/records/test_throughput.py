@@ -20,7 +20,7 @@ SGD = partial(torch.optim.SGD, lr=0.01)
 
 
 def ppo(**options):
-    ours = {"actor_optimizer": SGD, "critic_optimizer": SGD, "minibatch_size": 4}
+    ours = {"optimizer": SGD, "critic_optimizer": SGD, "minibatch_size": 4}
     return PPOModule(TinyModel(), **(ours | options))
 
 
@@ -53,7 +53,7 @@ def test_custom_training_step_has_the_metrics_of_the_whole_step():
             rollout = self.pop_rollout().rollout
             self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
 
-    result = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
+    result = measured(Own(TinyModel(), optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
     assert result["perf/tokens"] == TOKENS
     assert not {"time/update_ms_per_token", "perf/mfu_update"} & result.keys()
 
@@ -113,7 +113,7 @@ def test_operations_of_an_update_match_the_formula():
 
 
 def test_roles_without_an_update_have_no_operations():
-    stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
+    stopped = ppo(update_epochs=3, target_kl=1e-12, optimizer=partial(torch.optim.SGD, lr=10.0))
     result = measured(stopped)
     assert result["policy/updates"] == 2  # the second sees that the first went too far
     assert operations_per_pass(stopped, stopped.last_step) == once(ACTOR) + once(CRITIC)

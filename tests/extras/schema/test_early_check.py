@@ -114,7 +114,7 @@ def test_all_mistakes_are_printed_together_before_torch_is_imported(tmp_path):
         (with_trainer().replace("lightning_rlhf.PromptDataModule", "own.MyData"), ["--data.extra=3"]),
         (BASE, ["--trainer", "trainer.yaml"]),
         (with_trainer(TRAINER.replace("  - ", "    ")), []),
-        (with_trainer(), ["--model.actor_optimizer=AdamW", "--model.actor_optimizer.lr=0.1"]),
+        (with_trainer(), ["--model.optimizer=AdamW", "--model.optimizer.lr=0.1"]),
         (with_trainer().replace("lightning_rlhf.PPOModule", "PPOModule"), ["--model.target_kl=null"]),
     ],
     ids=["append", "own module", "own data", "trainer in a file", "one callback", "short name", "short module"],

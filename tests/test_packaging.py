@@ -60,6 +60,9 @@ def test_wheel_holds_only_the_package(wheel):
     assert len(templates) == 19
     assets |= {*templates, "lightning_rlhf/extras/report/metrics.json", "lightning_rlhf/extras/schema/schema.json"}
     assets.add("lightning_rlhf/moved.json")
+    recipes = [path.relative_to(ROOT / "configs").as_posix() for path in ROOT.glob("configs/**/*.yaml")]
+    assert len(recipes) > 80
+    assets |= {f"lightning_rlhf/recipes/{name}" for name in recipes}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 

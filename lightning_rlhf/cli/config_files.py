@@ -74,6 +74,8 @@ def check_config_files(arguments: Sequence[str]) -> None:
             hint = ""
             if near:
                 hint = f"; did you mean {str(file.with_name(near[0]))!r}?"
+            elif file.parts[0] == "configs":
+                hint = "; configs/ is in the repository: lightning-rlhf new --list lists it, and new writes a copy"
             raise UsageError(f"configuration file not found: {file}{hint} (working directory: {Path.cwd()})")
         read_yaml(file)
 

@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands.options import command_parser
+from lightning_rlhf.extras.commands.recipes import listing, write_recipe
 from lightning_rlhf.extras.commands.responses_file import write_errors
 from lightning_rlhf.extras.schema.known import SCHEMA
+from lightning_rlhf.paths import describe_missing_path, names_a_path
 
 _TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {
@@ -80,6 +82,12 @@ the model, which is read from its directory, or from the name of a model of the 
 {kinds}
 
   lightning-rlhf new my_task --kind grpo --model Qwen/Qwen2.5-0.5B-Instruct
+
+A recipe is a configuration of the repository, with those of the runs whose models it starts from:
+
+  lightning-rlhf new --list
+  lightning-rlhf new my_dpo --recipe preferences/dpo
+  lightning-rlhf new my_grpo --recipe one_gpu/grpo_0.5b
 """
 _LORA = """
       class_path: lightning_rlhf.Pretrained
@@ -112,8 +120,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     kinds = "\n".join(f"  {name:<12} {description}" for name, description in KINDS.items())
     parser = command_parser("new", "Write a small project to begin with.", _EPILOG.format(kinds=kinds))
-    parser.add_argument("directory", type=Path, metavar="DIR", help="new directory")
-    parser.add_argument("--kind", choices=list(KINDS), default="grpo", help="(default: grpo)")
+    parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help="new directory")
+    parser.add_argument("--kind", choices=list(KINDS), help="(default: grpo)")
+    parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
+    parser.add_argument("--list", action="store_true", help="list the recipes, and end")
     parser.add_argument(
         "--model",
         help=f"chat model: a directory, or a model of the hub (default: {_MODEL}; the quickstart makes its own)",
@@ -128,27 +138,41 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 if the directory is not empty or cannot be written, or the model cannot be read.
     """
-    options = make_parser().parse_args(arguments)
-    directory = options.directory
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.list:
+        print(f"lightning-rlhf new DIR --recipe NAME writes one of these, with the runs before it:\n\n{listing()}")
+        return 0
+    if options.directory is None:
+        raise UsageError("new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes")
+    if options.recipe and options.kind:
+        raise UsageError("--kind and --recipe cannot be combined: remove one of them")
+    directory, kind = options.directory, options.kind or "grpo"
+    if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():
+        raise UsageError(f"no model at {options.model!r}: {describe_missing_path(options.model)}")
     with write_errors(directory, "choose another directory"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists already and is not empty: choose another directory")
+        if options.recipe:
+            lines = write_recipe(options.recipe, directory, options.model)
+            print(for_terminal("\n".join([f"wrote {directory}: {options.recipe}", "", f"  cd {directory}", *lines])))
+            return 0
         values, summary = {}, ""
-        if options.kind != "quickstart":
+        if kind != "quickstart":
             size = model_size(options.model or _MODEL)
-            values = template_values(options.model or _MODEL, size, options.kind)
+            values = template_values(options.model or _MODEL, size, kind)
             summary = f"{size.origin}: {values['summary']}\n"
         elif options.model:
             raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
         directory.mkdir(parents=True, exist_ok=True)
-        for path in sorted((_TEMPLATES / options.kind).iterdir()):
+        for path in sorted((_TEMPLATES / kind).iterdir()):
             if path.is_file():
                 _write(path, directory, values)
-        (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
+        (directory / "README.md").write_text(_readme(kind, directory), encoding="utf-8")
     if "LoRA" in summary and importlib.util.find_spec("peft") is None:
         summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
     commands = "\n".join(f"  {command}" for command in _commands(directory))
-    print(for_terminal(f"wrote {directory}: {KINDS[options.kind]}\n{summary}\n  cd {directory}\n{commands}"))
+    print(for_terminal(f"wrote {directory}: {KINDS[kind]}\n{summary}\n  cd {directory}\n{commands}"))
     return 0
 
 

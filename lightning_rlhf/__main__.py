@@ -36,6 +36,11 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
 """
 
 
+# Commands that people know from elsewhere.
+_OTHER_NAMES = {"train": "fit", "run": "fit", "grpo": "fit", "sft": "fit", "init": "new", "eval": "evaluate"}
+_FURTHER = ("test", "predict", "report", "completion")  # commands that the overview only names
+
+
 def main() -> int:
     """Run a command; ``--version``, ``--help`` and unknown commands do not import libraries."""
     arguments = sys.argv[1:]
@@ -104,14 +109,13 @@ def _show(text: str) -> int:
 
 def overview() -> str:
     """Return the list of all commands."""
-    lines = [f"  {name:<10} {description}" for name, (_, description, _) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: lightning-rlhf COMMAND ...", "", *lines, "", "lightning-rlhf COMMAND --help describes its options"]
-    )
+    lines = [f"  {name:<10} {description}" for name, (_, description, _) in COMMANDS.items() if name not in _FURTHER]
+    further = f"further commands: {', '.join(_FURTHER)}; lightning-rlhf COMMAND --help describes its options"
+    return "\n".join(["usage: lightning-rlhf COMMAND ...", "", *lines, "", further])
 
 
 def _suggestion(name: str) -> str:
-    parts = [command for command in COMMANDS if name in command.split("-")]
+    parts = [command for command in COMMANDS if name in command.split("-")] or [*filter(None, [_OTHER_NAMES.get(name)])]
     near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
     if near:
         return f"did you mean {near[0]!r}?"

@@ -32,6 +32,8 @@ def describe_missing_path(text: str) -> str:
     message = f"looked at {path}"
     if not Path(text).expanduser().is_absolute():
         message += ", because relative paths start at the working directory"
+    if "$" in text:
+        message += "; variables are not replaced by their values"
     similar = _similar_path(path, text)
     if similar:
         return f"{message}; did you mean {similar!r}?"

@@ -195,6 +195,11 @@ def _json_lines(path: str) -> LocatedRows:
             blank = 0 if line.strip() else blank + 1
             if blank > _MAX_BLANK_LINES:
                 raise UsageError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
+            if (
+                number == 1 and line.removeprefix("[").strip()[:1] in ("", "{") and line[0] == "["
+            ):  # the array of a .json file
+                yield from _json(path)
+                return
             if not blank:
                 yield f"{path}:{number}", _parse_line(line.rstrip())
 
@@ -335,7 +340,8 @@ def _parse_line(line: str) -> Any:
     try:
         return _expect_object(json.loads(line))
     except json.JSONDecodeError as error:
-        return BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", "not JSON")
+        remedy = ", as in a dict of Python: write rows with json.dumps" if line.startswith("{'") else ""
+        return BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{remedy}", "not JSON")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of levels
         return BadRow(f"not readable JSON: {error}", "not JSON")
 

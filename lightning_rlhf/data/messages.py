@@ -56,6 +56,9 @@ def messages_of(value: Any, label: str, roles: Mapping[str, str] | None = None) 
     value = parse_messages(value, roles)
     messages = [value] if isinstance(value, Mapping) else value
     malformed = f"every message of a {label} needs 'role' and text or parts in 'content'"
+    if isinstance(messages, list) and messages and all(isinstance(each, str) for each in messages):
+        remedy = ": take the text out of its list" if label == "prompt" else ""
+        raise BadRow(f"{malformed}, got a list of texts{remedy}")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(malformed)
     if all(message.keys() == _PAIR_OF_TURNS for message in messages):

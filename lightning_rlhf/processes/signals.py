@@ -26,6 +26,8 @@ def end_at_sigterm(prints: bool) -> None:
     """
     global _prints
     _prints = prints
+    if signal.getsignal(signal.SIGTERM) is _end:
+        return
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.fileno())

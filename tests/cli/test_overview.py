@@ -34,7 +34,9 @@ def test_overview_lists_every_command_for_each_way_to_request_it(call):
     ((code, out, err),) = message
     assert (code, err) == (0, "")
     shown = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert sorted(shown) == sorted(__main__.COMMANDS)
+    further = out.splitlines()[-1].partition(": ")[2].partition(";")[0].split(", ")
+    assert sorted([*shown, *further]) == sorted(__main__.COMMANDS)
+    assert len(shown) <= 11
     assert all(len(line) < 100 for line in out.splitlines())
 
 
@@ -127,3 +129,8 @@ def test_all_options_of_fit_have_a_description(call, monkeypatch):
     assert call("fit", "--help-all")[0] == 0
     assert call("generate", "--help-all")[0] == 0  # its own parser reads its arguments
     assert shown == [["fit", "--help"], ["generate", "--help-all"]]
+
+
+@pytest.mark.parametrize(("name", "known"), [("train", "fit"), ("init", "new"), ("eval", "evaluate"), ("plam", "plan")])
+def test_command_that_people_know_from_elsewhere_is_answered_with_ours(call, name, known):
+    assert call(name) == (2, "", f"lightning-rlhf: unknown command {name!r}; did you mean {known!r}?\n")

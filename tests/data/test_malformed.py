@@ -229,3 +229,14 @@ def test_random_bytes_raise_no_other_error_and_no_line_is_reported_twice(lines, 
         result = list(Files((path,)).rows())
     positions = [int(where.rpartition(":")[2]) for where, _ in result]
     assert positions == sorted(set(positions))
+
+
+def test_array_in_a_file_of_lines_is_read(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n')
+    assert [row for _, row in Files((str(tmp_path / "rows.jsonl"),)).rows()] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_dict_of_python_has_a_remedy(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{'prompt': 'a'}\n")
+    ((_, row),) = Files((str(tmp_path / "rows.jsonl"),)).rows()
+    assert str(row).endswith(", as in a dict of Python: write rows with json.dumps")

@@ -85,7 +85,7 @@ def test_step_updates_one_role_with_its_optimizer():
                     steps.append((role, name, round(float(moved.detach().mean()), 4)))
                 assert all(parameter.grad is None for parameter in getattr(self, role).parameters())
 
-    rates = {f"{role}_optimizer": partial(torch.optim.SGD, lr=lr) for role, lr in (("actor", 0.1), ("critic", 0.01))}
+    rates = {"optimizer": partial(torch.optim.SGD, lr=0.1), "critic_optimizer": partial(torch.optim.SGD, lr=0.01)}
     fit(Watch(TinyModel(), **rates), [rollout_of(responses(2, seed=0))])
     assert steps == [
         ("actor", "actor", 0.1),

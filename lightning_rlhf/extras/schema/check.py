@@ -52,6 +52,8 @@ def _used(config: dict[str, Any]) -> Iterator[Used]:
     if isinstance(config.get("trainer"), dict):
         yield trainer(config["trainer"])
     for section, value in config.items():
+        if section in REQUIRED and isinstance(value, str):
+            value = {"class_path": value}
         yield from classes_in(value, section, schema()["properties"].get(section))
 
 
@@ -128,8 +130,8 @@ def _unknown_class(used: Used) -> str:
         return f": class_path must be a class, got {path!r}, the name of a strategy: write trainer.strategy: {path}"
     if not package and used.key not in REQUIRED:
         return ""  # such as AdamW, which the parser finds
-    known = [each.rpartition(".")[2] for each in names() if each.rpartition(".")[0] == package]
-    near = suggestion(name, known)
+    known = [each.rpartition(".")[2] for each in names() if each.rpartition(".")[0] == (package or "lightning_rlhf")]
+    near = suggestion(name.replace("Trainer", "Module"), known)
     if not near:
         return ""
     if not package:
@@ -166,12 +168,23 @@ def wrong_value(name: str, value: Any, option: Schema) -> str:
     """
     shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
     message = f"{name} must be {_described(option)}, got {shown}"
+    if _WORDS["integer"] in message and (whole := _whole_number(value)) is not None:
+        return f"{message}: write {whole}"
     if short := next(filter(None, (_as_option(value, each) for each in alternatives(option))), ""):
         return f"{message}: write {name}: {short}"
     bases = set(classes_of(option))
     entries = [entry for entry in schema()["$defs"].values() if not bases.isdisjoint(entry.get("x-bases", ()))]
     available = ", ".join(sorted(entry["x-names"][0] for entry in entries))
     return f"{message}; available: {available}" if available else message
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return a number without a fraction that was written with a point or an exponent, such as ``1e3``; else None."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def _described(option: Schema) -> str:

@@ -251,6 +251,8 @@ def _without_manifest(path: Path, folder: Path) -> ValueError:
             f"the checkpoint {path} is an empty folder: its files were removed; resume from another checkpoint, or "
             f"remove the folder to start from the beginning"
         )
+    if (folder / "config.json").is_file():
+        return UsageError(f"{path} is a model and no checkpoint: set it as the model of the configuration, as actor")
     reason = "its manifest is lost"
     if never_finished(folder):
         reason = "its first save was interrupted"

@@ -147,6 +147,10 @@ def test_sizes_of_an_algorithm_belong_together(path):
     [
         ("--model.minibatch_size=x", "model (PPOModule): minibatch_size must be an integer or null, got 'x'"),
         ("--model.minibatch_size=1.5", "model (PPOModule): minibatch_size must be an integer or null, got '1.5'"),
+        ("--trainer.max_steps=1e3", "trainer.max_steps must be an integer, got '1e3': write 1000"),
+        ("--model.class_path=GRPOTrainer", "model: class_path must be package.Class, got 'GRPOTrainer'; did you mean "
+         "'GRPOModule'?"),
+        ("--model=KTOTrainer", "model: class_path must be package.Class, got 'KTOTrainer'; did you mean 'KTOModule'?"),
         ("--model.vf_coef=true", "model (PPOModule): vf_coef must be a number, got 'true'"),
         ("--model.target_kl=[1]", "model (PPOModule): target_kl must be a number or null, got [1]"),
         ("--model.kl_loss=0.01", "model (PPOModule): kl_loss must be a class (class_path: package.Class), got '0.01': "

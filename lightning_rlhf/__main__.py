@@ -110,7 +110,7 @@ def _show(text: str) -> int:
 def overview() -> str:
     """Return the list of all commands."""
     lines = [f"  {name:<10} {description}" for name, (_, description, _) in COMMANDS.items() if name not in _FURTHER]
-    further = f"further commands: {', '.join(_FURTHER)}; lightning-rlhf COMMAND --help describes its options"
+    further = f"further commands: {', '.join(_FURTHER)}; COMMAND --help describes the options of one"
     return "\n".join(["usage: lightning-rlhf COMMAND ...", "", *lines, "", further])
 
 

@@ -195,9 +195,7 @@ def _json_lines(path: str) -> LocatedRows:
             blank = 0 if line.strip() else blank + 1
             if blank > _MAX_BLANK_LINES:
                 raise UsageError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
-            if (
-                number == 1 and line.removeprefix("[").strip()[:1] in ("", "{") and line[0] == "["
-            ):  # the array of a .json file
+            if number == 1 and re.match(r"\[\s*(\{|$)", line):  # the array of a .json file
                 yield from _json(path)
                 return
             if not blank:

@@ -59,7 +59,7 @@ def test_wheel_holds_only_the_package(wheel):
     }
     assert len(templates) == 19
     assets |= {*templates, "lightning_rlhf/extras/report/metrics.json", "lightning_rlhf/extras/schema/schema.json"}
-    assets.add("lightning_rlhf/moved.json")
+    assets |= {"lightning_rlhf/moved.json", "lightning_rlhf/extras/migration/trl.yaml"}
     recipes = [path.relative_to(ROOT / "configs").as_posix() for path in ROOT.glob("configs/**/*.yaml")]
     assert len(recipes) > 80
     assets |= {f"lightning_rlhf/recipes/{name}" for name in recipes}

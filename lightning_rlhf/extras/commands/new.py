@@ -19,6 +19,8 @@ from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands.options import command_parser
 from lightning_rlhf.extras.commands.recipes import listing, write_recipe
 from lightning_rlhf.extras.commands.responses_file import write_errors
+from lightning_rlhf.extras.migration.project import write_from_trl
+from lightning_rlhf.extras.migration.trl import SECTIONS_OF
 from lightning_rlhf.extras.schema.known import SCHEMA
 from lightning_rlhf.paths import describe_missing_path, names_a_path
 
@@ -88,6 +90,10 @@ A recipe is a configuration of the repository, with those of the runs whose mode
   lightning-rlhf new --list
   lightning-rlhf new my_dpo --recipe preferences/dpo
   lightning-rlhf new my_grpo --recipe one_gpu/grpo_0.5b
+
+The options of a run of TRL become a configuration, and those that could not be carried over are listed:
+
+  lightning-rlhf new my_run --from-trl grpo.yaml --devices 8
 """
 _LORA = """
       class_path: lightning_rlhf.Pretrained
@@ -123,6 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help="new directory")
     parser.add_argument("--kind", choices=list(KINDS), help="(default: grpo)")
     parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
+    parser.add_argument("--from-trl", type=Path, metavar="FILE", help="JSON or YAML file with options of TRL")
+    parser.add_argument("--trainer", choices=list(SECTIONS_OF), help="trainer of that file, if it does not show it")
+    parser.add_argument("--devices", type=int, default=1, help="processes of that run (default: 1)")
     parser.add_argument("--list", action="store_true", help="list the recipes, and end")
     parser.add_argument(
         "--model",
@@ -145,14 +154,17 @@ def run(arguments: list[str]) -> int:
         return 0
     if options.directory is None:
         raise UsageError("new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes")
-    if options.recipe and options.kind:
-        raise UsageError("--kind and --recipe cannot be combined: remove one of them")
+    if sum(map(bool, (options.recipe, options.kind, options.from_trl))) > 1:
+        raise UsageError("--kind, --recipe and --from-trl cannot be combined: keep one of them")
     directory, kind = options.directory, options.kind or "grpo"
     if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():
         raise UsageError(f"no model at {options.model!r}: {describe_missing_path(options.model)}")
     with write_errors(directory, "choose another directory"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists already and is not empty: choose another directory")
+        if options.from_trl:
+            print(for_terminal(write_from_trl(options.from_trl, directory, options.trainer, options.devices)))
+            return 0
         if options.recipe:
             lines = write_recipe(options.recipe, directory, options.model)
             print(for_terminal("\n".join([f"wrote {directory}: {options.recipe}", "", f"  cd {directory}", *lines])))

@@ -60,7 +60,10 @@ def test_model_of_the_hub_can_be_another_one(tmp_path, monkeypatch):
     [
         (["a", "--recipe", "simpo"], "there is no recipe 'simpo'; did you mean 'preferences/simpo'?"),
         (["a", "--recipe", "what"], "there is no recipe 'what'; --list lists them"),
-        (["a", "--recipe", "lora/grpo", "--kind", "sft"], "--kind and --recipe cannot be combined: remove one of them"),
+        (
+            ["a", "--recipe", "lora/grpo", "--kind", "sft"],
+            "--kind, --recipe and --from-trl cannot be combined: keep one of them",
+        ),
         (["a", "--recipe", "lora/grpo", "--model", "x/y"], "the recipe lora/grpo makes its own model: remove --model"),
         ([], "new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes"),
         (["a", "--model", "/no/such"], "no model at '/no/such': looked at /no/such"),

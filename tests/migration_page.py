@@ -1,0 +1,35 @@
+"""The pages of options of other trainers, from their tables: ``python -m tests.migration_page``."""
+
+from pathlib import Path
+
+from lightning_rlhf.extras.migration.parts import table
+
+ROOT = Path(__file__).resolve().parents[1]
+_TRL = """# Every option of TRL
+
+What each option of TRL 1.16 is here, or why it is not here. [From TRL](from_trl.md) shows whole configurations first.
+`lightning-rlhf new my_task --from-trl config.json` writes a configuration from yours, and lists what it could not carry
+over.
+Options that a class shares with others are in the first tables.
+
+<!-- The tables are written by: python -m tests.migration_page -->
+"""
+
+
+def pages():
+    """Return the text of each page by its file."""
+    return {ROOT / "docs/options_of_trl.md": _TRL + tables("trl")}
+
+
+def tables(program):
+    """Return a table for each section."""
+    parts = []
+    for section, options in table(program).items():
+        rows = "\n".join(f"| `{name}` | {entry.sentence()} |" for name, entry in options.items())
+        parts.append(f"\n## {section}\n\n| option | here |\n|---|---|\n{rows}\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    for file, text in pages().items():
+        file.write_text(text)

@@ -16,9 +16,20 @@ Options that a class shares with others are in the first tables.
 """
 
 
+_VERL = """# Every option of verl's scripts
+
+What each option is here that verl's example scripts set, or why it is not here. [From verl](from_verl.md) shows a whole
+script first. `lightning-rlhf new my_task --from-verl run.sh` writes a configuration from yours, without executing it,
+and lists what it could not carry over. `*` stands for any further parts of a name.
+
+<!-- The tables are written by: python -m tests.migration_page -->
+"""
+
+
 def pages():
     """Return the text of each page by its file."""
-    return {ROOT / "docs/options_of_trl.md": _TRL + tables("trl")}
+    texts = {"trl": _TRL, "verl": _VERL}
+    return {ROOT / f"docs/options_of_{program}.md": text + tables(program) for program, text in texts.items()}
 
 
 def tables(program):

@@ -59,7 +59,8 @@ def test_wheel_holds_only_the_package(wheel):
     }
     assert len(templates) == 19
     assets |= {*templates, "lightning_rlhf/extras/report/metrics.json", "lightning_rlhf/extras/schema/schema.json"}
-    assets |= {"lightning_rlhf/moved.json", "lightning_rlhf/extras/migration/trl.yaml"}
+    migration = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/extras/migration/*.yaml")}
+    assets |= {"lightning_rlhf/moved.json", *migration}
     recipes = [path.relative_to(ROOT / "configs").as_posix() for path in ROOT.glob("configs/**/*.yaml")]
     assert len(recipes) > 80
     assets |= {f"lightning_rlhf/recipes/{name}" for name in recipes}

@@ -19,7 +19,7 @@ from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands.options import command_parser
 from lightning_rlhf.extras.commands.recipes import listing, write_recipe
 from lightning_rlhf.extras.commands.responses_file import write_errors
-from lightning_rlhf.extras.migration.project import write_from_trl
+from lightning_rlhf.extras.migration.project import write_from_trl, write_from_verl
 from lightning_rlhf.extras.migration.trl import SECTIONS_OF
 from lightning_rlhf.extras.schema.known import SCHEMA
 from lightning_rlhf.paths import describe_missing_path, names_a_path
@@ -94,6 +94,7 @@ A recipe is a configuration of the repository, with those of the runs whose mode
 The options of a run of TRL become a configuration, and those that could not be carried over are listed:
 
   lightning-rlhf new my_run --from-trl grpo.yaml --devices 8
+  lightning-rlhf new my_run --from-verl run_qwen2-7b.sh
 """
 _LORA = """
       class_path: lightning_rlhf.Pretrained
@@ -130,6 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=list(KINDS), help="(default: grpo)")
     parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
     parser.add_argument("--from-trl", type=Path, metavar="FILE", help="JSON or YAML file with options of TRL")
+    parser.add_argument("--from-verl", type=Path, metavar="FILE", help="script that starts verl; it is not executed")
     parser.add_argument("--trainer", choices=list(SECTIONS_OF), help="trainer of that file, if it does not show it")
     parser.add_argument("--devices", type=int, default=1, help="processes of that run (default: 1)")
     parser.add_argument("--list", action="store_true", help="list the recipes, and end")
@@ -154,8 +156,8 @@ def run(arguments: list[str]) -> int:
         return 0
     if options.directory is None:
         raise UsageError("new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes")
-    if sum(map(bool, (options.recipe, options.kind, options.from_trl))) > 1:
-        raise UsageError("--kind, --recipe and --from-trl cannot be combined: keep one of them")
+    if sum(map(bool, (options.recipe, options.kind, options.from_trl, options.from_verl))) > 1:
+        raise UsageError("--kind, --recipe, --from-trl and --from-verl cannot be combined: keep one of them")
     directory, kind = options.directory, options.kind or "grpo"
     if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():
         raise UsageError(f"no model at {options.model!r}: {describe_missing_path(options.model)}")
@@ -164,6 +166,9 @@ def run(arguments: list[str]) -> int:
             raise UsageError(f"{directory} exists already and is not empty: choose another directory")
         if options.from_trl:
             print(for_terminal(write_from_trl(options.from_trl, directory, options.trainer, options.devices)))
+            return 0
+        if options.from_verl:
+            print(for_terminal(write_from_verl(options.from_verl, directory)))
             return 0
         if options.recipe:
             lines = write_recipe(options.recipe, directory, options.model)

@@ -33,6 +33,7 @@ PARTS = {
     "clip": ("lightning_rlhf.objectives.policy_losses.ClippedPolicyLoss", "`policy_loss` of the module"),
     "sapo": ("lightning_rlhf.extras.algorithms.policy_losses.SAPOLoss", "`policy_loss` of `SAPOModule`"),
     "grpo": ("lightning_rlhf.objectives.group_advantages.GRPO", "`advantages` of `GRPOModule`"),
+    "ppo": ("lightning_rlhf.PPOModule", "`PPOModule`"),
     "gae": ("lightning_rlhf.objectives.advantages.GAE", "`advantages` of `PPOModule`"),
     "correction": ("lightning_rlhf.objectives.corrections.RolloutCorrection", "`correction` of the module"),
     "shaping": ("lightning_rlhf.rewards.shaping.ScoreShaping", "`score_shaping` of the module"),

@@ -1,4 +1,4 @@
-"""The directory that ``new --from-trl`` writes: a configuration, what it lacks, and a place for reward functions."""
+"""The directory that ``new --from-trl`` and ``--from-verl`` write: a configuration, and what it lacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import yaml
 
-from lightning_rlhf.extras.migration.trl import converted, read_options, trainer_of
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.migration import trl, verl
+from lightning_rlhf.extras.migration.shell import overrides
+from lightning_rlhf.extras.migration.trl import read_options, trainer_of
 from lightning_rlhf.extras.schema.known import SCHEMA
 
 _REWARD = '''"""Reward functions, as TRL calls them: lists of completions and of each column of the data."""
@@ -35,9 +38,34 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
     """
     options = read_options(file)
     trainer = trainer or trainer_of(options)
-    config, left = converted(options, trainer, devices)
+    config, left = trl.converted(options, trainer, devices)
+    return _write(directory, config, left, f"{file.name}, options of TRL's {trainer.upper()} trainer")
+
+
+def write_from_verl(file: Path, directory: Path) -> str:
+    """Write a configuration with the options of a script of verl, which is read and not executed; return what to print.
+
+    Args:
+        file: script of the shell that calls ``verl.trainer.main_ppo``.
+        directory: empty directory.
+
+    Raises:
+        UsageError: the file cannot be read, or has no options of verl.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+    options, notes = overrides(text)
+    config, left = verl.converted(options)
+    return _write(directory, config, [*notes, *left], f"{file.name}, a script of verl")
+
+
+def _write(directory: Path, config: dict[str, Any], left: Sequence[str], origin: str) -> str:
+    """Write the project; return what to print."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = [f"# {line}" for line in _comment(file.name, trainer, left)]
+    comment = [f"From {origin}, by lightning-rlhf new.", *(["Not carried over:"] if left else [])]
+    lines = [f"# {line}" for line in [*comment, *(f"  {' '.join(line.split())}" for line in left)]]
     text = yaml.safe_dump(config, sort_keys=False, width=120)
     head = f"# yaml-language-server: $schema={SCHEMA.as_uri()}"
     (directory / "run.yaml").write_text("\n".join([head, *lines, text]), encoding="utf-8")
@@ -46,14 +74,7 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
         (directory / "reward.py").write_text(_REWARD + functions, encoding="utf-8")
     carried = "everything was carried over" if not left else "not carried over:\n  " + "\n  ".join(left)
     commands = [f"  lightning-rlhf {command} --config run.yaml" for command in ("check-data", "fit")]
-    origin = f"from the options of TRL's {trainer.upper()} trainer"
-    return "\n".join([f"wrote {directory}/run.yaml {origin}", carried, "", f"  cd {directory}", *commands])
-
-
-def _comment(name: str, trainer: str, left: Sequence[str]) -> list[str]:
-    """Return the first lines of the configuration."""
-    lines = [f"From {name}, options of TRL's {trainer.upper()} trainer, by lightning-rlhf new --from-trl."]
-    return [*lines, "Not carried over:", *(f"  {line}" for line in left)] if left else lines
+    return "\n".join([f"wrote {directory}/run.yaml from {origin}", carried, "", f"  cd {directory}", *commands])
 
 
 def _own_functions(config: dict[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ def test_model_of_the_hub_can_be_another_one(tmp_path, monkeypatch):
         (["a", "--recipe", "what"], "there is no recipe 'what'; --list lists them"),
         (
             ["a", "--recipe", "lora/grpo", "--kind", "sft"],
-            "--kind, --recipe and --from-trl cannot be combined: keep one of them",
+            "--kind, --recipe, --from-trl and --from-verl cannot be combined: keep one of them",
         ),
         (["a", "--recipe", "lora/grpo", "--model", "x/y"], "the recipe lora/grpo makes its own model: remove --model"),
         ([], "new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes"),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.extras.migration import verl
 from lightning_rlhf.extras.migration.parts import OWNERS, PARTS, SECTIONS, table
 from lightning_rlhf.extras.migration.trl import SECTIONS_OF, counterpart
 from lightning_rlhf.extras.schema.known import find
@@ -35,7 +36,19 @@ def test_every_option_of_trl_has_a_counterpart_or_a_reason(section):
     assert missing == []
 
 
-@pytest.mark.parametrize("program", ["trl"])
+VERL = names_of("verl_options.txt")
+
+
+@pytest.mark.parametrize("section", VERL)
+def test_every_option_of_verl_has_a_counterpart_or_a_reason(section):
+    assert [name for name in VERL[section] if verl.counterpart(f"{section}.{name}") is None] == []
+
+
+def test_list_of_verl_has_the_options_of_today():
+    assert sum(map(len, VERL.values())) == 300
+
+
+@pytest.mark.parametrize("program", ["trl", "verl"])
 def test_every_target_exists(program):
     for section, options in table(program).items():
         for name, entry in options.items():

@@ -1,0 +1,117 @@
+"""A configuration from a script of verl, which is read and never executed."""
+
+import pytest
+import yaml
+
+from lightning_rlhf.extras.commands import new
+from lightning_rlhf.extras.migration.shell import overrides
+from lightning_rlhf.extras.migration.verl import converted
+from lightning_rlhf.extras.schema.check import mistakes
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -x
+touch executed   # never
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+BASE=${BASE:-"${HOME}/verl"}
+DATA="${BASE}/data"
+n_resp=8
+prompt_length=$((1024 * 2))
+tokens=$(( (prompt_length + 1024) / 1 ))
+DATA_ARGS=(
+    data.train_files="['$DATA/gsm8k/train.parquet', '$DATA/math/train.parquet']"
+    data.max_prompt_length=${prompt_length}   # of a prompt
+    data.max_response_length=1024
+)
+python3 -m verl.trainer.main_ppo \
+    "${DATA_ARGS[@]}" \
+    algorithm.adv_estimator=grpo \
+    data.train_batch_size=64 data.filter_overlong_prompts=True data.truncation='error' \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.model.lora_rank=32 \
+    actor_rollout_ref.actor.optim.lr=3e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${tokens} \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.rollout.n=${n_resp} \
+    actor_rollout_ref.rollout.top_p=0.9 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    trainer.logger='["console","wandb"]' trainer.project_name=p trainer.experiment_name=mine \
+    trainer.default_local_dir=$(date +%s) \
+    +trainer.mine=1 trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.save_freq=20 trainer.total_epochs=15 $@
+"""
+
+
+def test_script_becomes_a_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert new.run(["mine", "--from-verl", "run.sh"]) == 0
+    assert not (tmp_path / "executed").exists()
+    config = yaml.safe_load((tmp_path / "mine/run.yaml").read_text())
+    model, data, run = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
+    loop = run["callbacks"][0]["init_args"]
+    assert config["model"]["class_path"] == "lightning_rlhf.GRPOModule"
+    assert model["actor"]["init_args"] == {"path": "Qwen/Qwen2.5-0.5B-Instruct", "lora": {"rank": 32, "alpha": 16}}
+    assert (model["minibatch_size"], model["micro_batch_tokens"]) == (32 * 8, 3072)
+    assert (model["optimizer"]["lr"], model["kl_loss"]) == (3e-6, {"coef": 0.001, "estimator": "k3"})
+    assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": 3.0}
+    assert data["train"] == ["~/verl/data/gsm8k/train.parquet", "~/verl/data/math/train.parquet"]
+    assert (data["batch_size"], data["max_tokens"], data["too_long"]) == (64, 2048, "drop")
+    assert (loop["group_size"], loop["max_response_tokens"]) == (8, 1024)
+    assert loop["engine"]["init_args"]["ranks"] == 2
+    assert (run["devices"], run["num_nodes"], run["max_epochs"], run["default_root_dir"]) == (8, 2, 15, "runs/mine")
+    assert run["logger"]["init_args"] == {"project": "p", "name": "mine"}
+    assert mistakes(["--config", "mine/run.yaml"], "") == {}
+    printed = capsys.readouterr().out
+    for line in (
+        "trainer.default_local_dir: '$OUTPUT' depends on the machine",
+        "actor_rollout_ref.rollout.top_p: 0.9 (not here: the trainer's log-probabilities would not be",
+        "trainer.mine: 1 (unknown to this table)",
+    ):
+        assert line in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", "1"),
+        ("X=1\nY=$X$X\ncall a.b=${Y}", "11"),
+        ("X=${X:-${Z:-3}}\ncall a.b=$X", "3"),
+        ("call a.b=$((2 * (3 + 4)))", "14"),
+        ("x=5\ncall a.b=$((x * 2 - 1))", "9"),
+        ("call 'a.b=two words' # a.b=no", "two words"),
+        ('call a.b="first\nsecond"', "first\nsecond"),
+        ("ARGS=(\n  a.b=1  # one\n  c.d=2\n)\ncall ${ARGS[@]}", "1"),
+        ("call a.b=$((9**9**9))", None),
+        ("call a.b=$((__import__('os').getpid()))", None),
+        ("call a.b=`whoami`", None),
+        ("call a.b=$UNKNOWN", None),
+    ],
+)
+def test_values_of_a_script(text, value):
+    options, notes = overrides(text)
+    assert options.get("a.b") == value
+    assert bool(notes) == (value is None)
+
+
+def test_conditions_are_named():
+    options, notes = overrides("if [ $1 = a ]; then\n  X=1\nelse\n  X=2\nfi\ncall a.b=$X")
+    assert options == {"a.b": "2"}
+    assert notes == ["the script has conditions: the values of all branches are read, and the last one counts"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "module"),
+    [("gae", "PPOModule"), ("rloo", "RLOOModule"), ("grpo", "GRPOModule"), ("mine", "GRPOModule")],
+)
+def test_estimator_selects_the_module(estimator, module):
+    config, left = converted({"algorithm.adv_estimator": estimator, "algorithm.use_kl_in_reward": "True"})
+    assert config["model"]["class_path"] == f"lightning_rlhf.{module}"
+    assert config["model"]["init_args"]["kl_reward"] == {"coef": 0.001, "estimator": "k1"}
+    assert any("adv_estimator" in line for line in left) == (estimator == "mine")
+
+
+def test_script_of_something_else_is_an_error(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("python train.py --lr 1\n")
+    assert new.run([str(tmp_path / "run"), "--from-verl", str(tmp_path / "run.sh")]) == 2
+    assert "the script has no options of verl's main_ppo" in capsys.readouterr().err

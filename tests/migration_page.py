@@ -26,9 +26,19 @@ and lists what it could not carry over. `*` stands for any further parts of a na
 """
 
 
+OTHERS = {"openrlhf": "OpenRLHF", "axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "swift": "ms-swift"}
+_OTHER = """# Every option of {title}
+
+What each option of {title} is here, or why it is not here. Options that several of its programs share have one table.
+
+<!-- The tables are written by: python -m tests.migration_page -->
+"""
+
+
 def pages():
     """Return the text of each page by its file."""
     texts = {"trl": _TRL, "verl": _VERL}
+    texts |= {program: _OTHER.format(title=title) for program, title in OTHERS.items()}
     return {ROOT / f"docs/options_of_{program}.md": text + tables(program) for program, text in texts.items()}
 
 

@@ -48,7 +48,24 @@ def test_list_of_verl_has_the_options_of_today():
     assert sum(map(len, VERL.values())) == 300
 
 
-@pytest.mark.parametrize("program", ["trl", "verl"])
+@pytest.mark.parametrize(
+    ("program", "number"), [("openrlhf", 402), ("axolotl", 598), ("llamafactory", 235), ("swift", 419)]
+)
+def test_every_option_of_other_programs_has_a_counterpart_or_a_reason(program, number):
+    names = names_of(f"{program}_options.txt")
+    known = table(program)
+    shared = known.get("common", {})
+    assert sum(map(len, names.values())) == number
+    missing = [
+        f"{section}.{name}"
+        for section, options in names.items()
+        for name in options
+        if name not in known.get(section, {}) and name not in shared
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("program", ["trl", "verl", *migration_page.OTHERS])
 def test_every_target_exists(program):
     for section, options in table(program).items():
         for name, entry in options.items():

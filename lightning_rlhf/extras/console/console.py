@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -47,8 +48,9 @@ _RECENT_STEPS = 20  # whose median time is the estimate
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
-    "policy/entropy", "perf/tokens_per_s",
+    "loss/distillation", "policy/entropy", "perf/tokens_per_s",
 )  # fmt: skip
+_OF_A_SOURCE = re.compile(r"mixture/.+/(loss|reward|response_tokens)")
 
 
 class StepProgressBar(RichProgressBar):
@@ -218,6 +220,8 @@ class Console(RunPrinter):
         rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
+            if of_sources := sorted(filter(_OF_A_SOURCE.fullmatch, trainer.callback_metrics)):
+                self._line(trainer, of_sources)
         self._seconds.append(time.monotonic() - self._began)
         self._steps += 1
         total = _steps_of(trainer)

@@ -66,6 +66,17 @@ def test_lines_can_be_printed_every_n_steps(run, capsys):
     assert [line.split(":")[0] for line in lines] == ["step 3"]
 
 
+def test_sources_of_a_mixture_have_a_line(run, capsys):
+    class Sources(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            for name, value in (("loss", 0.25), ("reward", 0.5), ("entropy", 1.0)):
+                pl_module.log(f"mixture/math/{name}", value)
+
+    run(callbacks=[Console(), Sources()]).fit()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "mixture/" in line]
+    assert lines[0] == "step 1: mixture/math/loss 0.25  mixture/math/reward 0.5"
+
+
 def test_module_without_rollouts_is_described_too(run, capsys, tmp_path):
     from lightning_rlhf import ConversationDataModule
     from lightning_rlhf.data.tokenizers import CharacterTokenizer

@@ -2,9 +2,10 @@
 /** Curves of the metrics, and quantiles of rewards. */
 (() => {
   const { runs, labelled, element, section, button, choices, own, isMissing, short, known, colour, key, page, meaningOf, kept } = window.report;
-  const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
+  const FEATURED = ["reward/mean", "train/loss", "loss/distillation", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
-  const FEATURED_VALIDATION = /^val\/(fraction_correct_greedy|fraction_correct_sampled|loss|pair_accuracy)$/;
+  const FEATURED_VALIDATION = /^val\/(fraction_correct_greedy|fraction_correct_sampled|loss|pair_accuracy|divergence)$/;
+  const FEATURED_SOURCE = /^mixture\/[^/]+\/(reward|loss)$/;
   const WHOLE = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));  // distances of the marks of steps
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
@@ -198,7 +199,8 @@
     intervals = new Set([...names].filter((name) => names.has(`${name}_low`) && names.has(`${name}_high`)));
     const isBound = (name) => /_(low|high)$/.test(name) && intervals.has(name.replace(/_(low|high)$/, ""));
     const all = [...names].filter((name) => name !== "step" && !isBound(name));
-    const featured = [...all.filter((name) => FEATURED_VALIDATION.test(name)), ...FEATURED.filter((name) => all.includes(name))];
+    const featured = [...all.filter((name) => FEATURED_VALIDATION.test(name)), ...FEATURED.filter((name) => all.includes(name)),
+      ...all.filter((name) => FEATURED_SOURCE.test(name)).sort()];
     const rest = all.filter((name) => !featured.includes(name)).sort();
     for (const plot of drawn.splice(0)) plot.destroy();
     reset.hidden = true;

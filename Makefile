@@ -28,8 +28,8 @@ quickstart: install  ## a supervised model, a reward model, then PPO: minutes on
 test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goes to pytest
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
-test-core: install  ## the quick tests of the core, without those of the extras
-	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore tests/extras $(PARALLEL) $(ARGS)
+test-core: install  ## the quick tests of the core, without those of the extras and those that start vLLM
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" --ignore tests/extras $(PARALLEL) $(ARGS)
 
 test-all: install  ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)

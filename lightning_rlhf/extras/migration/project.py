@@ -14,7 +14,10 @@ from lightning_rlhf.extras.migration.shell import overrides
 from lightning_rlhf.extras.migration.trl import read_options, trainer_of
 from lightning_rlhf.extras.schema.known import SCHEMA
 
-_REWARD = '''"""Reward functions, as TRL calls them: lists of completions and of each column of the data."""
+_REWARD = '''"""Reward functions, as TRL calls them: lists of completions and of each column of the data.
+
+With `messages: true` in its entry of run.yaml, a function gets lists of messages, as from TRL for conversational data.
+"""
 
 '''
 _FUNCTION = '''

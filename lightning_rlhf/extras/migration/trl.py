@@ -13,7 +13,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.parts import Counterpart, table
 
 # Sections of the table in which the options of a trainer are looked up, its own first.
-_COMMON = ("ModelConfig", "ScriptArguments", "TrainingArguments")
+_COMMON = ("ModelConfig", "ScriptArguments", "TrainingArguments", "Earlier and further names")
 SECTIONS_OF = {
     "sft": ("SFTConfig", *_COMMON),
     "dpo": ("DPOConfig", "SFTConfig", *_COMMON),
@@ -29,7 +29,7 @@ _MARKS = {
     "grpo": {"num_generations", "max_completion_length", "reward_funcs"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau"},
-    "sft": {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"},
+    "sft": {"max_seq_length", "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"},
 }
 # Defaults of TRL 1.16 that decide what a run learns; ours differ from some of them.
 _ALL = {"per_device_train_batch_size": 8, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "max_grad_norm": 1.0}
@@ -54,6 +54,10 @@ _GRPO_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "cispo": ("CISPOModule", {}),
     "sapo": ("SAPOModule", {}),
 }
+_OPTIMIZERS = {
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit", "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+}  # fmt: skip
 _STRATEGIES = {
     "single": "lightning_rlhf.strategies.single.RLHFSingleDeviceStrategy",
     "ddp": "lightning_rlhf.strategies.ddp.RLHFDDPStrategy",
@@ -163,6 +167,11 @@ class _Conversion:
             "betas": [float(each) for each in betas],
             "eps": float(self._take("adam_epsilon", 1e-8)),
         }
+        optimizer = str(self._take("optim", "adamw_torch"))
+        if optimizer in _OPTIMIZERS:
+            options["optimizer"] = {"class_path": _OPTIMIZERS[optimizer], "init_args": options["optimizer"]}
+        elif not optimizer.startswith("adamw_torch"):
+            self._used.discard("optim")
         kind = str(self._take("lr_scheduler_type"))
         warmup = float(self._take("warmup_ratio", 0.0) or 0.0)
         if 0 < (steps := float(self._take("warmup_steps", 0) or 0)) < 1:
@@ -170,11 +179,14 @@ class _Conversion:
         elif steps:
             self._used.discard("warmup_steps")
         if kind != "constant":
-            schedule = {"kind": kind, "warmup_ratio": warmup}
+            schedule: dict[str, Any] = {"kind": kind, "warmup_ratio": warmup}
+            if arguments := self._take("lr_scheduler_kwargs"):
+                schedule["arguments"] = arguments
             options["lr_scheduler"] = {
                 "class_path": "lightning_rlhf.modules.schedules.RunSchedule",
                 "init_args": schedule,
             }
+        self._used |= {name for name in ("packing", "padding_free") if self._values.get(name)}  # the default here
         options["max_grad_norm"] = float(self._take("max_grad_norm"))
         if self._trainer == "grpo":
             options["kl_loss"] = {"coef": float(self._take("beta")), "estimator": "k3"}
@@ -214,9 +226,15 @@ class _Conversion:
             value = self._take(theirs, kwargs.get(theirs))
             if value not in (None, "main", "auto"):
                 source[ours] = value
+        source["dtype"] = source.get("dtype") or self._take("torch_dtype")
         adapters = {ours: self._take(theirs) for ours, theirs in _LORA.items()}
-        if self._take("use_peft") or self._take("load_in_4bit") or self._take("load_in_8bit"):
+        if any([self._take("use_peft"), self._take("load_in_4bit"), self._take("load_in_8bit")]):
             source["lora"] = {"rank": 16, "alpha": 32} | {name: value for name, value in adapters.items() if value}
+        if "lora" not in source and str(source["dtype"]) in ("bfloat16", "float16"):
+            self._notes.append(f"dtype: {source['dtype']}: trained weights are float32 here, computed in bf16-mixed")
+            source["dtype"] = None
+        if source["dtype"] in (None, "auto"):
+            del source["dtype"]
         if self._values.get("load_in_4bit"):
             source["quantization"] = "nf4"
         if self._values.get("load_in_8bit"):
@@ -282,17 +300,23 @@ class _Conversion:
         data: dict[str, Any] = {"tokenizer": self._take("model_name_or_path", "set the model"), "train": train}
         if self._take("eval_strategy", "no") != "no":
             data["val"] = rows(self._take("dataset_test_split", "test"))
+            if size := self._take("per_device_eval_batch_size"):
+                data["val_batch_size"] = int(size) * self._devices
         texts = self._generated() or self._responses() if self._is_online else self._responses()
         group = int(self._take("num_generations")) if self._is_online else 1
         data["batch_size"] = max(1, texts // group)
         if texts % group:
             self._notes.append(f"per_device_train_batch_size: {texts} responses of a step are no multiple of {group}")
         longest = self._take("max_prompt_length", 512) if self._is_online else self._take("max_length")
+        if not self._is_online and "max_length" not in self._given:
+            longest = self._take("max_seq_length", longest)
         data["max_tokens"] = int(longest)
         if self._is_online and "max_prompt_length" not in self._given:
             self._notes.append("max_tokens of the data is 512: TRL has no limit, prompts that are longer are named")
         if not self._is_online:
             data["too_long"] = "cut_start" if self._take("truncation_mode") == "keep_end" else "cut_end"
+        if (column := self._take("dataset_prompt_column", "prompt")) != "prompt":
+            data["columns"] = {"prompt": column}
         if kwargs := self._take("chat_template_kwargs"):
             data["chat_template_kwargs"] = kwargs
         return data
@@ -316,6 +340,7 @@ class _Conversion:
             run["logger"] = {"class_path": _LOGGERS[logger], "init_args": {}}
         elif logger not in ("none", "tensorboard", "all"):
             self._used.discard("report_to")
+        self._used |= {name for name in ("save_strategy", "logging_strategy") if self._values.get(name) == "steps"}
         if self._take("eval_steps"):
             run["val_check_interval"] = int(self._values["eval_steps"])
         callbacks: list[Any] = []

@@ -109,6 +109,19 @@ def test_other_trainers(tmp_path, monkeypatch, trainer, options, expected):
     assert mistakes(["--config", "run.yaml"], "") == {}
 
 
+def test_names_of_earlier_releases_are_read():
+    options = {"max_seq_length": 300, "torch_dtype": "bfloat16", "optim": "adamw_8bit", "lr_scheduler_kwargs": {"a": 1}}
+    assert trainer_of(options) == "sft"
+    model, data, _, left = parts(options | {"model_name_or_path": "x/y", "use_peft": True}, "sft")
+    assert (data["max_tokens"], model["actor"]["init_args"]["dtype"]) == (300, "bfloat16")
+    assert model["optimizer"]["class_path"] == "bitsandbytes.optim.AdamW8bit"
+    assert model["lr_scheduler"]["init_args"]["arguments"] == {"a": 1}
+    assert left == []
+    model, *_, left = parts(options, "sft")  # bfloat16 weights would hardly move
+    assert model["actor"] == "set the model"
+    assert left == ["dtype: bfloat16: trained weights are float32 here, computed in bf16-mixed"]
+
+
 def test_losses_of_dpo_and_kto():
     model, *_ = parts({"beta": 0.3, "loss_type": ["hinge", "sft"], "loss_weights": [1.0, 0.2]}, "dpo")
     assert (model["loss"]["class_path"].rpartition(".")[2], model["sft_coef"]) == ("HingeLoss", 0.2)

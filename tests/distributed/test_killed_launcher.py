@@ -61,3 +61,19 @@ def test_rank_whose_launcher_has_ended_ends():
         environment = {**os.environ, "LOCAL_RANK": "1", child._LAUNCHER: str(pid)}
         rank = subprocess.run([sys.executable, "-c", RANK], env=environment, cwd=ROOT, capture_output=True, text=True)
         assert (rank.stdout, rank.returncode == 0) == (printed, bool(printed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rank_that_dies_at_import_is_named(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('LOCAL_RANK') == '1': os._exit(3)\n")
+    config = copy.deepcopy(PPO)
+    config["trainer"] |= {"strategy": "rlhf_ddp", "devices": RANKS}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"]
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "[rank: 1] Child process with PID " in done.stdout + done.stderr
+    assert " terminated with code 3." in done.stdout + done.stderr

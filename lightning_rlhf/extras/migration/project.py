@@ -84,7 +84,7 @@ def _own_functions(config: dict[str, Any]) -> list[str]:
     """Return the names of the reward functions that the project must have."""
     functions = [
         str(reward["function"])
-        for callback in config["trainer"]["callbacks"]
+        for callback in config["trainer"].get("callbacks", ())
         for reward in callback["init_args"].get("rewards", ())
     ]
     return [name.removeprefix("reward.py:") for name in functions if name.startswith("reward.py:")]

@@ -38,6 +38,13 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_SUPERVISED: dict[str, Any] = {
+    "data.train_batch_size": 256, "data.max_length": 1024, "data.truncation": "error", "trainer.total_epochs": 4,
+    "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.01, "optim.clip_grad": 1.0,
+    "optim.lr_warmup_steps_ratio": 0.1, "trainer.n_gpus_per_node": 1,
+}  # fmt: skip
+
+
 def counterpart(option: str) -> Counterpart | None:
     """Return what an option of verl is here; None for an unknown option."""
     for section, options in table("verl").items():
@@ -59,15 +66,20 @@ def converted(options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         UsageError: they are not those of verl's ``main_ppo``.
     """
-    if not any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in options):
-        raise UsageError("the script has no options of verl's main_ppo, such as actor_rollout_ref.model.path=...")
-    return _Conversion(options).result()
+    if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in options):
+        return _Conversion(options, _DEFAULTS).result()
+    if "model.partial_pretrain" in options or "optim.lr" in options:
+        return _Supervised(options, _SUPERVISED).result()
+    raise UsageError(
+        "the script has no options of verl's main_ppo or of its SFT trainer, such as actor_rollout_ref.model.path or "
+        "model.partial_pretrain"
+    )
 
 
 class _Conversion:
-    def __init__(self, options: Mapping[str, str]) -> None:
+    def __init__(self, options: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
         self._given = {name: _value(text) for name, text in options.items()}
-        self._values = {**_DEFAULTS, **self._given}
+        self._values = {**defaults, **self._given}
         self._used: set[str] = set()
         self._notes: list[str] = []
 
@@ -88,6 +100,10 @@ class _Conversion:
             "data": {"class_path": "lightning_rlhf.PromptDataModule", "init_args": self._data()},
             "trainer": self._run(),
         }
+        return config, self._left()
+
+    def _left(self) -> list[str]:
+        """Return the notes, and a line for each option that was given and not used."""
         left = []
         for name, value in self._given.items():
             entry = counterpart(name)
@@ -95,7 +111,7 @@ class _Conversion:
             if name in self._used or value in (False, None, "", []) or needs_none:
                 continue
             left.append(f"{name}: {value!r:.80} ({entry.sentence() if entry else 'unknown to this table'})")
-        return config, [*self._notes, *left]
+        return [*self._notes, *left]
 
     def _module_name(self) -> str:
         mode = str(self._actor("policy_loss.loss_mode", "vanilla"))
@@ -279,6 +295,62 @@ class _Conversion:
             else:
                 options["engine"] = {"class_path": path, "init_args": engine}
         return options
+
+
+class _Supervised(_Conversion):
+    """The conversion of a script of verl's SFT trainer."""
+
+    def result(self) -> tuple[dict[str, Any], list[str]]:
+        path = self._path("model.partial_pretrain") or self._path("model.path") or "set the model"
+        source: Any = path
+        if rank := int(self._take("model.lora_rank", 0)):
+            lora: dict[str, Any] = {"rank": rank, "alpha": self._take("model.lora_alpha", 16)}
+            if (targets := self._take("model.target_modules", "all-linear")) != "all-linear":
+                lora["target_modules"] = targets
+            source = {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": path, "lora": lora}}
+        betas = [float(each) for each in self._take("optim.betas")]
+        rate, decay = float(self._take("optim.lr")), float(self._take("optim.weight_decay"))
+        schedule = {"kind": "cosine", "warmup_ratio": float(self._take("optim.lr_warmup_steps_ratio"))}
+        model = {
+            "actor": source,
+            "optimizer": {"lr": rate, "weight_decay": decay, "betas": betas},
+            "lr_scheduler": {"class_path": "lightning_rlhf.modules.schedules.RunSchedule", "init_args": schedule},
+            "max_grad_norm": float(self._take("optim.clip_grad")),
+        }
+        run: dict[str, Any] = {"precision": "bf16-mixed"}
+        if steps := self._take("trainer.total_training_steps"):
+            run["max_steps"] = int(steps)
+            self._take("trainer.total_epochs")
+        else:
+            run["max_epochs"] = int(self._take("trainer.total_epochs"))
+        if (devices := int(self._take("trainer.n_gpus_per_node"))) > 1:
+            run |= {"devices": devices, "strategy": "rlhf_fsdp"}
+        self._notes.append("trainer.devices: torchrun starts the processes of verl; set the number of yours")
+        self._used |= {"trainer.project_name", "trainer.logger"}
+        run["default_root_dir"] = str(self._take("trainer.default_local_dir", f"runs/{self._name()}"))
+        config = {
+            "seed_everything": int(self._take("data.seed", 42)),
+            "model": {"class_path": "lightning_rlhf.SFTModule", "init_args": model},
+            "data": {"class_path": "lightning_rlhf.ConversationDataModule", "init_args": self._rows(path)},
+            "trainer": run,
+        }
+        return config, self._left()
+
+    def _rows(self, model: str) -> dict[str, Any]:
+        data: dict[str, Any] = {"tokenizer": model, "train": self._take("data.train_files", "set the rows of training")}
+        if (val := self._take("data.val_files")) is not None:
+            data["val"] = val
+        data["batch_size"] = int(self._take("data.train_batch_size"))
+        data["max_tokens"] = int(self._take("data.max_length"))
+        data["too_long"] = _TRUNCATION.get(str(self._take("data.truncation")), "bad_row")
+        columns = {}
+        for ours, theirs in (("prompt", "prompt"), ("completion", "response")):
+            column, parts = self._take(f"data.{theirs}_key"), self._take(f"data.{theirs}_dict_keys", [])
+            if column is not None:
+                columns[ours] = ".".join([str(column), *map(str, parts)])
+        if columns:
+            data["columns"] = columns
+        return data
 
 
 def _value(text: str) -> Any:

@@ -111,7 +111,26 @@ def test_estimator_selects_the_module(estimator, module):
     assert any("adv_estimator" in line for line in left) == (estimator == "mine")
 
 
+SFT = """torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/a.parquet data.prompt_key=extra_info \\
+    data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] optim.lr=1e-4 \\
+    model.partial_pretrain=x/y model.lora_rank=32 data.micro_batch_size_per_gpu=4 trainer.total_epochs=1 $@
+"""
+
+
+def test_script_of_supervised_training_becomes_a_run(tmp_path, monkeypatch):
+    (tmp_path / "sft.sh").write_text(SFT)
+    monkeypatch.chdir(tmp_path)
+    assert new.run(["mine", "--from-verl", "sft.sh"]) == 0
+    config = yaml.safe_load((tmp_path / "mine/run.yaml").read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    assert model["optimizer"] == {"lr": 1e-4, "weight_decay": 0.01, "betas": [0.9, 0.95]}
+    assert model["actor"]["init_args"]["lora"] == {"rank": 32, "alpha": 16}
+    assert data["columns"] == {"prompt": "extra_info.question", "completion": "extra_info.answer"}
+    assert (data["batch_size"], data["max_tokens"], config["trainer"]["max_epochs"]) == (256, 1024, 1)
+    assert mistakes(["--config", "mine/run.yaml"], "") == {}
+
+
 def test_script_of_something_else_is_an_error(tmp_path, capsys):
     (tmp_path / "run.sh").write_text("python train.py --lr 1\n")
     assert new.run([str(tmp_path / "run"), "--from-verl", str(tmp_path / "run.sh")]) == 2
-    assert "the script has no options of verl's main_ppo" in capsys.readouterr().err
+    assert "the script has no options of verl's main_ppo or of its SFT trainer" in capsys.readouterr().err

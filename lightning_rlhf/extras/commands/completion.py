@@ -17,6 +17,7 @@ _SECTIONS = {
     "model": "lightning_rlhf.modules.role_module.RoleModule",
     "data": "lightning.pytorch.core.datamodule.LightningDataModule",
 }
+_LOOP = "lightning_rlhf.callbacks.loop.rollout_loop.RolloutLoop"
 _SHELLS = ("bash", "zsh", "fish")
 _EPILOG = """The script completes commands, options and paths; for fit also the options of the Trainer,
 and the arguments of the modules and data modules of this package. Write it to a file that the shell reads:
@@ -87,6 +88,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{section}", choices=sorted(entry["title"] for entry in kinds), help="class")
         for name in sorted({name for entry in kinds for name in entry["properties"]}):
             parser.add_argument(f"--{section}.init_args.{name}")
+    for name in (definition(_LOOP) or {})["properties"]:
+        parser.add_argument(f"--rollout.{name}")
     for name in (definition(TRAINER) or {})["properties"]:
         is_directory = name == "default_root_dir"
         parser.add_argument(f"--trainer.{name}", metavar="DIR" if is_directory else None)

@@ -42,6 +42,7 @@ def script(tmp_path_factory):
         ("fit --config data.yaml --trainer.max_", [f"--trainer.max_{name}" for name in ("epochs", "steps", "time")]),
         ("fit --model.init_args.minib", ["--model.init_args.minibatch_size"]),
         ("fit --data.init_args.batch", ["--data.init_args.batch_size"]),
+        ("fit --rollout.gro", ["--rollout.group_size"]),
         ("fit --model GRP", ["GRPOModule"]),
         ("check", ["check-data"]),
         ("check-data --js", ["--json"]),

@@ -106,7 +106,11 @@ class LateRanks(Callback):
         """Start to watch."""
         if stage == "fit" and ranks.world_size() > 1:
             self._ended.clear()
-            store = distributed_c10d._get_default_store().clone()  # its own connection: the other may wait in C++
+            try:
+                store = distributed_c10d._get_default_store().clone()  # its own connection: the other may wait in C++
+            except (RuntimeError, AttributeError) as error:  # a store that has no second connection
+                log.info("No rank that hangs will be named: %s", " ".join(str(error).split()))
+                return
             watched = threading.current_thread().ident or 0
             threading.Thread(target=self._watch, args=[store, watched], name="late ranks", daemon=True).start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,10 @@ class _Conversion:
         options["max_grad_norm"] = float(self._take("max_grad_norm"))
         if self._trainer == "grpo":
             options["kl_loss"] = {"coef": float(self._take("beta")), "estimator": "k3"}
+            if options["kl_loss"]["coef"] and self._take("use_bias_correction_kl", True):
+                options["kl_loss"]["importance"] = True
+            if self._take("use_vllm") and self._take("vllm_importance_sampling_correction", True):
+                options["correction"] = self._correction()
         if self._trainer == "rloo":
             options["kl_reward"] = {"coef": float(self._take("beta")), "estimator": "k1"}
         if self._is_online:
@@ -204,6 +209,22 @@ class _Conversion:
         if self._take("precompute_ref_log_probs"):
             options["ref"] = "start"
         return options
+
+    def _correction(self) -> dict[str, Any]:
+        """Return the weights of the gap between vLLM and the actor, which TRL has by default."""
+        level, _, mode = str(self._take("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
+        upper = self._take("vllm_importance_sampling_cap") or self._take("vllm_importance_sampling_clip_max", 3.0)
+        options = {"level": level, "mode": mode, "upper": float(upper)}
+        if lower := self._take("vllm_importance_sampling_clip_min"):
+            options["lower"] = float(lower)
+        return {"class_path": "lightning_rlhf.objectives.corrections.RolloutCorrection", "init_args": options}
+
+    def _steps(self, updates: int) -> int:
+        """Return the steps with a number of updates: a step here has all updates of its responses."""
+        if not self._is_online:
+            return updates
+        generated = self._generated() or self._responses()
+        return math.ceil(updates * self._responses() / (generated * int(self._values["num_iterations"])))
 
     def _responses(self) -> int:
         """Return the texts of an update, over all devices."""
@@ -266,6 +287,8 @@ class _Conversion:
             options["policy_loss"] = clip
         if module == "GRPOModule" and self._take("scale_rewards", "group") in ("none", False):
             options["advantages"] = {"normalize_std": False}
+        if self._values.get("scale_rewards") == "batch":
+            self._used.discard("scale_rewards")
         return {"module": module, **options}
 
     def _dpo_loss(self, loss: Any) -> dict[str, Any]:
@@ -324,7 +347,7 @@ class _Conversion:
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
         if (steps := int(self._take("max_steps", -1))) > 0:
-            run["max_steps"] = steps
+            run["max_steps"] = self._steps(steps)
             self._take("num_train_epochs")
         else:
             run["max_epochs"] = max(1, round(float(self._take("num_train_epochs"))))
@@ -342,19 +365,21 @@ class _Conversion:
             self._used.discard("report_to")
         self._used |= {name for name in ("save_strategy", "logging_strategy") if self._values.get(name) == "steps"}
         if self._take("eval_steps"):
-            run["val_check_interval"] = int(self._values["eval_steps"])
+            run["val_check_interval"] = self._steps(int(self._values["eval_steps"]))
         callbacks: list[Any] = []
         if self._is_online:
             callbacks.append({"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()})
-        saves = {
-            ours: int(self._take(theirs))
-            for ours, theirs in (("every_n_steps", "save_steps"), ("keep_last", "save_total_limit"))
-            if self._take(theirs)
-        }
+        saves: dict[str, int] = {}
+        if (every := float(self._take("save_steps", 0))) >= 1:
+            saves["every_n_steps"] = self._steps(int(every))
+        else:  # a fraction of the run
+            self._used.discard("save_steps")
+        if keep := self._take("save_total_limit"):
+            saves["keep_last"] = int(keep)
         callbacks.append({"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": saves})
         if self._take("logging_steps") and float(self._values["logging_steps"]) >= 1:
-            every = {"every_n_steps": int(self._values["logging_steps"])}
-            callbacks.append({"class_path": "lightning_rlhf.callbacks.Console", "init_args": every})
+            lines = {"every_n_steps": self._steps(int(self._values["logging_steps"]))}
+            callbacks.append({"class_path": "lightning_rlhf.callbacks.Console", "init_args": lines})
         return {**run, "callbacks": callbacks, "default_root_dir": self._take("output_dir", f"runs/{self._trainer}")}
 
     def _rollout(self) -> dict[str, Any]:

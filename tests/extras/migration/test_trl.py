@@ -48,7 +48,9 @@ def test_sizes_of_grpo_count_prompts_over_all_devices():
     assert model["actor"]["init_args"] == {"path": GRPO["model_name_or_path"], "lora": {"rank": 32, "alpha": 32}}
     assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28}
     assert model["aggregation"]["class_path"].endswith(".TokenMean")  # dapo, TRL's default
-    assert (model["kl_loss"], model["optimizer"]["lr"]) == ({"coef": 0.04, "estimator": "k3"}, 1e-6)
+    assert model["kl_loss"] == {"coef": 0.04, "estimator": "k3", "importance": True}
+    assert model["optimizer"]["lr"] == 1e-6
+    assert model["correction"]["init_args"] == {"level": "sequence", "mode": "mask", "upper": 3.0}
     assert loop(run)["rewards"] == [
         {"function": "reward.py:right", "weight": 1.0}, {"function": "my.module.format", "weight": 0.2},
     ]  # fmt: skip
@@ -59,6 +61,15 @@ def test_sizes_of_grpo_count_prompts_over_all_devices():
 def test_several_updates_of_a_step():
     model, data, *_ = parts(GRPO | {"steps_per_generation": 8, "max_prompt_length": 100}, devices=2)
     assert (data["batch_size"], model["minibatch_size"], data["max_tokens"]) == (16, 64, 100)  # 8 * 8 * 2 responses
+    steps = {"steps_per_generation": 8, "num_iterations": 3, "max_steps": 60, "save_steps": 30, "logging_steps": 1}
+    _, _, run, _ = parts(GRPO | steps, devices=2)
+    saves, lines = (callback["init_args"]["every_n_steps"] for callback in run["callbacks"][1:])
+    assert (run["max_steps"], saves, lines) == (10, 5, 1)  # 2 mini-batches, 3 times: 6 updates in a step
+
+
+def test_options_about_the_whole_batch_are_listed():
+    *_, left = parts(GRPO | {"scale_rewards": "batch", "save_steps": 0.1})
+    assert [line.partition(":")[0] for line in left[1:]] == ["scale_rewards", "save_steps"]
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ class _Conversion:
 
     def _clip(self) -> dict[str, float]:
         both = float(self._actor("clip_ratio"))
+        if both != 0.2 and not {f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"} & self._given.keys():
+            self._notes.append(f"clip_ratio: {both} bounds both sides here; in verl, clip_ratio_low and _high stay 0.2")
         low, high = float(self._actor("clip_ratio_low", both)), float(self._actor("clip_ratio_high", both))
         return {"clip_range_low": low, "clip_range_high": high, "dual_clip": float(self._actor("clip_ratio_c"))}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
     """
     options = read_options(file)
     trainer = trainer or trainer_of(options)
-    config, left = trl.converted(options, trainer, devices)
+    with _value_errors(file):
+        config, left = trl.converted(options, trainer, devices)
     return _write(directory, config, left, f"{file.name}, options of TRL's {trainer.upper()} trainer")
 
 
@@ -60,8 +62,20 @@ def write_from_verl(file: Path, directory: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}") from error
     options, notes = overrides(text)
-    config, left = verl.converted(options)
+    with _value_errors(file):
+        config, left = verl.converted(options)
     return _write(directory, config, [*notes, *left], f"{file.name}, a script of verl")
+
+
+@contextmanager
+def _value_errors(file: Path) -> Iterator[None]:
+    """Raise a one-line error for a value that cannot be converted, such as a word where a number is expected."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{file} has a value that cannot be carried over: {error}") from error
 
 
 def _write(directory: Path, config: dict[str, Any], left: Sequence[str], origin: str) -> str:

@@ -203,9 +203,8 @@ class _Conversion:
                 options["ent_coef"] = float(self._values["entropy_coef"])
             if generated := self._generated():
                 options["minibatch_size"] = self._responses()
-                self._notes += (
-                    [] if generated % self._responses() == 0 else ["steps_per_generation: a fraction of a step"]
-                )
+                if generated % self._responses():
+                    self._notes.append(f"minibatch_size {self._responses()} does not divide {generated} responses")
         if self._take("precompute_ref_log_probs"):
             options["ref"] = "start"
         return options

@@ -146,6 +146,14 @@ def test_losses_of_dpo_and_kto():
     [
         ("[1, 2]", "must have options with values, got list"),
         ("{", "cannot be read: "),
+        (
+            '{"num_generations": 2, "learning_rate": "fast"}',
+            "a value that cannot be carried over: could not convert",
+        ),
+        (
+            '{"num_generations": 2, "per_device_train_batch_size": [1]}',
+            "a value that cannot be carried over: int()",
+        ),
         ('{"learning_rate": 1}', "the options do not show whose they are: add --trainer grpo, rloo, sft"),
     ],
 )

@@ -128,12 +128,17 @@ def make_parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:<12} {description}" for name, description in KINDS.items())
     parser = command_parser("new", "Write a small project to begin with.", _EPILOG.format(kinds=kinds))
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help="new directory")
-    parser.add_argument("--kind", choices=list(KINDS), help="(default: grpo)")
+    parser.add_argument("--kind", choices=list(KINDS), metavar="KIND", help="kind of the project (default: grpo)")
     parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
     parser.add_argument("--from-trl", type=Path, metavar="FILE", help="JSON or YAML file with options of TRL")
     parser.add_argument("--from-verl", type=Path, metavar="FILE", help="script that starts verl; it is not executed")
-    parser.add_argument("--trainer", choices=list(SECTIONS_OF), help="trainer of that file, if it does not show it")
-    parser.add_argument("--devices", type=int, default=1, help="processes of that run (default: 1)")
+    parser.add_argument(
+        "--trainer",
+        choices=list(SECTIONS_OF),
+        metavar="NAME",
+        help="trainer of that file: grpo, rloo, sft, dpo, kto or reward",
+    )
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of that run (default: 1)")
     parser.add_argument("--list", action="store_true", help="list the recipes, and end")
     parser.add_argument(
         "--model",

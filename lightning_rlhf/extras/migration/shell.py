@@ -8,6 +8,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
+from lightning_rlhf.expected_errors import UsageError
+
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*(?:\.\w+)+|[a-z_]+\.[\w.]+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")  # innermost first
@@ -89,11 +91,11 @@ def _sum(text: str, variables: Mapping[str, str]) -> str | None:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             result = _OPERATIONS[type(node.op)](value(node.left), value(node.right))
             if abs(result) > _MOST:
-                raise ValueError("too large")
+                raise UsageError("too large")
             return int(result)
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
-        raise ValueError("not a sum")
+        raise UsageError("not a sum")
 
     try:
         return str(value(ast.parse(text.strip(), mode="eval").body))

@@ -432,7 +432,8 @@ class RLHFModule(RoleModule):
         """
         if isinstance(received, Rollout):
             received = StepRollout(received)
-        self.expect_responses(int(self.data_ranks.sum(torch.tensor(len(received.rollout), device=self.device))))
+        if self.takes_whole_steps:
+            self.expect_responses(int(self.data_ranks.sum(torch.tensor(len(received.rollout), device=self.device))))
         greedy = None if received.greedy is None else received.greedy.to(self.device)
         self._received = StepRollout(received.rollout.to(self.device), greedy, received.rewards)
 

@@ -49,6 +49,7 @@ class InProcessVLLMEngine(VLLMEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Start the engine and wait until it is ready."""
+        self._log = setup.log
         self._published = PublishedNames(setup.model)
         self._dtype = self._matrix_dtype(setup)
         environment = self._environment(setup)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -163,6 +164,8 @@ def run(arguments: list[str]) -> int:
         raise UsageError("new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes")
     if sum(map(bool, (options.recipe, options.kind, options.from_trl, options.from_verl))) > 1:
         raise UsageError("--kind, --recipe, --from-trl and --from-verl cannot be combined: keep one of them")
+    if options.devices < 1:
+        raise UsageError(f"--devices must be at least 1, got {options.devices}")
     directory, kind = options.directory, options.kind or "grpo"
     if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():
         raise UsageError(f"no model at {options.model!r}: {describe_missing_path(options.model)}")
@@ -177,7 +180,13 @@ def run(arguments: list[str]) -> int:
             return 0
         if options.recipe:
             lines = write_recipe(options.recipe, directory, options.model)
-            print(for_terminal("\n".join([f"wrote {directory}: {options.recipe}", "", f"  cd {directory}", *lines])))
+            print(
+                for_terminal(
+                    "\n".join(
+                        [f"wrote {directory}: {options.recipe}", "", f"  cd {shlex.quote(str(directory))}", *lines]
+                    )
+                )
+            )
             return 0
         values, summary = {}, ""
         if kind != "quickstart":
@@ -194,7 +203,7 @@ def run(arguments: list[str]) -> int:
     if "LoRA" in summary and importlib.util.find_spec("peft") is None:
         summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
     commands = "\n".join(f"  {command}" for command in _commands(directory))
-    print(for_terminal(f"wrote {directory}: {KINDS[kind]}\n{summary}\n  cd {directory}\n{commands}"))
+    print(for_terminal(f"wrote {directory}: {KINDS[kind]}\n{summary}\n  cd {shlex.quote(str(directory))}\n{commands}"))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -98,3 +98,12 @@ def _counterpart(text: str) -> Counterpart:
         return Counterpart(target, target, words, False)
     part, _, option = target.partition(".")
     return Counterpart(part, option, words, False)
+
+
+def vllm_engine(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of vLLM with its options; its GPUs are those of as many processes of the run."""
+    engine = {"class_path": "lightning_rlhf.rollout.vllm.engine.VLLMEngine", "init_args": options}
+    if (ranks := int(options.get("tensor_parallel_size", 1))) < 2:
+        return engine
+    shared = {"engine": engine, "ranks": ranks}
+    return {"class_path": "lightning_rlhf.rollout.shared.SharedEngine", "init_args": shared}

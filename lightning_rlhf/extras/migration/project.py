@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,20 @@ With `messages: true` in its entry of run.yaml, a function gets lists of message
 """
 
 '''
+_README = """# {title}
+
+From {origin}, by `lightning-rlhf new`.
+
+```bash
+cd {directory}
+{commands}
+```
+
+{left}
+
+`docs/{docs}` says what each option of {program} is here. `lightning-rlhf fit --help` lists the options of
+`run.yaml`, and `lightning-rlhf plan --config run.yaml` says whether the run fits into the memory of your GPUs.
+"""
 _FUNCTION = '''
 def {name}(completions, **columns):
     """Return a number for each completion."""
@@ -44,7 +59,7 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
     trainer = trainer or trainer_of(options)
     with _value_errors(file):
         config, left = trl.converted(options, trainer, devices)
-    return _write(directory, config, left, f"{file.name}, options of TRL's {trainer.upper()} trainer")
+    return _write(directory, config, left, f"{file.name}, options of TRL's {trainer.upper()} trainer", "TRL")
 
 
 def write_from_verl(file: Path, directory: Path) -> str:
@@ -64,7 +79,7 @@ def write_from_verl(file: Path, directory: Path) -> str:
     options, notes = overrides(text)
     with _value_errors(file):
         config, left = verl.converted(options)
-    return _write(directory, config, [*notes, *left], f"{file.name}, a script of verl")
+    return _write(directory, config, [*notes, *left], f"{file.name}, a script of verl", "verl")
 
 
 @contextmanager
@@ -78,7 +93,7 @@ def _value_errors(file: Path) -> Iterator[None]:
         raise UsageError(f"{file} has a value that cannot be carried over: {error}") from error
 
 
-def _write(directory: Path, config: dict[str, Any], left: Sequence[str], origin: str) -> str:
+def _write(directory: Path, config: dict[str, Any], left: Sequence[str], origin: str, program: str) -> str:
     """Write the project; return what to print."""
     directory.mkdir(parents=True, exist_ok=True)
     comment = [f"From {origin}, by lightning-rlhf new.", *(["Not carried over:"] if left else [])]
@@ -91,7 +106,14 @@ def _write(directory: Path, config: dict[str, Any], left: Sequence[str], origin:
         (directory / "reward.py").write_text(_REWARD + functions, encoding="utf-8")
     carried = "everything was carried over" if not left else "not carried over:\n  " + "\n  ".join(left)
     commands = [f"  lightning-rlhf {command} --config run.yaml" for command in ("check-data", "fit")]
-    return "\n".join([f"wrote {directory}/run.yaml from {origin}", carried, "", f"  cd {directory}", *commands])
+    home = shlex.quote(str(directory))
+    values = {
+        "title": directory.name, "origin": origin, "directory": home, "docs": f"options_of_{program.lower()}.md",
+        "commands": "\n".join(command.strip() for command in commands), "program": program,
+        "left": "\n".join(["Not carried over:", "", *(f"- {line}" for line in left)] if left else [f"{carried}."]),
+    }  # fmt: skip
+    (directory / "README.md").write_text(_README.format(**values), encoding="utf-8")
+    return "\n".join([f"wrote {directory}/run.yaml from {origin}", carried, "", f"  cd {home}", *commands])
 
 
 def _own_functions(config: dict[str, Any]) -> list[str]:

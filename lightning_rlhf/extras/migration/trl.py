@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.migration.parts import Counterpart, table
+from lightning_rlhf.extras.migration.given import GivenOptions
+from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
+from lightning_rlhf.extras.migration.trl_losses import dpo_loss, grpo_loss, kto_loss
 
 # Sections of the table in which the options of a trainer are looked up, its own first.
 _COMMON = ("ModelConfig", "ScriptArguments", "TrainingArguments", "Earlier and further names")
@@ -33,7 +36,12 @@ _MARKS = {
     "sft": {"max_seq_length", "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"},
 }
 # Defaults of TRL 1.16 that decide what a run learns; ours differ from some of them.
-_ALL = {"per_device_train_batch_size": 8, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "max_grad_norm": 1.0}
+_ALL = {
+    "per_device_train_batch_size": 8, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "max_grad_norm": 1.0,
+    "gradient_checkpointing": True, "bf16": True,
+}  # fmt: skip
+_DROPOUT = 0.05  # of adapters
+_ANY_LENGTH = 32_768  # longest text of a run without a limit
 _ONLINE = {"max_completion_length": 512, "temperature": 1.0, "num_iterations": 1, "epsilon": 0.2}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**_ALL, "learning_rate": 2e-5, "max_length": 1024},
@@ -48,13 +56,6 @@ _MODULES = {
     "kto": ("KTOModule", "UnpairedDataModule"), "reward": ("RewardModule", "PreferenceDataModule"),
     "rloo": ("RLOOModule", "PromptDataModule"), "grpo": ("GRPOModule", "PromptDataModule"),
 }  # fmt: skip
-_GRPO_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("GRPOModule", {}),
-    "dapo": ("GRPOModule", {"aggregation": {"class_path": "lightning_rlhf.objectives.aggregation.TokenMean"}}),
-    "dr_grpo": ("DrGRPOModule", {}),
-    "cispo": ("CISPOModule", {}),
-    "sapo": ("SAPOModule", {}),
-}
 _OPTIMIZERS = {
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit", "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
     "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
@@ -69,11 +70,6 @@ _LOGGERS = {
     "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
     "trackio": "lightning_rlhf.extras.loggers.trackio.TrackioLogger",
 }
-_LOSSES = "lightning_rlhf.objectives.preference_losses"
-_DPO_LOSSES = {
-    "sigmoid": "DPOLoss", "hinge": "HingeLoss", "ipo": "IPOLoss", "robust": "RobustDPOLoss",
-    "apo_zero": "APOZeroLoss", "apo_down": "APODownLoss",
-}  # fmt: skip
 
 
 def counterpart(trainer: str, option: str) -> Counterpart | None:
@@ -90,8 +86,13 @@ def read_options(file: Path) -> dict[str, Any]:
     """
     try:
         text = file.read_text(encoding="utf-8")
+        if file.suffix in (".py", ".sh"):
+            advice = "for a script of verl, use --from-verl" if "verl" in text else "write its options to a YAML file"
+            raise UsageError(f"{file} is a program, and --from-trl reads a file of options, YAML or JSON: {advice}")
         options = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(options, dict):
         raise UsageError(f"{file} must have options with values, got {type(options).__name__}")
@@ -123,41 +124,32 @@ def converted(options: Mapping[str, Any], trainer: str, devices: int) -> tuple[d
 
 class _Conversion:
     def __init__(self, options: Mapping[str, Any], trainer: str, devices: int) -> None:
-        self._given = {name: value for name, value in options.items() if value not in (None, "", [], {})}
-        self._values = {**_DEFAULTS[trainer], **self._given}
+        given = {name: value for name, value in options.items() if value not in (None, "", [], {})}
+        self._options = GivenOptions(given, _DEFAULTS[trainer])
+        self._nulls = {name for name, value in options.items() if value is None}
+        self._take = self._options.take
         self._trainer, self._devices = trainer, devices
-        self._used: set[str] = set()
-        self._notes: list[str] = []
         self._is_online = trainer in ("grpo", "rloo")
 
-    def _take(self, name: str, default: Any = None) -> Any:
-        """Return the value of an option, which is carried over."""
-        self._used.add(name)
-        return self._values.get(name, default)
-
     def result(self) -> tuple[dict[str, Any], list[str]]:
-        name, data_name = _MODULES[self._trainer]
-        loss = self._loss()
-        model = {"class_path": f"lightning_rlhf.{loss.pop('module', name)}", "init_args": self._module() | loss}
+        module, data = _MODULES[self._trainer]
+        loss: dict[str, Any] = {}
+        if self._trainer == "grpo":
+            module, loss = grpo_loss(self._options)
+        elif self._trainer == "dpo":
+            loss = dpo_loss(self._options)
+        elif self._trainer == "kto":
+            loss = kto_loss(self._options)
+        elif self._trainer == "reward" and (coefficient := self._take("center_rewards_coefficient")):
+            loss = {"loss": {"center_coef": float(coefficient)}}
         config: dict[str, Any] = {
-            "seed_everything": self._take("seed", 42),
-            "model": model,
-            "data": {"class_path": f"lightning_rlhf.{data_name}", "init_args": self._data()},
+            "seed_everything": int(self._take("seed", 42)),
+            "model": {"class_path": f"lightning_rlhf.{module}", "init_args": self._module() | loss},
+            "data": {"class_path": f"lightning_rlhf.{data}", "init_args": self._data()},
             "trainer": self._run(),
         }
-        return config, [*self._notes, *self._left()]
-
-    def _left(self) -> list[str]:
-        """Return a line for each option that was given and not used."""
-        lines = []
-        for name, value in self._given.items():
-            entry = counterpart(self._trainer, name)
-            needs_none = entry is not None and not entry.option and not entry.is_missing
-            if name in self._used or value is False or needs_none:
-                continue
-            reason = entry.sentence() if entry else "unknown to this table"
-            lines.append(f"{name}: {value!r:.80} ({reason})")
-        return lines
+        known = {name for section in SECTIONS_OF[self._trainer] for name in table("trl").get(section, {})}
+        return config, self._options.left(partial(counterpart, self._trainer), "TRL 1.16", known)
 
     def _module(self) -> dict[str, Any]:
         options: dict[str, Any] = {("reward_model" if self._trainer == "reward" else "actor"): self._source()}
@@ -172,13 +164,9 @@ class _Conversion:
         if optimizer in _OPTIMIZERS:
             options["optimizer"] = {"class_path": _OPTIMIZERS[optimizer], "init_args": options["optimizer"]}
         elif not optimizer.startswith("adamw_torch"):
-            self._used.discard("optim")
+            self._options.leave("optim")
         kind = str(self._take("lr_scheduler_type"))
-        warmup = float(self._take("warmup_ratio", 0.0) or 0.0)
-        if 0 < (steps := float(self._take("warmup_steps", 0) or 0)) < 1:
-            warmup = steps
-        elif steps:
-            self._used.discard("warmup_steps")
+        warmup = self._warmup()
         if kind != "constant":
             schedule: dict[str, Any] = {"kind": kind, "warmup_ratio": warmup}
             if arguments := self._take("lr_scheduler_kwargs"):
@@ -187,7 +175,7 @@ class _Conversion:
                 "class_path": "lightning_rlhf.modules.schedules.RunSchedule",
                 "init_args": schedule,
             }
-        self._used |= {name for name in ("packing", "padding_free") if self._values.get(name)}  # the default here
+        self._options.settle(*(name for name in ("packing", "padding_free") if self._given(name)))  # the default here
         options["max_grad_norm"] = float(self._take("max_grad_norm"))
         if self._trainer == "grpo":
             options["kl_loss"] = {"coef": float(self._take("beta")), "estimator": "k3"}
@@ -199,15 +187,31 @@ class _Conversion:
             options["kl_reward"] = {"coef": float(self._take("beta")), "estimator": "k1"}
         if self._is_online:
             options["update_epochs"] = int(self._take("num_iterations"))
-            if self._take("entropy_coef"):
-                options["ent_coef"] = float(self._values["entropy_coef"])
+            if entropy := self._take("entropy_coef"):
+                options["ent_coef"] = float(entropy)
             if generated := self._generated():
                 options["minibatch_size"] = self._responses()
                 if generated % self._responses():
-                    self._notes.append(f"minibatch_size {self._responses()} does not divide {generated} responses")
+                    self._options.note(f"minibatch_size {self._responses()} does not divide {generated} responses")
+            if path := self._take("reward_model_name_or_path"):
+                options["reward_model"] = path
         if self._take("precompute_ref_log_probs"):
             options["ref"] = "start"
         return options
+
+    def _given(self, name: str) -> Any:
+        return self._options.given.get(name)
+
+    def _warmup(self) -> float:
+        """Return the share of the run in which the learning rate rises."""
+        ratio = float(self._take("warmup_ratio", 0.0))
+        steps, whole = float(self._take("warmup_steps", 0)), int(self._take("max_steps", -1))
+        if steps < 1:
+            return steps or ratio
+        if whole > 0:
+            return min(1.0, steps / whole)
+        self._options.leave("warmup_steps", "the number of steps is not known here: set warmup_ratio of lr_scheduler")
+        return ratio
 
     def _correction(self) -> dict[str, Any]:
         """Return the weights of the gap between vLLM and the actor, which TRL has by default."""
@@ -223,7 +227,7 @@ class _Conversion:
         if not self._is_online:
             return updates
         generated = self._generated() or self._responses()
-        return math.ceil(updates * self._responses() / (generated * int(self._values["num_iterations"])))
+        return math.ceil(updates * self._responses() / (generated * int(self._take("num_iterations"))))
 
     def _responses(self) -> int:
         """Return the texts of an update, over all devices."""
@@ -235,78 +239,49 @@ class _Conversion:
         if size := self._take("generation_batch_size"):
             return int(size)
         if steps := self._take("steps_per_generation"):
-            return int(steps) * int(self._values["per_device_train_batch_size"]) * self._devices
+            return int(steps) * int(self._take("per_device_train_batch_size")) * self._devices
         return 0
 
     def _source(self) -> Any:
-        path = self._take("model_name_or_path", "set the model")
-        source: dict[str, Any] = {"path": path}
+        path = self._take("model_name_or_path")
+        if path is None:
+            self._options.note("model_name_or_path: the file names no model; write it to run.yaml, in two places")
+        source: dict[str, Any] = {"path": path or _NO_MODEL}
         kwargs = self._take("model_init_kwargs", {})
         for ours, theirs in (("revision", "model_revision"), ("dtype", "dtype"), ("attn_implementation",) * 2):
             value = self._take(theirs, kwargs.get(theirs))
             if value not in (None, "main", "auto"):
                 source[ours] = value
         source["dtype"] = source.get("dtype") or self._take("torch_dtype")
-        adapters = {ours: self._take(theirs) for ours, theirs in _LORA.items()}
-        if any([self._take("use_peft"), self._take("load_in_4bit"), self._take("load_in_8bit")]):
-            source["lora"] = {"rank": 16, "alpha": 32} | {name: value for name, value in adapters.items() if value}
+        bits = {name: bool(self._take(f"load_in_{name}")) for name in ("4bit", "8bit")}
+        if any([self._take("use_peft"), *bits.values()]):
+            source["lora"] = self._lora()
         if "lora" not in source and str(source["dtype"]) in ("bfloat16", "float16"):
-            self._notes.append(f"dtype: {source['dtype']}: trained weights are float32 here, computed in bf16-mixed")
+            self._options.note(f"dtype: {source['dtype']}: trained weights are float32 here, computed in bf16-mixed")
             source["dtype"] = None
         if source["dtype"] in (None, "auto"):
             del source["dtype"]
-        if self._values.get("load_in_4bit"):
-            source["quantization"] = "nf4"
-        if self._values.get("load_in_8bit"):
-            source["quantization"] = "int8"
+        if any(bits.values()):
+            source["quantization"] = "nf4" if bits["4bit"] else "int8"
         if set(source) == {"path"}:
-            return path
+            return source["path"]
         return {"class_path": "lightning_rlhf.Pretrained", "init_args": source}
 
-    def _loss(self) -> dict[str, Any]:
-        loss = self._take("loss_type") if self._trainer in ("grpo", "dpo") else None
-        if self._trainer == "dpo":
-            return self._dpo_loss(loss)
-        if self._trainer == "kto":
-            return {"loss": {name: self._take(name, 1.0) for name in ("desirable_weight", "undesirable_weight")}
-                    | {"beta": self._take("beta")}}  # fmt: skip
-        if self._trainer == "reward" and (coefficient := self._take("center_rewards_coefficient")):
-            return {"loss": {"center_coef": coefficient}}
-        if self._trainer != "grpo":
-            return {}
-        low = float(self._take("epsilon"))
-        clip = {"clip_range_low": low, "clip_range_high": float(self._take("epsilon_high", low))}
-        if self._take("importance_sampling_level") == "sequence":
-            return {"module": "GSPOModule", "policy_loss": clip}
-        if loss not in _GRPO_LOSSES:
-            self._used.discard("loss_type")
-            loss = "dapo"
-        module, options = _GRPO_LOSSES[loss][0], dict(_GRPO_LOSSES[loss][1])
-        if module in ("GRPOModule", "DrGRPOModule"):
-            options["policy_loss"] = clip
-        if module == "GRPOModule" and self._take("scale_rewards", "group") in ("none", False):
-            options["advantages"] = {"normalize_std": False}
-        if self._values.get("scale_rewards") == "batch":
-            self._used.discard("scale_rewards")
-        return {"module": module, **options}
-
-    def _dpo_loss(self, loss: Any) -> dict[str, Any]:
-        kinds = loss if isinstance(loss, list) else [loss or "sigmoid"]
-        options: dict[str, Any] = {"beta": float(self._take("beta"))}
-        if len(kinds) == 2 and kinds[1] == "sft":
-            weights = self._take("loss_weights", [1.0, 1.0])
-            kinds, supervised = kinds[:1], {"sft_coef": float(weights[1]) / float(weights[0])}
+    def _lora(self) -> dict[str, Any]:
+        adapters = {ours: self._take(theirs) for ours, theirs in _LORA.items()}
+        if not self._is_online and self._take("disable_dropout", self._trainer != "sft") is False:
+            adapters["dropout"] = self._take("lora_dropout", _DROPOUT)
+        elif self._is_online and self._given("lora_dropout"):
+            self._options.leave("lora_dropout", "importance ratios compare two passes of one network: it is 0 here")
         else:
-            supervised = {}
-        if len(kinds) != 1 or kinds[0] not in _DPO_LOSSES:
-            self._used.discard("loss_type")
-            kinds = ["sigmoid"]
-        if smoothing := self._take("label_smoothing"):
-            options["label_smoothing"] = float(smoothing)
-        return {"loss": {"class_path": f"{_LOSSES}.{_DPO_LOSSES[kinds[0]]}", "init_args": options}, **supervised}
+            self._options.settle("lora_dropout")  # TRL switches it off as well
+        return {"rank": 16, "alpha": 32} | {name: value for name, value in adapters.items() if value}
 
     def _data(self) -> dict[str, Any]:
-        name = self._take("dataset_name", "set the rows of training")
+        name = self._take("dataset_name")
+        if name is None:
+            self._options.note("dataset_name: the file names no data; write your rows to run.yaml, under train")
+            name = "set the rows of training"
         train: Any = name
         split, config = self._take("dataset_train_split", "train"), self._take("dataset_config")
         hub = "lightning_rlhf.data.rows.HubDataset"
@@ -319,7 +294,7 @@ class _Conversion:
 
         if split != "train" or config:
             train = rows(split)
-        data: dict[str, Any] = {"tokenizer": self._take("model_name_or_path", "set the model"), "train": train}
+        data: dict[str, Any] = {"tokenizer": self._take("model_name_or_path", _NO_MODEL), "train": train}
         if self._take("eval_strategy", "no") != "no":
             data["val"] = rows(self._take("dataset_test_split", "test"))
             if size := self._take("per_device_eval_batch_size"):
@@ -328,20 +303,30 @@ class _Conversion:
         group = int(self._take("num_generations")) if self._is_online else 1
         data["batch_size"] = max(1, texts // group)
         if texts % group:
-            self._notes.append(f"per_device_train_batch_size: {texts} responses of a step are no multiple of {group}")
-        longest = self._take("max_prompt_length", 512) if self._is_online else self._take("max_length")
-        if not self._is_online and "max_length" not in self._given:
-            longest = self._take("max_seq_length", longest)
-        data["max_tokens"] = int(longest)
-        if self._is_online and "max_prompt_length" not in self._given:
-            self._notes.append("max_tokens of the data is 512: TRL has no limit, prompts that are longer are named")
-        if not self._is_online:
-            data["too_long"] = "cut_start" if self._take("truncation_mode") == "keep_end" else "cut_end"
+            self._options.note(f"per_device_train_batch_size: {texts} responses of a step are no multiple of {group}")
+        data |= self._lengths()
         if (column := self._take("dataset_prompt_column", "prompt")) != "prompt":
             data["columns"] = {"prompt": column}
+        if not self._is_online and (column := self._take("dataset_text_field", "text")) != "text":
+            data["columns"] = {"text": column}
         if kwargs := self._take("chat_template_kwargs"):
             data["chat_template_kwargs"] = kwargs
         return data
+
+    def _lengths(self) -> dict[str, Any]:
+        """Return the options of the data for texts that are too long."""
+        if self._is_online:
+            if self._given("max_prompt_length") is None:
+                self._options.note("max_tokens of the data is 512: TRL has no limit, prompts that are longer are named")
+            return {"max_tokens": int(self._take("max_prompt_length", 512))}
+        if "max_length" in self._nulls:
+            self._options.note(f"max_length: null: texts beyond {_ANY_LENGTH} tokens, max_tokens here, are named")
+            return {"max_tokens": _ANY_LENGTH, "too_long": "bad_row"}
+        length = self._take("max_length")
+        if self._given("max_length") is None:
+            length = self._take("max_seq_length", length)
+        cut = "cut_start" if self._take("truncation_mode") == "keep_end" else "cut_end"
+        return {"max_tokens": int(length), "too_long": cut}
 
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
@@ -350,21 +335,18 @@ class _Conversion:
             self._take("num_train_epochs")
         else:
             run["max_epochs"] = max(1, round(float(self._take("num_train_epochs"))))
-        if self._take("bf16", True):
+        if self._take("bf16"):
             run["precision"] = "bf16-mixed"
         name = "single" if self._devices == 1 else "fsdp" if self._take("fsdp") else "ddp"
         if self._devices > 1:
             run |= {"devices": self._devices, "strategy": f"rlhf_{name}"}
         if self._take("gradient_checkpointing"):
             run["strategy"] = {"class_path": _STRATEGIES[name], "init_args": {"activation_checkpointing": True}}
-        logger = self._take("report_to", "none")
-        if (logger := logger[0] if isinstance(logger, list) else logger) in _LOGGERS:
-            run["logger"] = {"class_path": _LOGGERS[logger], "init_args": {}}
-        elif logger not in ("none", "tensorboard", "all"):
-            self._used.discard("report_to")
-        self._used |= {name for name in ("save_strategy", "logging_strategy") if self._values.get(name) == "steps"}
-        if self._take("eval_steps"):
-            run["val_check_interval"] = self._steps(int(self._values["eval_steps"]))
+        if logger := self._logger():
+            run["logger"] = logger
+        self._options.settle(*(name for name in _STRATEGIES_OF_STEPS if self._given(name) == "steps"))
+        if every := self._take("eval_steps"):
+            run["val_check_interval"] = self._steps(int(every))
         callbacks: list[Any] = []
         if self._is_online:
             callbacks.append({"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()})
@@ -372,14 +354,27 @@ class _Conversion:
         if (every := float(self._take("save_steps", 0))) >= 1:
             saves["every_n_steps"] = self._steps(int(every))
         else:  # a fraction of the run
-            self._used.discard("save_steps")
+            self._options.leave("save_steps")
         if keep := self._take("save_total_limit"):
             saves["keep_last"] = int(keep)
         callbacks.append({"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": saves})
-        if self._take("logging_steps") and float(self._values["logging_steps"]) >= 1:
-            lines = {"every_n_steps": self._steps(int(self._values["logging_steps"]))}
+        if (every := float(self._take("logging_steps", 0))) >= 1:
+            lines = {"every_n_steps": self._steps(int(every))}
             callbacks.append({"class_path": "lightning_rlhf.callbacks.Console", "init_args": lines})
         return {**run, "callbacks": callbacks, "default_root_dir": self._take("output_dir", f"runs/{self._trainer}")}
+
+    def _logger(self) -> dict[str, Any]:
+        names = self._take("report_to", "none")
+        name = names[0] if isinstance(names, list) else names
+        if name not in _LOGGERS:
+            if name not in ("none", "tensorboard", "all"):
+                self._options.leave("report_to")
+            return {}
+        arguments: dict[str, Any] = {}
+        for ours, theirs in _LOGGER_ARGUMENTS[name].items():
+            if value := next(filter(None, map(self._take, theirs)), None):
+                arguments[ours] = value
+        return {"class_path": _LOGGERS[name], "init_args": arguments}
 
     def _rollout(self) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -387,29 +382,42 @@ class _Conversion:
             "max_response_tokens": int(self._take("max_completion_length")),
             "temperature": float(self._take("temperature")),
         }
+        if samples := self._take("num_generations_eval"):
+            options["val_samples"] = int(samples)
         functions = self._take("reward_funcs", [])
-        weights = self._take("reward_weights") or [1.0] * len(functions)
+        weights = (self._take("reward_weights") if functions else None) or [1.0] * len(functions)
+        if len(weights) != len(functions):
+            raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs")
         options["rewards"] = [
             {"function": function if "." in str(function) else f"reward.py:{function}", "weight": weight}
-            for function, weight in zip(functions, weights, strict=False)
-        ] or [{"function": "reward.py:reward"}]
-        if not functions:
-            self._notes.append("reward_funcs: functions are passed in Python; write them to reward.py, by their names")
+            for function, weight in zip(functions, weights, strict=True)
+        ]
+        if not functions and self._take("reward_model_name_or_path"):
+            del options["rewards"]
+        elif not functions:
+            options["rewards"] = [{"function": "reward.py:reward"}]
+            self._options.note("reward_funcs: functions are passed in Python; write them to reward.py, by their names")
+        self._options.settle("use_vllm")
+        if self._take("vllm_mode", "colocate") != "colocate":
+            self._options.leave("vllm_mode")
         engine = {ours: self._take(theirs) for ours, theirs in _ENGINE.items()}
-        self._take("use_vllm")
-        if self._values.get("vllm_mode") == "colocate":
-            self._take("vllm_mode")
         if engine := {name: value for name, value in engine.items() if value}:
-            path = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
-            options["engine"] = {"class_path": path, "init_args": engine}
+            options["engine"] = vllm_engine(engine)
         return options
 
 
+_NO_MODEL = "set the model"
 _LORA: dict[str, str] = {
-    "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules",
-    "rslora": "use_rslora", "dora": "use_dora",
+    "rank": "lora_r", "alpha": "lora_alpha", "target_modules": "lora_target_modules", "rslora": "use_rslora",
+    "dora": "use_dora",
 }  # fmt: skip
 _ENGINE: dict[str, str] = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization", "tensor_parallel_size": "vllm_tensor_parallel_size",
     "sleep_while_learning": "vllm_enable_sleep_mode",
 }  # fmt: skip
+_LOGGER_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "wandb": {"name": ("run_name",), "project": ("project", "wandb_project"), "entity": ("wandb_entity",)},
+    "mlflow": {"run_name": ("run_name",), "experiment_name": ("project",)},
+    "trackio": {"project": ("project",)},
+}
+_STRATEGIES_OF_STEPS = ("save_strategy", "logging_strategy")

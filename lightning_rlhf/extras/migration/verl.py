@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import yaml
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.migration.parts import Counterpart, table
+from lightning_rlhf.extras.migration.given import GivenOptions
+from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ESTIMATORS = {
@@ -28,7 +30,8 @@ _LOGGERS = {"wandb": "lightning.pytorch.loggers.WandbLogger", "mlflow": "lightni
 # Defaults of verl that decide what a run learns.
 _DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0, "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.kl_coef": 0.001, "critic.optim.lr": 1e-5, "data.max_prompt_length": 512,
+    "algorithm.kl_ctrl.kl_coef": 0.001, "critic.cliprange_value": 0.5,
+    "critic.optim.lr": 1e-5, "data.max_prompt_length": 512,
     "data.max_response_length": 512, "data.train_batch_size": 1024, "data.truncation": "error",
     "trainer.total_epochs": 30, f"{_ACTOR}.optim.lr": 1e-6, f"{_ACTOR}.optim.weight_decay": 0.01,
     f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ACTOR}.ppo_epochs": 1, f"{_ACTOR}.clip_ratio": 0.2,
@@ -38,6 +41,10 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_AS_ACTOR = ("critic", "actor_rollout_ref.ref")  # sections whose further options are those of the actor
+_UNSET: tuple[Any, ...] = (None, "", [], {})
+_NEVER = 1_000_000_000  # steps between validations, of which a run has none
+_TRIED = 10  # batches of prompts that a step tries where verl has no limit
 _SUPERVISED: dict[str, Any] = {
     "data.train_batch_size": 256, "data.max_length": 1024, "data.truncation": "error", "trainer.total_epochs": 4,
     "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.01, "optim.clip_grad": 1.0,
@@ -52,6 +59,8 @@ def counterpart(option: str) -> Counterpart | None:
             continue
         name = option.removeprefix(f"{section}.")
         pattern = next((each for each in options if fnmatchcase(name, each)), None)
+        if pattern == "*" and section in _AS_ACTOR and counterpart(f"{_ACTOR}.{name}") is None:
+            return None
         if pattern is not None:
             return options[pattern]
     return None
@@ -78,16 +87,9 @@ def converted(options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
 
 class _Conversion:
     def __init__(self, options: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-        self._given = {name: _value(text) for name, text in options.items()}
-        self._values = {**defaults, **self._given}
-        self._used: set[str] = set()
-        self._notes: list[str] = []
-
-    def _take(self, name: str, default: Any = None) -> Any:
-        """Return the value of an option, which is carried over."""
-        self._used.add(name)
-        value = self._values.get(name, default)
-        return default if value is None else value
+        given = {name: _value(text) for name, text in options.items()}
+        self._options = GivenOptions({name: value for name, value in given.items() if value not in _UNSET}, defaults)
+        self._take = self._options.take
 
     def _actor(self, name: str, default: Any = None) -> Any:
         return self._take(f"{_ACTOR}.{name}", default)
@@ -104,14 +106,8 @@ class _Conversion:
 
     def _left(self) -> list[str]:
         """Return the notes, and a line for each option that was given and not used."""
-        left = []
-        for name, value in self._given.items():
-            entry = counterpart(name)
-            needs_none = entry is not None and not entry.option and not entry.is_missing
-            if name in self._used or value in (False, None, "", []) or needs_none:
-                continue
-            left.append(f"{name}: {value!r:.80} ({entry.sentence() if entry else 'unknown to this table'})")
-        return [*self._notes, *left]
+        known = [f"{section}.{name}" for section, options in table("verl").items() for name in options]
+        return self._options.left(counterpart, "verl", known)
 
     def _module_name(self) -> str:
         mode = str(self._actor("policy_loss.loss_mode", "vanilla"))
@@ -119,9 +115,9 @@ class _Conversion:
         if mode in _LOSS_MODES and estimator == "grpo":
             return _LOSS_MODES[mode]
         if mode != "vanilla":
-            self._used.discard(f"{_ACTOR}.policy_loss.loss_mode")
+            self._options.leave(f"{_ACTOR}.policy_loss.loss_mode")
         if estimator not in _ESTIMATORS:
-            self._used.discard("algorithm.adv_estimator")
+            self._options.leave("algorithm.adv_estimator")
         return _ESTIMATORS.get(estimator, "GRPOModule")
 
     def _module(self, module: str) -> dict[str, Any]:
@@ -132,10 +128,14 @@ class _Conversion:
             options["critic_optimizer"] = {"lr": float(self._take("critic.optim.lr")), "weight_decay": 0.01}
             gamma, lam = float(self._take("algorithm.gamma")), float(self._take("algorithm.lam"))
             options["advantages"] = {"gamma": gamma, "gae_lambda": lam}
-            if warmup := int(self._take("trainer.critic_warmup", 0)):
-                options["critic_warmup_steps"] = warmup
+            if (warmup := int(self._take("trainer.critic_warmup", 0))) > 1:
+                options["critic_warmup_steps"] = warmup - 1  # verl updates the actor in the last of them
+            if (change := float(self._take("critic.cliprange_value"))) != 0.5:
+                options["value_loss"] = {"clip_range": change}
+            for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip", "loss_agg_mode"):
+                self._as_actor(name)
         elif int(self._take("trainer.critic_warmup", 0)):
-            self._used.discard("trainer.critic_warmup")
+            self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
         rate, decay = float(self._actor("optim.lr")), float(self._actor("optim.weight_decay"))
         options["optimizer"] = {"lr": rate, "weight_decay": decay}
         if ratio := float(self._actor("optim.lr_warmup_steps_ratio", 0.0)):
@@ -149,12 +149,7 @@ class _Conversion:
             options["micro_batch_tokens"] = int(tokens)
         if entropy := float(self._actor("entropy_coeff")):
             options["ent_coef"] = entropy
-        aggregation = str(self._actor("loss_agg_mode"))
-        if aggregation in _AGGREGATIONS:
-            path = f"lightning_rlhf.objectives.aggregation.{_AGGREGATIONS[aggregation]}"
-            options["aggregation"] = {"class_path": path}
-        else:
-            self._used.discard(f"{_ACTOR}.loss_agg_mode")
+        options["aggregation"] = self._aggregation()
         if module in ("PPOModule", "GRPOModule"):
             options["policy_loss"] = self._clip()
         loss = bool(self._actor("use_kl_loss", False))
@@ -162,9 +157,12 @@ class _Conversion:
         options["kl_loss"] = {"coef": float(self._actor("kl_loss_coef")) if loss else 0.0, "estimator": kind}
         if self._take("algorithm.use_kl_in_reward", False):
             kind = _KL.get(str(self._take("algorithm.kl_penalty")), "k1")
+            if self._take("algorithm.kl_ctrl.type", "fixed") != "fixed":
+                reason = "target_kl is nats per token in verl, per response in KLControl, a callback"
+                self._options.leave("algorithm.kl_ctrl.type", reason)
             options["kl_reward"] = {"coef": float(self._take("algorithm.kl_ctrl.kl_coef")), "estimator": kind}
         else:
-            self._used |= {"algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"}
+            self._options.settle("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef")
             if module in ("PPOModule", "RLOOModule", "ReMaxModule", "ReinforcePlusPlusModule"):
                 options["kl_reward"] = {"coef": 0.0}
         if module == "GRPOModule" and self._take("algorithm.norm_adv_by_std_in_grpo", True) is False:
@@ -173,10 +171,27 @@ class _Conversion:
             options["reward_model"] = path
         return options
 
+    def _as_actor(self, name: str) -> None:
+        """List an option of the critic that is not the actor's."""
+        if self._take(f"critic.{name}") not in (None, actor := self._actor(name)):
+            self._options.leave(f"critic.{name}", f"critic and actor have one value: {actor}")
+
+    def _aggregation(self) -> dict[str, Any]:
+        mode = str(self._actor("loss_agg_mode"))
+        path = "lightning_rlhf.objectives.aggregation."
+        if mode == "seq-mean-token-sum-norm":
+            scale = float(self._actor("loss_scale_factor") or self._take("data.max_response_length"))
+            self._options.note(f"loss_agg_mode: {mode}: a mean over responses here, their sum in a micro-batch in verl")
+            return {"class_path": f"{path}SequenceMeanTokenSum", "init_args": {"scale": scale}}
+        if mode not in _AGGREGATIONS:
+            self._options.leave(f"{_ACTOR}.loss_agg_mode")
+        return {"class_path": f"{path}{_AGGREGATIONS.get(mode, 'TokenMean')}"}
+
     def _clip(self) -> dict[str, float]:
         both = float(self._actor("clip_ratio"))
-        if both != 0.2 and not {f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"} & self._given.keys():
-            self._notes.append(f"clip_ratio: {both} bounds both sides here; in verl, clip_ratio_low and _high stay 0.2")
+        sides = [f"{_ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
+        if both != 0.2 and self._options.given.keys().isdisjoint(sides):
+            self._options.note(f"clip_ratio: {both} bounds both sides here; in verl, clip_ratio_low and _high stay 0.2")
         low, high = float(self._actor("clip_ratio_low", both)), float(self._actor("clip_ratio_high", both))
         return {"clip_range_low": low, "clip_range_high": high, "dual_clip": float(self._actor("clip_ratio_c"))}
 
@@ -185,6 +200,8 @@ class _Conversion:
 
     def _source(self) -> Any:
         path = self._path("actor_rollout_ref.model.path") or "set the model"
+        if path == "set the model":
+            self._options.note("actor_rollout_ref.model.path: the script names no model; write it to run.yaml, twice")
         rank = int(self._take("actor_rollout_ref.model.lora_rank", 0))
         if not rank:
             return path
@@ -200,7 +217,7 @@ class _Conversion:
         data["train"] = self._take("data.train_files", "set the rows of training")
         if (val := self._take("data.val_files")) is not None:
             data["val"] = val
-        data["batch_size"] = int(self._take("data.train_batch_size"))
+        data["batch_size"] = self._prompts()
         if size := self._take("data.val_batch_size"):
             data["val_batch_size"] = int(size)
         data["max_tokens"] = int(self._take("data.max_prompt_length"))
@@ -211,6 +228,17 @@ class _Conversion:
         if self._take("data.shuffle", True) is False:
             data["shuffle"] = False
         return data
+
+    def _prompts(self) -> int:
+        """Return the prompts of a batch; with groups that are filtered, those that a step may try."""
+        step = int(self._take("data.train_batch_size"))
+        if not self._take("algorithm.filter_groups.enable", False):
+            return step
+        batches = int(self._take("algorithm.filter_groups.max_num_gen_batches", 0))
+        if batches < 1:
+            batches = _TRIED
+            self._options.note(f"max_num_gen_batches: 0 has no limit in verl: a step tries {batches} batches here")
+        return math.ceil(int(self._take("data.gen_batch_size", step)) * batches / step) * step
 
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
@@ -223,16 +251,15 @@ class _Conversion:
         if (nodes := int(self._take("trainer.nnodes", 1))) > 1:
             run["num_nodes"] = nodes
         run["strategy"] = self._strategy()
-        if (frequency := int(self._take("trainer.test_freq", -1))) > 0:
-            run["val_check_interval"] = frequency
+        run |= self._validations()
         loggers = self._take("trainer.logger", [])
         loggers = [loggers] if isinstance(loggers, str) else loggers
         if name := next((each for each in loggers if each in _LOGGERS), None):
-            arguments = {"project": str(self._values.get("trainer.project_name", "")), "name": str(self._name())}
+            arguments = {"project": str(self._take("trainer.project_name", "")), "name": str(self._name())}
             run["logger"] = {"class_path": _LOGGERS[name], "init_args": arguments if name == "wandb" else {}}
-            self._used.add("trainer.project_name")
+            self._options.settle("trainer.project_name")
         else:
-            self._used |= {"trainer.project_name", "trainer.logger"}
+            self._options.settle("trainer.project_name", "trainer.logger")
         saves: dict[str, int] = {}
         if (frequency := int(self._take("trainer.save_freq", -1))) > 0:
             saves["every_n_steps"] = frequency
@@ -245,12 +272,24 @@ class _Conversion:
         directory = self._take("trainer.default_local_dir", f"runs/{self._name()}")
         return {**run, "callbacks": callbacks, "default_root_dir": str(directory)}
 
+    def _validations(self) -> dict[str, int]:
+        """Return when the Trainer validates; the loop does before the first and after the last step."""
+        if (frequency := int(self._take("trainer.test_freq", -1))) > 0:
+            return {"val_check_interval": frequency}
+        if self._take("trainer.val_before_train", True):
+            if "data.val_files" in self._options.given:
+                self._options.note("trainer.test_freq: -1: the model is validated before and after the run")
+            return {"val_check_interval": _NEVER}
+        return {"limit_val_batches": 0}
+
     def _name(self) -> Any:
         return self._take("trainer.experiment_name", "verl")
 
     def _strategy(self) -> Any:
-        offload = self._actor("fsdp_config.param_offload", False) or self._actor("fsdp_config.optimizer_offload", False)
-        options: dict[str, Any] = {"cpu_offload": True} if offload else {}
+        weights, moments = (self._actor(f"fsdp_config.{each}_offload", False) for each in ("param", "optimizer"))
+        if moments and not weights:
+            self._options.note(f"{_ACTOR}.fsdp_config.optimizer_offload: cpu_offload keeps the weights there as well")
+        options: dict[str, Any] = {"cpu_offload": True} if weights or moments else {}
         if self._take("actor_rollout_ref.model.enable_gradient_checkpointing", False):
             options["activation_checkpointing"] = True
         if (size := int(self._actor("ulysses_sequence_parallel_size", 1))) > 1:
@@ -267,18 +306,18 @@ class _Conversion:
             "max_response_tokens": int(self._take("data.max_response_length")),
             "temperature": float(self._take(f"{_ROLLOUT}.temperature")),
         }
-        path, name = self._take("custom_reward_function.path"), self._take("custom_reward_function.name")
-        if path:
-            options["rewards"] = [{"function": f"{path}:{name or 'compute_score'}"}]
-        elif "reward_model.model.path" not in self._used:
-            options["rewards"] = [{"function": "lightning_rlhf.rewards.rules.gsm8k_strict"}]
-            self._notes.append(
-                "rewards: verl chooses a rule by data_source; the one of GSM8K is written here, see BySource"
-            )
+        if rewards := self._rewards():
+            options["rewards"] = rewards
+        if self._take("algorithm.filter_groups.enable", False):
+            options["dynamic_sampling"] = {"prompts_per_step": int(self._take("data.train_batch_size"))}
+            if (metric := self._take("algorithm.filter_groups.metric", "score")) not in ("score", "seq_reward"):
+                self._options.leave("algorithm.filter_groups.metric", f"the sum of the rewards decides, not {metric}")
         if samples := int(self._take(f"{_ROLLOUT}.val_kwargs.n", 0)):
             options["val_samples"] = samples
         if self._take("trainer.val_before_train", True) is False:
             options["validate_at_ends"] = False
+            if int(self._take("trainer.test_freq", -1)) > 0:
+                self._options.note("trainer.val_before_train: the last step is only validated where test_freq is due")
         engine = {
             ours: self._take(f"{_ROLLOUT}.{theirs}")
             for ours, theirs in (
@@ -288,15 +327,29 @@ class _Conversion:
             if self._take(f"{_ROLLOUT}.{theirs}") is not None
         }
         if self._take(f"{_ROLLOUT}.name", "vllm") != "vllm":
-            self._used.discard(f"{_ROLLOUT}.name")
+            self._options.leave(f"{_ROLLOUT}.name")
         elif engine:
-            path = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
-            if engine.get("tensor_parallel_size", 1) > 1:  # its GPUs are those of as many processes
-                shared = {"engine": {"class_path": path, "init_args": engine}, "ranks": engine["tensor_parallel_size"]}
-                options["engine"] = {"class_path": "lightning_rlhf.rollout.shared.SharedEngine", "init_args": shared}
-            else:
-                options["engine"] = {"class_path": path, "init_args": engine}
+            options["engine"] = vllm_engine(engine)
         return options
+
+    def _rewards(self) -> list[dict[str, Any]]:
+        rewards: list[dict[str, Any]] = []
+        path, name = self._take("custom_reward_function.path"), self._take("custom_reward_function.name")
+        if path:
+            rewards.append({"function": f"{path}:{name or 'compute_score'}"})
+        elif not (self._take("reward_model.enable", False) and self._path("reward_model.model.path")):
+            rewards.append({"function": "lightning_rlhf.rewards.rules.gsm8k_strict"})
+            self._options.note(
+                "rewards: verl chooses a rule by data_source; the one of GSM8K is written here, see BySource"
+            )
+        for place in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+            if self._take(f"{place}.enable", False):
+                longest = self._take("reward_model.reward_kwargs.max_resp_len", self._take("data.max_response_length"))
+                sizes = {"max_tokens": int(longest), "buffer_tokens": int(self._take(f"{place}.len"))}
+                penalty = {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": sizes}
+                rewards.append({"function": penalty, "weight": float(self._take(f"{place}.penalty_factor", 1.0))})
+                self._options.settle(f"{place}.log")
+        return rewards
 
 
 class _Supervised(_Conversion):
@@ -327,8 +380,8 @@ class _Supervised(_Conversion):
             run["max_epochs"] = int(self._take("trainer.total_epochs"))
         if (devices := int(self._take("trainer.n_gpus_per_node"))) > 1:
             run |= {"devices": devices, "strategy": "rlhf_fsdp"}
-        self._notes.append("trainer.devices: torchrun starts the processes of verl; set the number of yours")
-        self._used |= {"trainer.project_name", "trainer.logger"}
+        self._options.note("trainer.devices: torchrun starts the processes of verl; set the number of yours")
+        self._options.settle("trainer.project_name", "trainer.logger")
         run["default_root_dir"] = str(self._take("trainer.default_local_dir", f"runs/{self._name()}"))
         config = {
             "seed_everything": int(self._take("data.seed", 42)),

@@ -1,15 +1,20 @@
 """A configuration from options of TRL: their values, those that could not be carried over, and mistakes."""
 
+import importlib
+import itertools
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 
 from lightning_rlhf.extras.commands import new
 from lightning_rlhf.extras.migration.trl import converted, trainer_of
 from lightning_rlhf.extras.schema.check import mistakes
+from lightning_rlhf.objectives.base import PolicyTokens
+from lightning_rlhf.objectives.policy_losses import CISPOLoss, ClippedPolicyLoss
 
 GRPO = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -72,28 +77,145 @@ def test_options_about_the_whole_batch_are_listed():
     assert [line.partition(":")[0] for line in left[1:]] == ["scale_rewards", "save_steps"]
 
 
+MEAN, SUM, TOKENS = "SequenceMeanTokenMean", "SequenceMeanTokenSum", "TokenMean"
+
+
 @pytest.mark.parametrize(
-    ("changes", "module", "key", "value"),
+    ("changes", "module", "aggregation", "policy_loss"),
     [
-        ({"loss_type": "grpo"}, "GRPOModule", "aggregation", None),
-        ({"loss_type": "dr_grpo"}, "DrGRPOModule", "aggregation", None),
-        ({"loss_type": "cispo"}, "CISPOModule", "policy_loss", None),
-        ({"importance_sampling_level": "sequence"}, "GSPOModule", "aggregation", None),
-        ({"scale_rewards": False}, "GRPOModule", "advantages", {"normalize_std": False}),
+        ({"loss_type": "grpo"}, "GRPOModule", MEAN, {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        ({"loss_type": "dr_grpo"}, "GRPOModule", SUM, {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "DrGRPOModule", SUM,
+         {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "CISPOModule", TOKENS, {"clip_range_high": 4.0}),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.1}, "SAPOModule", MEAN, {"tau_neg": 1.1}),
+        ({"loss_type": "vespo", "vespo_k_pos": 1.5}, "GRPOModule", TOKENS, {"k_pos": 1.5}),
+        ({"importance_sampling_level": "sequence"}, "GSPOModule", TOKENS,
+         {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, "GSPOModule", SUM,
+         {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+    ],
+)  # fmt: skip
+def test_loss_of_grpo_selects_the_module(changes, module, aggregation, policy_loss):
+    config, left = converted(GRPO | changes, "grpo", 1)
+    options = config["model"]["init_args"]
+    assert config["model"]["class_path"] == f"lightning_rlhf.{module}"
+    assert options["aggregation"]["class_path"].endswith(f".{aggregation}")
+    loss = options["policy_loss"]
+    assert loss.get("init_args", loss) == policy_loss
+    assert len(left) == 1
+
+
+def test_divisor_and_deviation_of_grpo():
+    changes = {"loss_type": "dr_grpo", "scale_rewards": False, "max_completion_length": 300}
+    model, *_ = parts(GRPO | changes)
+    assert model["aggregation"]["init_args"] == {"scale": 300.0}
+    assert model["advantages"] == {"eps": 1e-4, "normalize_std": False}
+
+
+def trl_loss(kind, level, logprobs, old, advantages, mask):
+    """The loss of GRPOTrainer of TRL 1.16 with epsilon 0.2, in loops of plain numbers."""
+    total, tokens = 0.0, int(mask.sum())
+    for row in range(len(mask)):
+        ratios = (logprobs[row] - old[row]).exp()[mask[row]]
+        if level == "sequence":
+            ratios = torch.full_like(ratios, float((logprobs[row] - old[row])[mask[row]].mean().exp()))
+        a = float(advantages[row])
+        losses = [-min(float(r) * a, min(max(float(r), 0.8), 1.2) * a) for r in ratios]
+        if kind == "cispo":
+            losses = [-min(float(r), 5.0) * a * float(x) for r, x in zip(ratios, logprobs[row][mask[row]], strict=True)]
+        whole = sum(losses)
+        total += {"grpo": whole / len(losses) / len(mask), "dr_grpo": whole / 4 / len(mask)}.get(kind, whole / tokens)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [*itertools.product(["grpo", "dr_grpo", "dapo", "bnpo"], ["token", "sequence"]), ("cispo", "token")],
+)
+def test_losses_are_those_of_trl(kind, level):
+    draws = torch.Generator().manual_seed(0)
+    logprobs, old = (-torch.rand(3, 4, generator=draws, dtype=torch.float64) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    options = {"loss_type": kind, "importance_sampling_level": level, "max_completion_length": 4}
+    model, *_ = parts(GRPO | options | {"epsilon_high": 5.0 if kind == "cispo" else 0.2})
+    loss = model["policy_loss"]
+    if "class_path" not in loss:
+        loss = {"class_path": {"cispo": CISPOLoss}.get(kind, ClippedPolicyLoss), "init_args": loss}
+    policy_loss, aggregation = built(loss), built(model["aggregation"])
+    tokens = PolicyTokens.of(logprobs * mask, old * mask, advantages[:, None] * mask, mask)
+    losses, _ = policy_loss.token_losses(tokens)
+    value = (losses * aggregation.weights(mask)).sum() / aggregation.denominator(mask)
+    assert value.item() == pytest.approx(trl_loss(kind, level, logprobs, old, advantages, mask), rel=1e-9)
+
+
+def built(entry):
+    kind = entry["class_path"]
+    if isinstance(kind, str):
+        room, _, name = kind.rpartition(".")
+        kind = getattr(importlib.import_module(room), name)
+    return kind(**entry.get("init_args", {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"loss_type": "cispo"}, "epsilon_high: 0.28 (0.28 bounds CISPO's weights in TRL"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "importance_sampling_level: 'sequence' (sapo"),
+        ({"lora_dropout": 0.1}, "lora_dropout: 0.1 (importance ratios compare two passes"),
+        ({"num_generatons": 4}, "num_generatons: 4 (TRL 1.16 has no such option; did you mean num_generations?)"),
+        ({"vllm_mode": "server"}, "vllm_mode: 'server' (`engine` of `RolloutLoop`: VLLMServerEngine for a server)"),
+        ({"model_name_or_path": None}, "model_name_or_path: the file names no model"),
+        ({"dataset_name": None}, "dataset_name: the file names no data"),
     ],
 )
-def test_loss_of_grpo_selects_the_module(changes, module, key, value):
-    config, left = converted(GRPO | changes, "grpo", 1)
-    assert config["model"]["class_path"] == f"lightning_rlhf.{module}"
-    assert config["model"]["init_args"].get(key) == value
+def test_what_has_another_meaning_is_listed(changes, line):
+    *_, left = parts(GRPO | changes)
+    assert any(each.startswith(line) for each in left), left
+
+
+def test_sizes_and_names_are_carried_over():
+    given = {
+        "warmup_steps": 30, "max_steps": 600, "run_name": "mine", "project": "p", "num_generations_eval": 4,
+        "reward_funcs": None, "reward_weights": None, "reward_model_name_or_path": "x/reward",
+        "vllm_tensor_parallel_size": 2,
+    }  # fmt: skip
+    model, _, run, left = parts(GRPO | given, devices=2)
+    assert model["lr_scheduler"]["init_args"]["warmup_ratio"] == 0.05
+    assert model["reward_model"] == "x/reward"
+    assert "rewards" not in loop(run)
+    assert loop(run)["val_samples"] == 4
+    assert loop(run)["engine"]["class_path"].endswith("SharedEngine")
+    assert run["logger"]["init_args"] == {"name": "mine", "project": "p"}
     assert len(left) == 1
+
+
+def test_lengths_dropout_and_text_of_supervised_runs():
+    given = {"model_name_or_path": "x/y", "dataset_name": "o/r", "use_peft": True}
+    model, data, *_ = parts(given | {"dataset_text_field": "body"}, "sft")
+    assert (model["actor"]["init_args"]["lora"]["dropout"], data["columns"]) == (0.05, {"text": "body"})
+    model, data, _, left = parts(given | {"max_length": None, "lora_dropout": 0.1}, "dpo")  # TRL's DPO has none either
+    assert "dropout" not in model["actor"]["init_args"]["lora"]
+    assert (data["max_tokens"], data["too_long"]) == (32_768, "bad_row")
+    assert left == ["max_length: null: texts beyond 32768 tokens, max_tokens here, are named"]
+    model, *_ = parts(given | {"lora_dropout": 0.1, "disable_dropout": False}, "dpo")
+    assert model["actor"]["init_args"]["lora"]["dropout"] == 0.1
+
+
+def test_activations_are_checkpointed_as_by_default():
+    *_, run, _ = parts(GRPO)
+    assert run["strategy"]["init_args"] == {"activation_checkpointing": True}
+    *_, run, _ = parts(GRPO | {"gradient_checkpointing": False}, devices=2)
+    assert run["strategy"] == "rlhf_ddp"
 
 
 def test_options_that_are_not_here_are_listed_with_the_reason():
     *_, left = parts({**GRPO, "top_p": 0.9, "loss_type": "bnpo", "mine": 1, "warmup_steps": 30, "hub_token": None})
-    assert [line.partition(":")[0] for line in left[1:]] == ["top_p", "loss_type", "mine", "warmup_steps"]
-    assert "not here: the trainer's log-probabilities would not be those" in left[1]
-    assert left[3] == "mine: 1 (unknown to this table)"
+    assert [line.partition(":")[0] for line in left[2:]] == ["top_p", "mine", "warmup_steps"]
+    assert left[0] == "loss_type: 'bnpo' is the mean over the tokens of a micro-batch in TRL, of an update here"
+    assert "not here: the trainer's log-probabilities would not be those" in left[2]
+    assert left[3] == "mine: 1 (TRL 1.16 has no such option)"
 
 
 @pytest.mark.parametrize(
@@ -121,15 +243,22 @@ def test_other_trainers(tmp_path, monkeypatch, trainer, options, expected):
 
 
 def test_names_of_earlier_releases_are_read():
-    options = {"max_seq_length": 300, "torch_dtype": "bfloat16", "optim": "adamw_8bit", "lr_scheduler_kwargs": {"a": 1}}
+    options = {
+        "dataset_name": "o/r",
+        "max_seq_length": 300,
+        "torch_dtype": "bfloat16",
+        "optim": "adamw_8bit",
+        "lr_scheduler_kwargs": {"a": 1},
+    }
+    options |= {"model_name_or_path": "x/y"}
     assert trainer_of(options) == "sft"
-    model, data, _, left = parts(options | {"model_name_or_path": "x/y", "use_peft": True}, "sft")
+    model, data, _, left = parts(options | {"use_peft": True}, "sft")
     assert (data["max_tokens"], model["actor"]["init_args"]["dtype"]) == (300, "bfloat16")
     assert model["optimizer"]["class_path"] == "bitsandbytes.optim.AdamW8bit"
     assert model["lr_scheduler"]["init_args"]["arguments"] == {"a": 1}
     assert left == []
     model, *_, left = parts(options, "sft")  # bfloat16 weights would hardly move
-    assert model["actor"] == "set the model"
+    assert model["actor"] == "x/y"
     assert left == ["dtype: bfloat16: trained weights are float32 here, computed in bf16-mixed"]
 
 
@@ -154,6 +283,7 @@ def test_losses_of_dpo_and_kto():
             '{"num_generations": 2, "per_device_train_batch_size": [1]}',
             "a value that cannot be carried over: int()",
         ),
+        ('{"num_generations": 2, "reward_funcs": ["a"], "reward_weights": [1, 2]}', "has 2 numbers for 1 reward_funcs"),
         ('{"learning_rate": 1}', "the options do not show whose they are: add --trainer grpo, rloo, sft"),
     ],
 )
@@ -162,6 +292,31 @@ def test_mistakes_are_one_line(tmp_path, capsys, text, message):
     assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", "python -m verl.trainer.main_ppo a.b=1", "for a script of verl, use --from-verl"),
+        ("train.py", "GRPOConfig()", "write its options to a YAML file"),
+    ],
+)
+def test_a_program_is_not_a_file_of_options(tmp_path, capsys, name, text, message):
+    (tmp_path / name).write_text(text)
+    assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_project_explains_itself(tmp_path, capsys):
+    (tmp_path / "given.json").write_text(json.dumps(GRPO | {"top_p": 0.9}))
+    assert new.run([str(tmp_path / "my run"), "--from-trl", str(tmp_path / "given.json")]) == 0
+    text = (tmp_path / "my run/README.md").read_text()
+    assert f"cd '{tmp_path}/my run'\nlightning-rlhf check-data --config run.yaml" in text
+    assert "- top_p: 0.9 (not here:" in text
+    assert f"  cd '{tmp_path}/my run'" in capsys.readouterr().out
+    arguments = [str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json"), "--devices", "0"]
+    assert new.run(arguments) == 2
+    assert "--devices must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

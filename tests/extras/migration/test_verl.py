@@ -66,7 +66,7 @@ def test_script_becomes_a_run(tmp_path, monkeypatch, capsys):
     for line in (
         "trainer.default_local_dir: '$OUTPUT' depends on the machine",
         "actor_rollout_ref.rollout.top_p: 0.9 (not here: the trainer's log-probabilities would not be",
-        "trainer.mine: 1 (unknown to this table)",
+        "trainer.mine: 1 (verl has no such option)",
     ):
         assert line in printed
 
@@ -109,6 +109,86 @@ def test_estimator_selects_the_module(estimator, module):
     assert config["model"]["class_path"] == f"lightning_rlhf.{module}"
     assert config["model"]["init_args"]["kl_reward"] == {"coef": 0.001, "estimator": "k1"}
     assert any("adv_estimator" in line for line in left) == (estimator == "mine")
+
+
+BASE = {
+    "actor_rollout_ref.model.path": "x/y",
+    "data.train_files": "rows.parquet",
+    "custom_reward_function.path": "r.py",
+}
+
+
+def test_options_of_the_critic():
+    options = {
+        "algorithm.adv_estimator": "gae", "trainer.critic_warmup": "3", "critic.cliprange_value": "0.2",
+        "critic.ppo_epochs": "4", "critic.ppo_mini_batch_size": "256", "critic.grad_clp": "1",
+    }  # fmt: skip
+    config, left = converted(BASE | options)
+    model = config["model"]["init_args"]
+    assert (model["critic_warmup_steps"], model["value_loss"]) == (2, {"clip_range": 0.2})
+    assert left == [
+        "critic.ppo_epochs: 4 (critic and actor have one value: 1)", "critic.grad_clp: 1 (verl has no such option)",
+    ]  # fmt: skip
+
+
+def test_groups_overlong_answers_and_sums_of_dapo():
+    options = {
+        "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": "True",
+        "algorithm.filter_groups.metric": "acc", "algorithm.filter_groups.max_num_gen_batches": "3",
+        "data.train_batch_size": "16", "data.gen_batch_size": "40", "data.max_response_length": "100",
+        "reward_model.overlong_buffer.enable": "True", "reward_model.overlong_buffer.len": "20",
+        "reward_model.overlong_buffer.penalty_factor": "0.5",
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+    }  # fmt: skip
+    config, left = converted(BASE | options)
+    loop = config["trainer"]["callbacks"][0]["init_args"]
+    assert config["data"]["init_args"]["batch_size"] == 128  # 120 prompts, in whole steps of 16
+    assert loop["dynamic_sampling"] == {"prompts_per_step": 16}
+    penalty = {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty"}
+    penalty["init_args"] = {"max_tokens": 100, "buffer_tokens": 20}
+    assert loop["rewards"] == [{"function": "r.py:compute_score"}, {"function": penalty, "weight": 0.5}]
+    aggregation = config["model"]["init_args"]["aggregation"]
+    assert aggregation["class_path"].endswith(".SequenceMeanTokenSum")
+    assert aggregation["init_args"] == {"scale": 100.0}
+    assert [line.partition(":")[0] for line in left] == ["loss_agg_mode", "algorithm.filter_groups.metric"]
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "at_ends", "note"),
+    [
+        ({"trainer.test_freq": "5"}, {"val_check_interval": 5}, None, ""),
+        (
+            {"trainer.test_freq": "5", "trainer.val_before_train": "False"},
+            {"val_check_interval": 5},
+            False,
+            "last step",
+        ),
+        ({"trainer.test_freq": "-1", "trainer.val_before_train": "False"}, {"limit_val_batches": 0}, False, ""),
+        ({"data.val_files": "val.parquet"}, {"val_check_interval": 1_000_000_000}, None, "before and after the run"),
+    ],
+)
+def test_validations(options, run, at_ends, note):
+    config, left = converted(BASE | {"algorithm.adv_estimator": "grpo"} | options)
+    assert run.items() <= config["trainer"].items()
+    assert config["trainer"]["callbacks"][0]["init_args"].get("validate_at_ends") == at_ends
+    assert [note in line for line in left] == [True] * bool(note)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+            "True",
+            "cpu_offload keeps the weights there as well",
+        ),
+        ("data.train_batch_sise", "4", "verl has no such option; did you mean data.train_batch_size?"),
+        ("actor_rollout_ref.model.path", "", "the script names no model"),
+    ],
+)
+def test_what_has_another_meaning_is_listed(name, value, line):
+    _, left = converted(BASE | {"algorithm.adv_estimator": "grpo", name: value})
+    assert any(line in each for each in left), left
 
 
 SFT = """torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/a.parquet data.prompt_key=extra_info \\

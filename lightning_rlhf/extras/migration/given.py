@@ -1,0 +1,70 @@
+"""The options that a file or a script of another trainer sets: which of them were carried over, and which were not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_rlhf.extras.migration.parts import Counterpart
+
+
+class GivenOptions:
+    """Options with the defaults of their program. What is taken counts as carried over.
+
+    Args:
+        given: options that are set, without those that set nothing.
+        defaults: defaults that decide what a run learns.
+    """
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.given = dict(given)
+        self.values = {**defaults, **given}
+        self.notes: list[str] = []
+        self._used: set[str] = set()
+        self._reasons: dict[str, str] = {}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return the value of an option, which is carried over."""
+        self._used.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def settle(self, *names: str) -> None:
+        """Count options as carried over whose values need nothing here."""
+        self._used.update(names)
+
+    def leave(self, name: str, reason: str = "") -> None:
+        """List an option, although it was taken, with the reason; the reason in the table is the default."""
+        self._used.discard(name)
+        if reason:
+            self._reasons[name] = reason
+
+    def note(self, text: str) -> None:
+        """List what is not the value of one option that was left."""
+        self.notes.append(text)
+
+    def left(
+        self, counterpart: Callable[[str], Counterpart | None], program: str, known: Iterable[str] = ()
+    ) -> list[str]:
+        """Return the notes, and a line for each option that was given and not carried over.
+
+        Args:
+            counterpart: what an option is here.
+            program: name of the program and its release, for options that it does not have.
+            known: names of its options, of which the nearest is shown for a misspelt one.
+        """
+        lines = list(self.notes)
+        for name, value in self.given.items():
+            entry = counterpart(name)
+            needs_none = entry is not None and not entry.option and not entry.is_missing
+            if name in self._used or value is False or (needs_none and name not in self._reasons):
+                continue
+            reason = self._reasons.get(name) or (entry.sentence() if entry else _unknown(name, program, known))
+            lines.append(f"{name}: {value!r:.80} ({reason})")
+        return lines
+
+
+def _unknown(name: str, program: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f"{program} has no such option" + (f"; did you mean {near[0]}?" if near else "")

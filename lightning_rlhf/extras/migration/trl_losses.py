@@ -1,0 +1,98 @@
+"""The losses of TRL's trainers as options of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_rlhf.extras.migration.given import GivenOptions
+
+_PREFERENCE = "lightning_rlhf.objectives.preference_losses"
+_DPO = {
+    "sigmoid": "DPOLoss", "hinge": "HingeLoss", "ipo": "IPOLoss", "robust": "RobustDPOLoss",
+    "apo_zero": "APOZeroLoss", "apo_down": "APODownLoss",
+}  # fmt: skip
+_AGGREGATION = "lightning_rlhf.objectives.aggregation"
+# How TRL's losses of GRPO add up their tokens.
+_AGGREGATIONS = {
+    "grpo": "SequenceMeanTokenMean", "sapo": "SequenceMeanTokenMean", "bnpo": "TokenMean", "dapo": "TokenMean",
+    "cispo": "TokenMean", "vespo": "TokenMean", "dr_grpo": "SequenceMeanTokenSum", "luspo": "SequenceMeanTokenSum",
+}  # fmt: skip
+_SEQUENCES = "lightning_rlhf.extras.algorithms.sequence_policy_losses"
+_SAPO = ("tau_pos", "tau_neg")
+_VESPO = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+
+
+def grpo_loss(options: GivenOptions) -> tuple[str, dict[str, Any]]:
+    """Return the module, and its options for the loss, of TRL's GRPO trainer."""
+    kind = str(options.take("loss_type"))
+    if kind not in _AGGREGATIONS:
+        options.leave("loss_type")
+        kind = "dapo"
+    aggregation: dict[str, Any] = {"class_path": f"{_AGGREGATION}.{_AGGREGATIONS[kind]}"}
+    if kind == "dr_grpo":
+        aggregation["init_args"] = {"scale": float(options.values["max_completion_length"])}
+    if kind == "bnpo":
+        options.note("loss_type: 'bnpo' is the mean over the tokens of a micro-batch in TRL, of an update here")
+    loss: dict[str, Any] = {"aggregation": aggregation, "advantages": _advantages(options)}
+    module, policy_loss = _policy_loss(options, kind)
+    if kind == "dr_grpo" and module == "GRPOModule" and "normalize_std" in loss["advantages"]:
+        module = "DrGRPOModule"
+    return module, {**loss, **({"policy_loss": policy_loss} if policy_loss else {})}
+
+
+def _advantages(options: GivenOptions) -> dict[str, Any]:
+    scale = options.take("scale_rewards", "group")
+    if scale == "batch":
+        options.leave("scale_rewards", "the deviation of the whole batch is not here: that of the group is written")
+    return {"eps": 1e-4} | ({"normalize_std": False} if scale in ("none", False) else {})
+
+
+def _policy_loss(options: GivenOptions, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return the module and its policy loss."""
+    level = options.take("importance_sampling_level", "token")
+    low = float(options.take("epsilon"))
+    high = float(options.take("epsilon_high", low))
+    clip = {"clip_range_low": low, "clip_range_high": high}
+    if level == "sequence" and kind in ("cispo", "sapo"):
+        options.leave("importance_sampling_level", f"{kind} has a ratio for each token here")
+    if kind == "cispo":
+        if high > 1:
+            return "CISPOModule", {"clip_range_high": round(high - 1, 6)}
+        bound = f"{high} bounds CISPO's weights in TRL, all of which it makes smaller; they reach 5 here"
+        options.leave("epsilon_high", bound)
+        if "epsilon_high" not in options.given:
+            options.note(f"epsilon_high: {bound}")
+        return "CISPOModule", {}
+    if kind == "sapo":
+        temperatures = {ours: options.take(f"sapo_temperature_{ours.removeprefix('tau_')}") for ours in _SAPO}
+        return "SAPOModule", {ours: float(value) for ours, value in temperatures.items() if value is not None}
+    if kind == "vespo":
+        shape = {name: float(value) for name in _VESPO if (value := options.take(f"vespo_{name}")) is not None}
+        return "GRPOModule", {"class_path": f"{_SEQUENCES}.VESPOLoss", "init_args": shape}
+    if level == "sequence":
+        name = "LUSPOLoss" if kind == "luspo" else "GSPOLoss"
+        return "GSPOModule", {"class_path": f"{_SEQUENCES}.{name}", "init_args": clip}
+    return "GRPOModule", clip
+
+
+def dpo_loss(options: GivenOptions) -> dict[str, Any]:
+    """Return the options for the loss of TRL's DPO trainer."""
+    loss = options.take("loss_type")
+    kinds = loss if isinstance(loss, list) else [loss or "sigmoid"]
+    arguments: dict[str, Any] = {"beta": float(options.take("beta"))}
+    supervised: dict[str, float] = {}
+    if len(kinds) == 2 and kinds[1] == "sft":
+        weights = options.take("loss_weights", [1.0, 1.0])
+        kinds, supervised = kinds[:1], {"sft_coef": float(weights[1]) / float(weights[0])}
+    if len(kinds) != 1 or kinds[0] not in _DPO:
+        options.leave("loss_type")
+        kinds = ["sigmoid"]
+    if smoothing := options.take("label_smoothing"):
+        arguments["label_smoothing"] = float(smoothing)
+    return {"loss": {"class_path": f"{_PREFERENCE}.{_DPO[kinds[0]]}", "init_args": arguments}, **supervised}
+
+
+def kto_loss(options: GivenOptions) -> dict[str, Any]:
+    """Return the options for the loss of TRL's KTO trainer."""
+    weights = {name: options.take(name, 1.0) for name in ("desirable_weight", "undesirable_weight")}
+    return {"loss": weights | {"beta": options.take("beta")}}

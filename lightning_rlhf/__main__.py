@@ -8,6 +8,7 @@ from importlib import import_module
 from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING, Command
+from lightning_rlhf.cli.errors import printed
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.processes.child import end_with_launcher
 from lightning_rlhf.processes.signals import end_at_sigterm
@@ -49,10 +50,10 @@ def main() -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         return _show(f"{overview()}\n")
     name = arguments[0]
-    # Options before the command, as in `--seed_everything 1 fit`, are Lightning's to read.
-    if name not in COMMANDS and not name.startswith("-"):
-        print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
+    if name not in COMMANDS and name != "--help-all":
+        print(f"lightning-rlhf: {_unknown(name, arguments)}", file=sys.stderr)
         return 2
+    arguments = ["--config" if argument == "-c" else argument for argument in arguments]
     end_with_launcher(launch_environment.is_first_process(), is_loading=True)
     module, description, _ = COMMANDS.get(name, Command(LIGHTNING, ""))
     if module == LIGHTNING:
@@ -60,7 +61,7 @@ def main() -> int:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         # Its own --help, which lists all options, is --help-all here.
-        sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
+        sys.argv[1:] = ["--help" if argument == "--help-all" else argument for argument in arguments]
     try:
         if not _check_files(name, arguments[1:]):
             return 2
@@ -68,6 +69,7 @@ def main() -> int:
             name in ("fit", "validate")
             and not any(_shows_only(argument) for argument in arguments)
             and launch_environment.is_first_process()
+            and not printed  # the mistakes stay the last lines
         ):
             print("loading the libraries and the data", flush=True)
         launch_environment.apply()  # before libraries are imported that read environment variables
@@ -90,7 +92,7 @@ def _check_files(name: str, arguments: list[str]) -> bool:
     from lightning_rlhf.cli.early import check_early
 
     try:
-        check_early(arguments, name if COMMANDS[name].module == LIGHTNING else "", before=True)
+        check_early(arguments, name, before=True)
     except UsageError as error:
         if launch_environment.is_first_process():  # others find the same
             print(f"lightning-rlhf: {error}", file=sys.stderr)
@@ -114,12 +116,15 @@ def overview() -> str:
     return "\n".join(["usage: lightning-rlhf COMMAND ...", "", *lines, "", further])
 
 
-def _suggestion(name: str) -> str:
+def _unknown(name: str, arguments: list[str]) -> str:
+    """Return a message about a word that is no command."""
+    if name.startswith("-") and (command := next(filter(COMMANDS.__contains__, arguments), None)):
+        return f"the command comes first: lightning-rlhf {command} {name} ..."
     parts = [command for command in COMMANDS if name in command.split("-")] or [*filter(None, [_OTHER_NAMES.get(name)])]
     near = parts or difflib.get_close_matches(name, COMMANDS, n=1)
     if near:
-        return f"did you mean {near[0]!r}?"
-    return "lightning-rlhf --help lists all"
+        return f"unknown command {name!r}; did you mean {near[0]!r}?"
+    return f"unknown command {name!r}; lightning-rlhf --help lists all"
 
 
 if __name__ == "__main__":

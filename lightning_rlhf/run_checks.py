@@ -93,7 +93,7 @@ def check_minibatch_size(prompts: int, group_size: int, minibatch_size: int) -> 
         nearest = " or ".join(str(size) for size in divisors if abs(size - minibatch_size) == distance)
         raise UsageError(
             f"minibatch_size {minibatch_size} does not divide the {responses} responses of a step "
-            f"({prompts} prompts x group_size {group_size}); {nearest} would"
+            f"({prompts} prompts x group_size {group_size}): set model.init_args.minibatch_size to {nearest}"
         )
 
 

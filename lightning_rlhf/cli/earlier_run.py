@@ -12,10 +12,11 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 
 log = logging.getLogger("lightning_rlhf")
 LOCK = "run.lock"
+DIRECTORY = "runs/default"  # of a run without trainer.default_root_dir
 _RECORD = ("config.yaml", "env.json", "end.json", "report.html", "health_settings.json", "loggers.json")
 
 
@@ -31,7 +32,7 @@ def log_renamed_run(earlier: Path, directory: Path) -> None:
     """Log the new name of an earlier run."""
     log.info("An earlier run of %s is now %s.", directory, earlier)
     if (earlier / "export").is_dir():
-        log.info("Until this run has ended, the earlier export is in %s.", earlier)
+        log.info("%s has no export until this run has ended; the earlier one is in %s.", directory, earlier)
 
 
 def restore_earlier_run(earlier: Path, directory: Path) -> None:
@@ -100,6 +101,24 @@ def check_permission(directory: Path, renames: bool) -> None:
                 f"no permission to write in {folder}, which trainer.default_root_dir {str(directory)!r} needs: "
                 f"set it to another directory"
             )
+
+
+def found_checkpoint(path: str | None, directory: Path) -> str | None:
+    """Return the path of a checkpoint that exists; ``best`` is the run's own.
+
+    Args:
+        path: path or URL, one of the names that Lightning knows, or None.
+        directory: directory of the run.
+
+    Raises:
+        MissingFileError: there is none.
+    """
+    if path == "best":
+        path = str(directory / "checkpoints/best.ckpt")
+    if path in (None, "last", "hpc", "registry", "null") or "://" in path or Path(path).expanduser().exists():
+        return path
+    others = ", ".join(sorted(map(str, (directory / "checkpoints").glob("*.ckpt"))))
+    raise MissingFileError(f"no checkpoint at {path}{f'; there is {others}' if others else ''}")
 
 
 def check_reads_elsewhere(config: Namespace, directory: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from lightning_rlhf.cli.commands import CHECK
-from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, config_files, wants_help
+from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, wants_help
 from lightning_rlhf.cli.errors import in_one_message, printed
 from lightning_rlhf.launch_environment import is_first_process
 
@@ -24,7 +24,7 @@ def check_early(arguments: Sequence[str], command: str, before: bool = False) ->
 
     Args:
         arguments: command line after the command's name.
-        command: command that runs the configuration, for which its files must exist; empty for others.
+        command: name of the command; empty if it is another one that reads the configuration of ``fit``.
         before: whether the parser comes later, which asks for the same check.
 
     Raises:
@@ -37,7 +37,7 @@ def check_early(arguments: Sequence[str], command: str, before: bool = False) ->
     _checked[:] = [list(arguments)] if before else []
     add_import_folders(arguments)
     check_config_files(arguments)
-    if not config_files(arguments) or wants_help(arguments):
+    if wants_help(arguments):
         return
     printed.update(import_module(CHECK).mistakes(arguments, command))
     if printed and is_first_process():

@@ -22,9 +22,11 @@ from lightning_rlhf.callbacks.survival.graceful_shutdown import can_resume, how_
 from lightning_rlhf.cli.config_files import check_classes, wants_help
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
+    DIRECTORY,
     RunRecord,
     check_reads_elsewhere,
     check_writable,
+    found_checkpoint,
     log_renamed_run,
     rename_earlier_run,
     restore_earlier_run,
@@ -54,7 +56,6 @@ from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
-_DIRECTORY = "runs/default"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 # A command without any of these options has no module: they set one, or end the command before it is needed.
 _ENOUGH_FOR_A_COMMAND = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
@@ -85,12 +86,13 @@ class SaveRunConfig(SaveConfigCallback):
             return
         path = Path(trainer.default_root_dir) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.new")
-        self.parser.save(self.config, draft, skip_unset=False, skip_validation=True, overwrite=True, multifile=False)
-        settings = yaml.safe_load(draft.read_text())
+        text = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
+        settings = yaml.safe_load(text)
         earlier = path.read_text() if path.is_file() else ""
         if earlier and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
             self._earlier = earlier
+        draft = path.with_name(f"{path.name}.new")
+        draft.write_text(text)
         draft.replace(path)
         for logger in trainer.loggers:
             log_configuration(logger, settings)
@@ -117,12 +119,12 @@ class RLHFCLI(LightningCLI):
         arguments: command line without the program's name; None uses that of the process.
     """
 
-    needs_files: ClassVar[bool] = True  # whether the files of the run must exist
+    shown_command: ClassVar[str] = ""  # of a command with the options of fit that does not run it
 
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
-        check_early(command_line[1:], self._command if self.needs_files else "")
+        check_early(command_line[1:], self.shown_command or self._command)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:
             public = import_module("lightning_rlhf")
@@ -131,7 +133,7 @@ class RLHFCLI(LightningCLI):
         options = {argument.partition("=")[0].partition(".")[0] for argument in command_line}
         is_complete = help_wanted or bool(options & _ENOUGH_FOR_A_COMMAND)
         if self._command in LightningCLI.subcommands() and not is_complete:
-            raise UsageError(f"{self._command} needs a configuration: add --config FILE")
+            raise UsageError(f"{self.shown_command or self._command} needs a configuration: add --config FILE")
         self._arguments = command_line if wants_help(command_line) else [self._command, *_merged(command_line[1:])]
         super().__init__(
             RoleModule,
@@ -175,7 +177,7 @@ class RLHFCLI(LightningCLI):
         """Add the default callbacks, the run's loggers, and atomic writes of checkpoints."""
         settings = self._get(self.config_init, "trainer")
         check_trainer(settings)
-        directory = settings.get("default_root_dir") or _DIRECTORY
+        directory = settings.get("default_root_dir") or DIRECTORY
         kwargs["default_root_dir"] = str(directory)
         kwargs["plugins"] = [*(settings.get("plugins") or []), AtomicCheckpointIO()]
         if isinstance(settings.get("strategy"), str):
@@ -207,7 +209,7 @@ class RLHFCLI(LightningCLI):
         trainer = config["trainer"]
         configured = trainer.get("logger")
         if config.get("ckpt_path") is not None:
-            trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
+            trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or DIRECTORY))
         try:
             with constructor_errors(self.parser):
                 check_classes(config)
@@ -270,6 +272,8 @@ class RLHFCLI(LightningCLI):
         """
         path = self._get(self.config_init, "ckpt_path")
         if path != "last":
+            path = found_checkpoint(path, Path(self.trainer.default_root_dir))
+            self.config_init[self.config_init["subcommand"]]["ckpt_path"] = path
             return path is not None
         checkpoint = checkpoint_to_resume(self.trainer)
         if checkpoint is None and subcommand != "fit":
@@ -298,11 +302,14 @@ def _check_rates(value: Any, key: str) -> None:
     if isinstance(value, list):
         for entry in value:
             _check_rates(entry, key)
+    if isinstance(value, str) and key.endswith("optimizer"):
+        value = {"class_path": value}
     if not isinstance(value, dict):
         return
     options = {name: part for name, part in value.items() if name not in CLASS_KEYS}
     options |= inner if isinstance(inner := value.get("init_args"), dict) else {}
-    kind = find_class(value["class_path"]) if isinstance(value.get("class_path"), str) else None
+    name = value.get("class_path")
+    kind = (find_class(name) or find_class(f"torch.optim.{name}")) if isinstance(name, str) else None
     if kind is not None and _OPTIMIZER in kind.bases and "lr" in kind.options and "lr" not in options:
         raise UsageError(
             f"{key} ({kind.name}): lr is missing: an optimizer that is named by class_path has no rate of the module"

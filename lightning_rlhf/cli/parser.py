@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.cli.early import hint, suggestion
+from lightning_rlhf.cli.early import suggestion
 from lightning_rlhf.cli.errors import is_about_a_printed_one
 from lightning_rlhf.cli.signatures import find_class
 from lightning_rlhf.launch_environment import is_first_process
@@ -36,12 +36,6 @@ class ConfigParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
-        self._arguments: Sequence[str] = ()
-
-    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Parse arguments, and keep them for messages about unknown names."""
-        self._arguments = sys.argv[1:] if args is None else args
-        return super().parse_args(args, *rest, **kwargs)
 
     def parse_object(self, obj: Any, *rest: Any, **kwargs: Any) -> Any:
         """Parse the options of a class: a class that one of them names keeps its defaults.
@@ -95,7 +89,7 @@ class ConfigParser(LightningArgumentParser):
         """Print one line and exit with 2; a nested parser raises, so that jsonargparse tries the alternatives."""
         if not self.exit_on_error:
             super().error(message, ex)
-        text = self._unknown_option() or condense(message)
+        text = condense(message)
         if absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
             text += suggestion(absent[2], dir(sys.modules[absent[1]]))
         unknown = re.search(r"class_path '([\w.]+)': Option '([\w.]+)' is not accepted", text)
@@ -104,25 +98,6 @@ class ConfigParser(LightningArgumentParser):
         if reports_errors() and not is_about_a_printed_one(text):
             print(f"lightning-rlhf: {text}", file=sys.stderr)
         sys.exit(2)
-
-    def _unknown_option(self) -> str | None:
-        """Describe the first option of the command line that is not a section; None if all are known."""
-        subparsers = [
-            parser
-            for action in self._actions
-            if isinstance(action.choices, Mapping)
-            for parser in action.choices.values()
-        ]
-        known = {
-            option.removeprefix("--").partition(".")[0]
-            for parser in (self, *subparsers)
-            for option in parser._option_string_actions
-        }
-        for argument in self._arguments:
-            name = argument.removeprefix("--").partition("=")[0].partition(".")[0]
-            if argument.startswith("--") and name not in known:
-                return f"unknown option {name!r}{hint(name, known)}"
-        return None
 
 
 def _is_class(value: Any) -> bool:

@@ -58,6 +58,7 @@ def configure_messages() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(RoutineFilter())
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels of the hub are not used
     for name in ("lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

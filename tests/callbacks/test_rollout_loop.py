@@ -76,11 +76,13 @@ def test_invalid_arguments_raise(arguments, message):
     [
         (
             {"model": {"minibatch_size": 3}, "loop": {"group_size": 2}},
-            "minibatch_size 3 does not divide the 4 responses of a step (2 prompts x group_size 2); 2 or 4 would",
+            "minibatch_size 3 does not divide the 4 responses of a step (2 prompts x group_size 2): set "
+            "model.init_args.minibatch_size to 2 or 4",
         ),
         (
             {"model": {"minibatch_size": 64}},
-            "minibatch_size 64 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would",
+            "minibatch_size 64 does not divide the 2 responses of a step (2 prompts x group_size 1): set "
+            "model.init_args.minibatch_size to 2",
         ),
         (
             {"data": {"tokenizer": CharacterTokenizer("abcdefghi")}},

@@ -55,7 +55,7 @@ def contains(part, whole):
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_builds_its_objects(cli, path, monkeypatch):
     made = []
-    monkeypatch.setattr(RLHFCLI, "needs_files", False)
+    monkeypatch.setattr(RLHFCLI, "shown_command", "export")
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
     result = cli("fit", *arguments(path))
     assert (result.code, result.err) == (0, "")
@@ -81,7 +81,7 @@ def test_every_configuration_builds_its_objects(cli, path, monkeypatch):
 )
 def test_configured_objects_have_the_documented_values(cli, name, objects, monkeypatch):
     made = []
-    monkeypatch.setattr(RLHFCLI, "needs_files", False)
+    monkeypatch.setattr(RLHFCLI, "shown_command", "export")
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
     assert cli("fit", *arguments(BASE.with_stem(name))).code == 0
     assert {option: getattr(made[0], option) for option in objects} == objects

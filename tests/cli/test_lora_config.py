@@ -42,7 +42,7 @@ def test_page_agrees_with_the_configuration():
 def test_documented_options_of_engine_and_export_are_valid(cli, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     made = []
-    monkeypatch.setattr(RLHFCLI, "needs_files", False)
+    monkeypatch.setattr(RLHFCLI, "shown_command", "export")
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self))
     config = yaml.safe_load(PATH.read_text())
     config["trainer"]["callbacks"][0]["init_args"] |= ENGINE

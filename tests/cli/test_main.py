@@ -278,6 +278,16 @@ def test_unexpected_error_keeps_its_traceback(fit, config, monkeypatch):
 # -- an earlier run ----------------------------------------------------------------------------------------------------
 
 
+def test_checkpoint_that_does_not_exist_changes_nothing_in_a_finished_run(fit, config):
+    assert fit(config).code == 0
+    before = {path: path.read_bytes() for path in Path("runs/tiny").rglob("*") if path.is_file()}
+    for name, path in (("missing.ckpt", "missing.ckpt"), ("best", "runs/tiny/checkpoints/best.ckpt")):
+        result = fit(config, "--ckpt_path", name)
+        message = f"lightning-rlhf: no checkpoint at {path}; there is runs/tiny/checkpoints/last.ckpt\n"
+        assert (result.code, result.err) == (2, message)
+    assert {path: path.read_bytes() for path in Path("runs/tiny").rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.slow
 def test_earlier_run_is_renamed(fit, config):
     assert fit(config).code == 0
@@ -285,7 +295,8 @@ def test_earlier_run_is_renamed(fit, config):
     mark.write_text("mine")
     result = fit(config)
     message = result.out.index(
-        "An earlier run of runs/tiny is now runs/tiny-1.\nUntil this run has ended, the earlier export is in runs/"
+        "An earlier run of runs/tiny is now runs/tiny-1.\n"
+        "runs/tiny has no export until this run has ended; the earlier one is in runs/"
     )
     assert message < result.out.index("step 1:")
     assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
@@ -602,28 +613,27 @@ def test_read_only_directory_is_rejected_before_an_earlier_run_is_renamed(fit, c
 
 
 class YAMLParser:
-    """Writes a configuration like jsonargparse, and can be killed while writing."""
+    def dump(self, config, **options):
+        return yaml.safe_dump(config)
 
-    killed = False
 
-    def save(self, config, path, **options):
-        Path(path).write_text("" if self.killed else yaml.safe_dump(config))
-        if self.killed:
-            raise KeyboardInterrupt
+def killed(*arguments):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("earlier", ["", yaml.safe_dump({"ckpt_path": None, "seed": 1})])
-def test_run_killed_while_writing_its_configuration_can_be_resumed(earlier, tmp_path):
+def test_run_killed_while_writing_its_configuration_can_be_resumed(earlier, tmp_path, monkeypatch):
     trainer = SimpleNamespace(
         fast_dev_run=False, is_global_zero=True, default_root_dir=tmp_path, loggers=[], global_step=3
     )
     (tmp_path / "config.yaml").write_text(earlier)  # empty: killed in a release that wrote it in place
     parser = YAMLParser()
-    parser.killed = True
-    with pytest.raises(KeyboardInterrupt):
-        SaveRunConfig(parser, {"ckpt_path": None, "seed": 2}).setup(trainer, None, "fit")
+    callback = SaveRunConfig(parser, {"ckpt_path": None, "seed": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            callback.setup(trainer, None, "fit")
     assert (tmp_path / "config.yaml").read_text() == earlier
-    parser.killed = False
     callback = SaveRunConfig(parser, {"ckpt_path": "last", "seed": 2})
     callback.setup(trainer, None, "fit")
     callback.on_train_start(trainer, None)

@@ -40,6 +40,17 @@ def test_overview_lists_every_command_for_each_way_to_request_it(call):
     assert all(len(line) < 100 for line in out.splitlines())
 
 
+def test_command_comes_first(call):
+    message = "lightning-rlhf: the command comes first: lightning-rlhf fit --config ...\n"
+    assert call("--config", "x.yaml", "fit") == (2, "", message)
+    assert call("--confg") == (2, "", "lightning-rlhf: unknown command '--confg'; lightning-rlhf --help lists all\n")
+
+
+def test_c_is_short_for_config(call, monkeypatch, tmp_path):
+    code, _, err = call("fit", "-c", str(tmp_path / "missing.yaml"))
+    assert (code, err.startswith("lightning-rlhf: configuration file not found")) == (2, True)
+
+
 def test_ctrl_c_during_imports_prints_one_line(call, monkeypatch):
     def interrupted(name):
         raise KeyboardInterrupt

@@ -74,6 +74,8 @@ Exit code 0, or 2 if fit would reject the data."""
 class CheckDataCLI(ConfigCLI):
     """Parses the configuration of a run, and ``--json``."""
 
+    shown_command = "check-data"
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add ``--json``."""
         parser.add_argument("--json", action="store_true", help="print JSON")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError, for_terminal
 from lightning_rlhf.extras.commands.options import command_parser
-from lightning_rlhf.extras.commands.recipes import listing, write_recipe
+from lightning_rlhf.extras.commands.recipes import listing, recipes, write_recipe
 from lightning_rlhf.extras.commands.responses_file import write_errors
 from lightning_rlhf.extras.migration.project import write_from_trl, write_from_verl
 from lightning_rlhf.extras.migration.trl import SECTIONS_OF
@@ -129,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:<12} {description}" for name, description in KINDS.items())
     parser = command_parser("new", "Write a small project to begin with.", _EPILOG.format(kinds=kinds))
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help="new directory")
-    parser.add_argument("--kind", choices=list(KINDS), metavar="KIND", help="kind of the project (default: grpo)")
+    parser.add_argument("--kind", metavar="KIND", help="kind of the project (default: grpo)")
     parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
     parser.add_argument("--from-trl", type=Path, metavar="FILE", help="JSON or YAML file with options of TRL")
     parser.add_argument("--from-verl", type=Path, metavar="FILE", help="script that starts verl; it is not executed")
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="trainer of that file: grpo, rloo, sft, dpo, kto or reward",
     )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of that run (default: 1)")
-    parser.add_argument("--list", action="store_true", help="list the recipes, and end")
+    parser.add_argument("--list", action="store_true", help="list the recipes, or those with a WORD, and end")
     parser.add_argument(
         "--model",
         help=f"chat model: a directory, or a model of the hub (default: {_MODEL}; the quickstart makes its own)",
@@ -155,56 +155,67 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 if the directory is not empty or cannot be written, or the model cannot be read.
     """
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if options.list:
-        print(f"lightning-rlhf new DIR --recipe NAME writes one of these, with the runs before it:\n\n{listing()}")
+        word = "" if options.directory is None else str(options.directory)
+        print(f"lightning-rlhf new DIR --recipe NAME writes one of these, with the runs before it:\n\n{listing(word)}")
         return 0
+    _check(options)
+    with write_errors(options.directory, "choose another directory"):
+        if options.directory.exists() and (not options.directory.is_dir() or any(options.directory.iterdir())):
+            raise UsageError(f"{options.directory} exists already and is not empty: choose another directory")
+        print(for_terminal(_written(options)))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Validate the options.
+
+    Raises:
+        UsageError: the directory is missing, options contradict each other, or one has a wrong value.
+    """
     if options.directory is None:
         raise UsageError("new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes")
     if sum(map(bool, (options.recipe, options.kind, options.from_trl, options.from_verl))) > 1:
         raise UsageError("--kind, --recipe, --from-trl and --from-verl cannot be combined: keep one of them")
+    if options.kind is not None and options.kind not in KINDS:
+        found = [name for name in recipes() if options.kind.lower() in name.split("/")]
+        end = f"; a recipe has the name: --recipe {found[0]}" if found else "; new --list lists the recipes"
+        raise UsageError(f"--kind must be one of {', '.join(KINDS)}, got {options.kind!r}{end}")
     if options.devices < 1:
         raise UsageError(f"--devices must be at least 1, got {options.devices}")
-    directory, kind = options.directory, options.kind or "grpo"
     if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():
         raise UsageError(f"no model at {options.model!r}: {describe_missing_path(options.model)}")
-    with write_errors(directory, "choose another directory"):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"{directory} exists already and is not empty: choose another directory")
-        if options.from_trl:
-            print(for_terminal(write_from_trl(options.from_trl, directory, options.trainer, options.devices)))
-            return 0
-        if options.from_verl:
-            print(for_terminal(write_from_verl(options.from_verl, directory)))
-            return 0
-        if options.recipe:
-            lines = write_recipe(options.recipe, directory, options.model)
-            print(
-                for_terminal(
-                    "\n".join(
-                        [f"wrote {directory}: {options.recipe}", "", f"  cd {shlex.quote(str(directory))}", *lines]
-                    )
-                )
-            )
-            return 0
-        values, summary = {}, ""
-        if kind != "quickstart":
-            size = model_size(options.model or _MODEL)
-            values = template_values(options.model or _MODEL, size, kind)
-            summary = f"{size.origin}: {values['summary']}\n"
-        elif options.model:
-            raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in sorted((_TEMPLATES / kind).iterdir()):
-            if path.is_file():
-                _write(path, directory, values)
-        (directory / "README.md").write_text(_readme(kind, directory), encoding="utf-8")
+
+
+def _written(options: argparse.Namespace) -> str:
+    """Write the project; return what to print."""
+    directory: Path = options.directory
+    if options.from_trl:
+        return write_from_trl(options.from_trl, directory, options.trainer, options.devices)
+    if options.from_verl:
+        return write_from_verl(options.from_verl, directory)
+    change = f"  cd {shlex.quote(str(directory))}"
+    if options.recipe:
+        lines = write_recipe(options.recipe, directory, options.model)
+        return "\n".join([f"wrote {directory}: {options.recipe}", "", change, *lines])
+    kind = options.kind or "grpo"
+    values, summary = {}, ""
+    if kind != "quickstart":
+        size = model_size(options.model or _MODEL)
+        values = template_values(options.model or _MODEL, size, kind)
+        summary = f"{size.origin}: {values['summary']}\n"
+    elif options.model:
+        raise UsageError("the quickstart makes its own model: remove --model, or choose another --kind")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted((_TEMPLATES / kind).iterdir()):
+        if path.is_file():
+            _write(path, directory, values)
+    (directory / "README.md").write_text(_readme(kind, directory), encoding="utf-8")
     if "LoRA" in summary and importlib.util.find_spec("peft") is None:
         summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
     commands = "\n".join(f"  {command}" for command in _commands(directory))
-    print(for_terminal(f"wrote {directory}: {KINDS[kind]}\n{summary}\n  cd {shlex.quote(str(directory))}\n{commands}"))
-    return 0
+    return f"wrote {directory}: {KINDS[kind]}\n{summary}\n{change}\n{commands}"
 
 
 @dataclass(frozen=True)
@@ -325,7 +336,7 @@ def _readme(kind: str, directory: Path) -> str:
     return _README.format(
         title=directory.resolve().name,
         description=KINDS[kind][0].upper() + KINDS[kind][1:],
-        directory=directory,
+        directory=shlex.quote(str(directory)),
         commands="\n".join(_commands(directory)),
         further=further,
     )

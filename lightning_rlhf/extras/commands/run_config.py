@@ -22,9 +22,9 @@ from lightning_rlhf.modules.role_module import RoleModule
 
 
 class ConfigCLI(RLHFCLI):
-    """Parses the configuration of a run, and instantiates nothing."""
+    """Parses the configuration of a run for the command ``shown_command``, and instantiates nothing."""
 
-    needs_files = False
+    shown_command = "export"
 
     def instantiate_classes(self) -> None:
         """Instantiate nothing."""

@@ -15,6 +15,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
 from lightning_rlhf.extras.migration.trl_losses import dpo_loss, grpo_loss, kto_loss
+from lightning_rlhf.extras.schema.class_names import schedules
 
 # Sections of the table in which the options of a trainer are looked up, its own first.
 _COMMON = ("ModelConfig", "ScriptArguments", "TrainingArguments", "Earlier and further names")
@@ -167,7 +168,9 @@ class _Conversion:
             self._options.leave("optim")
         kind = str(self._take("lr_scheduler_type"))
         warmup = self._warmup()
-        if kind != "constant":
+        if kind not in ("constant", *schedules()):
+            self._options.leave("lr_scheduler_type", f"RunSchedule has {', '.join(schedules())}")
+        elif kind != "constant":
             schedule: dict[str, Any] = {"kind": kind, "warmup_ratio": warmup}
             if arguments := self._take("lr_scheduler_kwargs"):
                 schedule["arguments"] = arguments

@@ -52,7 +52,7 @@ _USAGE = f"""usage: lightning-rlhf plan --config x.yaml --gpus N [options of fit
 Compute the memory of each GPU by term, and the bytes that it sends in a step. No GPU is needed.
 
   --config x.yaml       the configuration of the run
-  --gpus N              number of GPUs
+  --gpus N              number of GPUs; default: trainer.devices on every node
   --gpu-memory-gib GIB  memory of one GPU (default: {_DEFAULT_GIB:g})
   --nodes N             number of machines with these GPUs
 
@@ -67,6 +67,8 @@ Exit code 0 if the run fits, 2 if it does not or if the configuration is invalid
 
 class PlanCLI(ConfigCLI):
     """Parser of the configuration and of the options of ``plan``."""
+
+    shown_command = "plan"
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of ``plan``."""
@@ -95,8 +97,7 @@ def run(arguments: list[str]) -> int:
     config = parse_run_config(arguments, PlanCLI)
     if config["gpu"] is not None:
         _gib_of([f"--gpu={config['gpu']} with other options"])
-    if config["gpus"] is None:
-        raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
+    config["gpus"] = config["gpus"] or _configured_gpus(config)
     result = plan(run_of(config), config["gpus"])
     nodes = config["nodes"] or config["trainer"]["num_nodes"]
     if config["nodes"] is not None or nodes > 1:
@@ -106,6 +107,20 @@ def run(arguments: list[str]) -> int:
     if not result.fits:
         raise UsageError(misfit_message(result))
     return 0
+
+
+def _configured_gpus(config: Namespace) -> int:
+    """Return the number of GPUs that the Trainer of a configuration has.
+
+    Raises:
+        UsageError: the configuration does not say it.
+    """
+    devices = config["trainer"]["devices"]
+    if isinstance(devices, list):
+        devices = len(devices)
+    if not str(devices).isdecimal() or int(devices) < 1:
+        raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
+    return int(devices) * int(config["nodes"] or config["trainer"]["num_nodes"])
 
 
 def _gib_of(arguments: list[str]) -> int:

@@ -6,12 +6,15 @@ place of a value. The parser decides in any case.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from lightning_rlhf.cli.config_files import config_files
 from lightning_rlhf.cli.early import hint, suggestion
 from lightning_rlhf.cli.merging import CLASS_KEYS, REQUIRED, ROLLOUT, SECTIONS, merged_settings
 from lightning_rlhf.cli.signatures import CLASSES, Schema, alternatives, classes_of, fits, is_plain
+from lightning_rlhf.extras.schema.class_names import wrong_names, wrong_section
 from lightning_rlhf.extras.schema.inputs import mistakes_of_inputs
 from lightning_rlhf.extras.schema.known import definition, find, names, schema
 from lightning_rlhf.extras.schema.option_names import OPTION_NAMES
@@ -25,6 +28,16 @@ _WORDS = {
     "array": "a list", "object": "names with values",
 }  # fmt: skip
 _OPTIONS = ("print_config", "help", "h", "optimizer", "lr_scheduler")  # of the command line alone
+# Arguments of an optimizer, whose class may be anyone's.
+_OPTIMIZERS = ("model.optimizer", "model.critic_optimizer")
+_NUMBERS: dict[str, Schema] = {name: {"type": "number"} for name in ("lr", "weight_decay", "eps")}
+OWN_OPTIONS: dict[str, tuple[str, ...]] = {  # of commands that do not run the configuration
+    "check-data": ("json",), "plan": ("gpu", "gpus", "gpu-memory-gib", "nodes"), "export": (),
+}  # fmt: skip
+_FIELDS = (
+    "prompt", "completion", "messages", "text", "chosen", "rejected", "label", "margin", "ground_truth", "data_source",
+    "extra_info", "tools", "system", "history", "images", "chat_template_kwargs", "source",
+)  # fmt: skip
 _MOST_CHARACTERS = 100  # longest value in a message
 
 
@@ -33,16 +46,19 @@ def mistakes(arguments: Sequence[str], command: str) -> dict[str, tuple[str, ...
 
     Args:
         arguments: command line after the command's name.
-        command: command that runs the configuration, for which its files must exist; empty for others.
+        command: command that reads the configuration; its files must exist, except for those of OWN_OPTIONS.
     """
     settings = merged_settings(arguments, find)
     config = settings.values
-    found = [*(_unknown_arguments(settings.arguments, config) if command else ()), *_unknown(config)]
+    unknown = _unknown_arguments(settings.arguments, config, OWN_OPTIONS.get(command, ()))
+    if not config_files(arguments):
+        return dict(unknown)
+    found = [*unknown, *_unknown(config)]
     is_part = any(argument.startswith("--print_config") for argument in arguments)  # it may be a part of one
     if not is_part:
         found += _missing(config)
     found += _wrong(config)
-    if command and not is_part:
+    if command and command not in OWN_OPTIONS and not is_part:
         found += [(message, ()) for message in mistakes_of_inputs(config, command)]
     return dict(found)
 
@@ -57,13 +73,13 @@ def _used(config: dict[str, Any]) -> Iterator[Used]:
         yield from classes_in(value, section, schema()["properties"].get(section))
 
 
-def _unknown_arguments(arguments: Sequence[str], config: dict[str, Any]) -> Iterator[Mistake]:
-    known = [*schema()["properties"], *_OPTIONS]
+def _unknown_arguments(arguments: Sequence[str], config: dict[str, Any], own: Sequence[str]) -> Iterator[Mistake]:
+    known = [*schema()["properties"], *_OPTIONS, *own]
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0].partition(".")[0]
         if argument.startswith("--") and name and name not in known:
             option = None if name in OPTION_NAMES else _full_option(name, config)
-            end = f"; write --{option}" if option else _hint(name, schema()["properties"])
+            end = f"; write --{option}" if option else _hint(name, [*schema()["properties"], *own])
             yield f"unknown option {name!r}{end}", (name,)
 
 
@@ -89,16 +105,35 @@ def _unknown(config: dict[str, Any]) -> Iterator[Mistake]:
                 (str(name),),
             )
     yield from _moved(config)
+    yield from _beside(config)
     for used in _used(config):
         if used.path and used.entry is None and (message := _unknown_class(used)):
             yield f"{used.key}{message}", (used.path,)
+        yield from _misspelt_fields(used)
         for name in used.unknown:
             if used.is_trainer:
                 yield f"unknown option 'trainer.{name}'{_hint(name, used.options)}", (name,)
                 continue
-            owner = None if name in OPTION_NAMES else _owner(name, config)
+            longer = [option for option in used.options if option.startswith(f"{name}_")]
+            owner = None if name in OPTION_NAMES else _owner(name, config) or _other_section(used, name)
             end = f"; it is an option of {owner}" if owner else _hint(name, [*used.options, *CLASS_KEYS])
+            if longer and name not in OPTION_NAMES:
+                end = f"; did you mean {longer[0]!r}?"
             yield f"{used.label}: unknown option {name!r}{end}", (name,)
+
+
+def _beside(value: Any, key: str = "") -> Iterator[Mistake]:
+    """Yield the options that stand beside ``init_args``, where the parser does not read them."""
+    if isinstance(value, list):
+        for entry in value:
+            yield from _beside(entry, key)
+    if not isinstance(value, dict):
+        return
+    names = [str(name) for name in value if name not in CLASS_KEYS]
+    if isinstance(value.get("class_path"), str) and names:
+        yield f"{key}: {', '.join(names)} must be in init_args, not beside it", (key,)
+    for name, part in value.items():
+        yield from _beside(part, f"{key}.{name}".removeprefix(".").removesuffix(".init_args"))
 
 
 def _moved(value: Any, key: str = "") -> Iterator[Mistake]:
@@ -139,6 +174,19 @@ def _unknown_class(used: Used) -> str:
     return f": {name!r} was not found in {package}{near}"
 
 
+def _misspelt_fields(used: Used) -> Iterator[Mistake]:
+    """Yield the fields of ``columns`` that are nearly those of a data module; further ones name columns for rewards."""
+    columns = used.arguments.get("columns") if used.key == "data" else None
+    for field, value in columns.items() if isinstance(columns, dict) else ():
+        if not isinstance(field, str):
+            continue
+        name, colon, column = field.partition(":")
+        if colon and value is None:
+            yield f"{used.label}: columns has {field!r}: write {{{name}: {column}}}, with a space", (field,)
+        elif field not in _FIELDS and (near := difflib.get_close_matches(field, _FIELDS, n=1, cutoff=0.8)):
+            yield f"{used.label}: columns has the unknown field {field!r}; did you mean {near[0]!r}?", (field,)
+
+
 def _missing(config: dict[str, Any]) -> Iterator[Mistake]:
     for name in REQUIRED:
         if config.get(name) is None:
@@ -150,11 +198,19 @@ def _missing(config: dict[str, Any]) -> Iterator[Mistake]:
 
 def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
     """Yield the options whose values have a wrong type."""
+    seed = config.get("seed_everything")
+    if not fits(seed, {"anyOf": [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}]}):
+        yield f"seed_everything must be an integer, true or false, got {seed!r}", ("seed_everything",)
+    for section in REQUIRED:
+        if message := wrong_section(section, config.get(section)):
+            yield f"{section}{message}", (section,)
     for used in _used(config):
+        wrong = dict(wrong_names(used))
+        yield from ((message, (name,)) for message, name in wrong.items())
         label = "trainer." if used.is_trainer else f"{used.label}: "
         for name, value in used.arguments.items():
-            option = used.options.get(name, {})
-            if not fits(value, option):
+            option = used.options.get(name, _NUMBERS.get(name, {}) if used.key in _OPTIMIZERS else {})
+            if not fits(value, option) and value not in wrong.values():
                 yield f"{label}{wrong_value(name, value, option)}", (name,)
 
 
@@ -216,6 +272,18 @@ def _as_option(value: Any, node: Schema) -> str:
 def _owner(name: str, config: dict[str, Any]) -> str | None:
     """Return the key and the class that has an option in a configuration; None if no class has it."""
     return next((used.label for used in reversed(list(_used(config))) if name in used.options), None)
+
+
+def _other_section(used: Used, name: str) -> str | None:
+    """Return the modules that have an option that the configured one does not have."""
+    base = classes_of(schema()["properties"].get(used.key))
+    if used.key not in REQUIRED:
+        return None
+    entries = [entry for entry in schema()["$defs"].values() if not set(base).isdisjoint(entry.get("x-bases", ()))]
+    titles = sorted(entry["title"] for entry in entries if name in entry["properties"])
+    if not titles:
+        return None
+    return f"{titles[0]} and others" if len(titles) > 1 else titles[0]
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from lightning_rlhf.cli.config_files import read_text
-from lightning_rlhf.cli.earlier_run import check_permission
+from lightning_rlhf.cli.earlier_run import DIRECTORY, check_permission, found_checkpoint
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.files import Files, is_url
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import as_rows
-from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, MissingPackageError, UsageError
+from lightning_rlhf.expected_errors import ExpectedError, MissingPackageError, UsageError
 from lightning_rlhf.extras.schema.known import definition, schema
 from lightning_rlhf.extras.schema.used import Used, classes_in
 from lightning_rlhf.launch_environment import Machine
@@ -41,7 +41,6 @@ _LOOP = "lightning_rlhf.callbacks.loop.rollout_loop.RolloutLoop"
 _MODULE = "lightning_rlhf.modules.rlhf.RLHFModule"
 _PROMPTS = "lightning_rlhf.data.prompts.PromptDataModule"
 _PRETRAINED = "lightning_rlhf.models.loading.Pretrained"
-_NAMED_CHECKPOINTS = ("last", "best", "hpc", "registry", "null")
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,8 @@ def _messages(run: _Run, *checks: Callable[[_Run], None]) -> Iterator[str]:
 
 def _check_paths(run: _Run) -> None:
     path, directory = run.ckpt_path, run.trainer.get("default_root_dir")
-    is_local = isinstance(path, str) and "://" not in path and path not in _NAMED_CHECKPOINTS
-    if is_local and not Path(str(path)).expanduser().exists():
-        raise MissingFileError(f"no checkpoint at {path}")
+    if isinstance(path, str):
+        found_checkpoint(path, Path(directory if isinstance(directory, str) else DIRECTORY))
     if isinstance(directory, str) and "://" not in directory:
         check_permission(Path(directory), renames=False)
 

@@ -47,5 +47,6 @@ _NAMES = {
     "eval_steps": "trainer.val_check_interval",
     "logging_steps": "every_n_steps of lightning_rlhf.callbacks.Console under trainer.callbacks",
     "seed": "seed_everything",
+    "resume_from_checkpoint resume": "ckpt_path: last, or the path of a checkpoint (--ckpt_path last)",
 }
 OPTION_NAMES = {name: ours for names, ours in _NAMES.items() for name in names.split()}

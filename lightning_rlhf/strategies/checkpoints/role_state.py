@@ -270,7 +270,7 @@ def check_optimizer(
     try:
         optimizer = make([parameter])
     except ValueError as error:
-        raise UsageError(f"the optimizer's settings are invalid: {error}") from error
+        raise UsageError(f"the optimizer's settings are invalid: {error}") from None
     if not keeps_matrices and (isinstance(optimizer, Muon) or hasattr(optimizer, "needs_matrices")):
         raise UsageError(
             f"{type(optimizer).__name__} needs whole matrices, which DeepSpeed divides into flat pieces: use rlhf_fsdp "

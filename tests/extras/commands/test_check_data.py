@@ -192,7 +192,8 @@ def test_size_and_reward_errors_equal_those_of_fit(check_data):
     inputs = {"rows": PROMPTS, "columns": {"prompt": "question"}}
     result = check_data(**inputs, minibatch=4)
     assert result.code == 2
-    message = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would"
+    message = "minibatch_size 4 does not divide the 2 responses of a step (2 prompts x group_size 1): "
+    message += "set model.init_args.minibatch_size to 2"
     assert result.err == f"lightning-rlhf: {message}\n"
     rewards = [{"function": f"{__file__}:of_messages"}]
     result = check_data(**inputs, rewards=rewards)

@@ -37,6 +37,13 @@ def test_each_recipe_is_complete(tmp_path, monkeypatch, name):
     assert len(made) == len(commands) + 1
 
 
+def test_list_with_a_word_shows_what_is_about_it(capsys):
+    assert new.run(["--list", "GSPO"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert "algorithms/gspo" in names
+    assert len(names) < 10
+
+
 def test_listed_recipes_have_their_model_and_hardware(capsys):
     assert new.run(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -66,6 +73,17 @@ def test_model_of_the_hub_can_be_another_one(tmp_path, monkeypatch):
         ),
         (["a", "--recipe", "lora/grpo", "--model", "x/y"], "the recipe lora/grpo makes its own model: remove --model"),
         ([], "new needs the name of a new directory: lightning-rlhf new DIR; --list lists the recipes"),
+        (
+            ["a", "--kind", "gspo"],
+            f"--kind must be one of {', '.join(new.KINDS)}, got 'gspo'; a recipe has the name: "
+            "--recipe algorithms/gspo",
+        ),
+        (
+            ["a", "--kind", "reward"],
+            f"--kind must be one of {', '.join(new.KINDS)}, got 'reward'; a recipe has the name: "
+            "--recipe hh_rlhf/reward",
+        ),
+        (["--list", "nothing_of_it"], "no recipe is about 'nothing_of_it'; new --list without a word lists all"),
         (["a", "--model", "/no/such"], "no model at '/no/such': looked at /no/such"),
     ],
 )

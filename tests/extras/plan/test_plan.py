@@ -275,6 +275,12 @@ def test_unsupported_deepspeed_option_is_reported(planned, config, zero, message
     assert result.err.startswith(f"lightning-rlhf: {message}")
 
 
+def test_gpus_are_those_of_the_trainer_by_default(planned):
+    given = planned("--gpus", "4", "--nodes", "2")
+    assert given.code == 0
+    assert planned("--trainer.devices", "2", "--trainer.num_nodes", "2").out == given.out
+
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -1,0 +1,162 @@
+"""Names of classes that cannot be meant: of another kind, misspelt, or a word that another program has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from lightning_rlhf.cli.early import suggestion
+from lightning_rlhf.cli.merging import REQUIRED
+from lightning_rlhf.cli.signatures import Schema, alternatives, classes_of, fits
+from lightning_rlhf.extras.schema.known import definition, names, schema
+from lightning_rlhf.extras.schema.used import Used
+
+_CALLBACKS = "lightning.pytorch.callbacks.callback.Callback"
+_LOGGERS = "lightning.pytorch.loggers.logger.Logger"
+OTHERS = {  # classes of Lightning and torch that an option accepts, by its base class
+    _CALLBACKS: """BackboneFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor EarlyStopping
+        GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning
+        ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging Timer TQDMProgressBar
+        WeightAveraging""",
+    _LOGGERS: "CometLogger CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
+    "optimizer": """ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD
+        SparseAdam""",
+    "lr_scheduler": """ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR
+        LambdaLR LinearLR MultiplicativeLR MultiStepLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR
+        StepLR""",
+}
+_WORDS = {  # of other programs, in small letters
+    _LOGGERS: {
+        "wandb": "lightning.pytorch.loggers.WandbLogger", "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
+        "comet": "lightning.pytorch.loggers.CometLogger", "csv": "lightning.pytorch.loggers.CSVLogger",
+        "tensorboard": "lightning.pytorch.loggers.TensorBoardLogger",
+        "trackio": "lightning_rlhf.extras.loggers.trackio.TrackioLogger",
+    },
+    "optimizer": {
+        "adamw_8bit": "bitsandbytes.optim.AdamW8bit", "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+        "adam8bit": "bitsandbytes.optim.Adam8bit", "adamw_torch": "AdamW", "muonadamw": "MuonAdamW",
+    },
+}  # fmt: skip
+_SCHEDULE = "lightning_rlhf.modules.schedules.RunSchedule"
+_FACTORIES = {
+    "optimizer": "optimizer", "critic_optimizer": "optimizer",
+    "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
+}  # fmt: skip
+
+
+class _Named(NamedTuple):
+    """The name of a class in a configuration, at the place of an option.
+
+    Args:
+        key: dotted key of the option.
+        name: what stands there.
+        option: node of the option.
+        bases: classes that it accepts, or a key of :data:`OTHERS` for a factory.
+    """
+
+    key: str
+    name: str
+    option: Schema
+    bases: list[str]
+
+
+def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
+    """Yield a message for each name of a class among the arguments of a class that cannot be meant, and that name."""
+    for named in _names(used):
+        if message := _mistake(named):
+            yield f"{named.key}{message}", named.name
+
+
+def wrong_section(section: str, value: Any) -> str:
+    """Return a message about the class of a section, ``model`` or ``data``, that is of another kind; else none."""
+    name = value.get("class_path") if isinstance(value, dict) else value
+    option = schema()["properties"][section]
+    if section not in REQUIRED or not isinstance(name, str):
+        return ""
+    return _other_kind(_Named(section, name, option, classes_of(option)))
+
+
+def _names(used: Used) -> Iterator[_Named]:
+    for argument, value in used.arguments.items():
+        option, key = used.options.get(argument, {}), f"{used.key}.{argument}"
+        factory = _FACTORIES.get(argument)
+        for entry in value if isinstance(value, list) else [value]:
+            name = entry.get("class_path") if isinstance(entry, dict) else entry
+            bases = [factory] if factory and used.key == "model" else _bases(option)
+            if isinstance(name, str) and bases:
+                yield _Named(key, name, option, bases)
+
+
+def _bases(option: Schema) -> list[str]:
+    inner = [node["items"] for node in alternatives(option) if isinstance(node.get("items"), dict)]
+    return [*classes_of(option), *(path for node in inner for path in classes_of(node))]
+
+
+def _mistake(named: _Named) -> str:
+    """Return the end of a message; empty if the name may be right."""
+    if any(node.get("type") == "string" and "pattern" not in node for node in alternatives(named.option)):
+        return ""  # any text may stand there
+    if definition(named.name) is not None:
+        return _other_kind(named)
+    if not named.name.isidentifier():
+        return ""  # a function or a class of a user
+    choices = [choice for node in alternatives(named.option) for choice in node.get("enum", ())]
+    if named.name in choices or (named.name not in _words(named) and _is_plain(named)):
+        return ""
+    if named.bases == ["lr_scheduler"] and (kind := named.name.lower()) in schedules():
+        return f": no class has the name {named.name!r}: write {{class_path: {_SCHEDULE}, init_args: {{kind: {kind}}}}}"
+    if named.bases == ["lr_scheduler"] and named.name.lower() == "constant":
+        return f": no class has the name {named.name!r}: null keeps the rate"
+    if word := _words(named).get(named.name.lower()):
+        return f": no class has the name {named.name!r}: write {{class_path: {word}}}"
+    others = [name for base in named.bases for name in OTHERS.get(base, "").split()]
+    if named.name in others:
+        return ""
+    near = suggestion(named.name, [*choices, *_ours(named.bases), *others])
+    return f": no class has the name {named.name!r}{near}" if near else ""
+
+
+def schedules() -> list[str]:
+    """Return the kinds of RunSchedule."""
+    entry = definition(_SCHEDULE)
+    return [] if entry is None else list(entry["properties"]["kind"]["enum"])
+
+
+def _words(named: _Named) -> dict[str, str]:
+    return {word: path for base in named.bases for word, path in _WORDS.get(base, {}).items()}
+
+
+def _is_plain(named: _Named) -> bool:
+    """Return whether a name is a value of another type that the option has, such as true."""
+    others = [node for node in alternatives(named.option) if "type" in node and not classes_of(node)]
+    return any(fits(named.name, node) for node in others)
+
+
+def _other_kind(named: _Named) -> str:
+    entry = definition(named.name)
+    if entry is None or "x-names" not in entry or named.bases[0] in _FACTORIES.values():
+        return ""
+    if not set(named.bases).isdisjoint(entry["x-bases"]):
+        return ""
+    bases = " or ".join(base.rpartition(".")[2] for base in named.bases)
+    ours = _ours(named.bases)
+    near = next((f"; did you mean {name!r}?" for name in ours if name in _alike(entry["title"])), "")
+    near = near or suggestion(entry["title"], ours)
+    article = "an" if bases[0] in "AEIOU" else "a"
+    return f": {entry['title']} is not {article} {bases}{near}"
+
+
+def _alike(title: str) -> tuple[str, ...]:
+    """Return names of classes that belong to another one, as GRPOModule to GRPO."""
+    stem = title.removesuffix("Loss").removesuffix("Module")
+    return (f"{stem}Module", f"{stem}Loss", stem)
+
+
+def _ours(bases: list[str]) -> list[str]:
+    """Return the short names of this package's classes with one of these base classes."""
+    found = []
+    for path in names():
+        entry = definition(path)
+        if entry is not None and not set(bases).isdisjoint(entry.get("x-bases", ())):
+            found.append(path.rpartition(".")[2])
+    return list(dict.fromkeys(found))

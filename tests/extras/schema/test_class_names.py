@@ -1,0 +1,135 @@
+"""Words in the place of a class: of another kind, misspelt, or from another program; and what may be right."""
+
+from typing import get_args
+
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_rlhf.extras.commands.check_data import CheckDataCLI
+from lightning_rlhf.extras.plan.command import PlanCLI
+from lightning_rlhf.extras.schema import check, class_names
+from lightning_rlhf.extras.schema.check import OWN_OPTIONS
+from lightning_rlhf.modules.schedules import Kind
+
+CONFIG = """
+model:
+  class_path: lightning_rlhf.PPOModule
+  init_args: {actor: hub/model}
+data:
+  class_path: lightning_rlhf.PromptDataModule
+  init_args: {tokenizer: hub/model, train: hub/data, batch_size: 4}
+trainer:
+  callbacks:
+    - class_path: lightning_rlhf.callbacks.RolloutLoop
+      init_args: {rewards: [{function: lightning_rlhf.tasks.addition.exact}]}
+"""
+MODEL = "--model.init_args"
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def found(*options, config=CONFIG, command=""):
+        (tmp_path / "run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+        return list(check.mistakes(["--config", "run.yaml", *options], command))
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model", "GRPO", "model: GRPO is not a RoleModule; did you mean 'GRPOModule'?"),
+        (
+            f"{MODEL}.advantages",
+            "GRPOModule",
+            "model.advantages: GRPOModule is not an AdvantageEstimator; did you",
+        ),
+        ("--rollout.engine", "VLLM", "trainer.callbacks.engine: no class has the name 'VLLM'; did you mean 'vllm'?"),
+        (f"{MODEL}.optimizer", "Adam8", "model.optimizer: no class has the name 'Adam8'; did you mean 'Adam'?"),
+        (f"{MODEL}.optimizer", "adamw_8bit", "write {class_path: bitsandbytes.optim.AdamW8bit}"),
+        (f"{MODEL}.lr_scheduler", "cosine", "schedules.RunSchedule, init_args: {kind: cosine}}"),
+        (f"{MODEL}.critic_lr_scheduler", "StepLr", "did you mean 'StepLR'?"),
+        (
+            "--trainer.callbacks+",
+            "EarlyStoping",
+            "trainer.callbacks: no class has the name 'EarlyStoping'; did you",
+        ),
+        ("--trainer.logger", "wandb", "write {class_path: lightning.pytorch.loggers.WandbLogger}"),
+        (f"{MODEL}.optimizer.lr", "1e-5,", "model.optimizer: lr must be a number, got '1e-5,'"),
+        ("--seed_everything", "abc", "seed_everything must be an integer, true or false, got 'abc'"),
+        (f"{MODEL}.policy_loss.clip", "0.2", "unknown option 'clip'; did you mean 'clip_range'?"),
+        ("--resume_from_checkpoint", "last", "(--ckpt_path last)"),
+        ("--data.init_args.columns", "{promt: question}", "unknown field 'promt'; did you mean 'prompt'?"),
+        ("--data.init_args.columns", "{prompt:question}", "write {prompt: question}, with a space"),
+    ],
+)
+def test_a_word_that_cannot_be_meant_is_named(found, option, value, message):
+    (mistake,) = found(option, value)
+    assert message in mistake
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--model", "GRPOModule"), (f"{MODEL}.optimizer", "AdamW"), (f"{MODEL}.optimizer", "MuonAdamW"),
+        (f"{MODEL}.optimizer", "mine.Optimizer"), (f"{MODEL}.lr_scheduler", "LinearLR"),
+        (f"{MODEL}.policy_loss", "losses.py:mine"), (f"{MODEL}.advantages", "GAE"), ("--trainer.logger", "true"),
+        ("--trainer.logger", "CSVLogger"), ("--trainer.callbacks+", "ModelCheckpoint"), ("--seed_everything", "true"),
+        ("--trainer.callbacks+", "mine.Callback"), ("--rollout.engine", "transformers"), ("--seed_everything", "3"),
+        ("--rollout.engine", "TransformersEngine"), (f"{MODEL}.actor", "gpt2"), (f"{MODEL}.optimizer.lr", "1e-5"),
+        ("--data.init_args.columns", "{prompt: question, truth: answer}"),
+    ],
+)  # fmt: skip
+def test_a_word_that_may_be_right_is_left_alone(found, option, value):
+    required = ("batch_size", "actor is missing", "tokenizer")
+    assert [each for each in found(option, value) if not any(part in each for part in required)] == []
+
+
+def test_option_of_another_module_names_one_that_has_it(found):
+    config = yaml.safe_load(CONFIG)
+    config["model"] = {"class_path": "SFTModule", "init_args": {"actor": "m", "kl_loss": {"coef": 0.1}}}
+    message = "model (SFTModule): unknown option 'kl_loss'; it is an option of CISPOModule and others"
+    assert found(config=config) == [message]
+
+
+def test_option_beside_init_args_is_named(found):
+    config = yaml.safe_load(CONFIG)
+    config["model"]["optimizer"] = {"lr": 1e-3}
+    assert found(config=config) == ["model: optimizer must be in init_args, not beside it"]
+
+
+def test_unknown_option_is_named_without_a_configuration_and_for_commands_with_options_of_their_own(found):
+    assert list(check.mistakes(["--confg", "x.yaml"], "fit")) == ["unknown option 'confg'; did you mean 'config'?"]
+    message = "unknown option 'batch_size'; write --data.init_args.batch_size"
+    assert found("--batch_size", "3", command="check-data") == [message]
+    assert found("--gpus", "3", command="plan") == []
+    assert found("--gps", "3", command="plan") == ["unknown option 'gps'; did you mean 'gpus'?"]
+
+
+def test_names_of_lightning_and_torch_exist():
+    homes = {
+        class_names._CALLBACKS: lightning.pytorch.callbacks, class_names._LOGGERS: lightning.pytorch.loggers,
+        "optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler,
+    }  # fmt: skip
+    missing = [
+        name for base, names in class_names.OTHERS.items() for name in names.split() if not hasattr(homes[base], name)
+    ]
+    assert missing == []
+
+
+def test_words_for_a_schedule_are_its_kinds():
+    assert class_names.schedules() == list(get_args(Kind))
+
+
+@pytest.mark.parametrize("command", ["check-data", "plan"])
+def test_own_options_are_those_of_the_commands(command):
+    parser = ArgumentParser()
+    {"check-data": CheckDataCLI, "plan": PlanCLI}[command].add_arguments_to_parser(None, parser)
+    names = {name.removeprefix("--") for name in parser._option_string_actions if name not in ("-h", "--help")}
+    assert names == set(OWN_OPTIONS[command])

@@ -63,6 +63,8 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     saves_best_only = all(isinstance(callback, RunCheckpoint) and callback.monitor for callback in checkpoints)
     if checkpoints and (saves_best_only or all(map(_is_lightning_default, checkpoints))):
         callbacks = [*(callback for callback in callbacks if not _is_lightning_default(callback)), RunCheckpoint()]
+    elif checkpoints and not any(map(_saves_last, checkpoints)):
+        log.warning("ModelCheckpoint takes the place of RunCheckpoint: --ckpt_path last needs save_last: true of it")
     defaults = [GracefulShutdown, HealthChecks, RunState]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         defaults.append(AverageStart)
@@ -74,16 +76,17 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     order = (*first, Callback, RunWriter, HealthChecks, RunState, RunReader, Checkpoint)
 
     def position(callback: Callback) -> int:
-        positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
-        if positions:
-            return positions[0]
-        return order.index(Callback)
+        kinds = (i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind))
+        return next(kinds, order.index(Callback))
 
     return sorted([*callbacks, *missing], key=position)
 
 
+def _saves_last(callback: Callback) -> bool:
+    return isinstance(callback, RunCheckpoint) or bool(getattr(callback, "save_last", True))
+
+
 def _is_lightning_default(callback: Callback) -> bool:
     """Return whether Lightning added a checkpoint callback, because none was configured."""
-    if type(callback) is not ModelCheckpoint:
-        return False
-    return callback.state_key == ModelCheckpoint().state_key and callback.dirpath is None and callback.filename is None
+    is_plain = type(callback) is ModelCheckpoint and callback.dirpath is None and callback.filename is None
+    return is_plain and callback.state_key == ModelCheckpoint().state_key

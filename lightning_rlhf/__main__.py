@@ -18,7 +18,7 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
 {description}. Options replace values of the files; the first ones to know:
 
   --config FILE                    configuration; values of a later file replace those of an earlier one
-  --ckpt_path last                 continue from the run's last checkpoint, or from the path of a checkpoint
+  --ckpt_path last                 continue from the last checkpoint of the run, from best, or from a path
   --model.init_args.NAME VALUE     argument of the module, such as minibatch_size or optimizer.init_args.lr
   --rollout.NAME VALUE             argument of RolloutLoop, such as group_size, temperature, rewards or engine
   --data.init_args.NAME VALUE      argument of the data module, such as train or batch_size

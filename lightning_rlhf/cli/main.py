@@ -271,14 +271,11 @@ class RLHFCLI(LightningCLI):
             UsageError: there is no checkpoint, and the command needs one.
         """
         path = self._get(self.config_init, "ckpt_path")
-        if path != "last":
-            path = found_checkpoint(path, Path(self.trainer.default_root_dir))
-            self.config_init[self.config_init["subcommand"]]["ckpt_path"] = path
-            return path is not None
-        checkpoint = checkpoint_to_resume(self.trainer)
-        if checkpoint is None and subcommand != "fit":
+        directory = Path(self.trainer.default_root_dir)
+        checkpoint = checkpoint_to_resume(self.trainer) if path == "last" else found_checkpoint(path, directory)
+        if checkpoint is None and path == "last" and subcommand != "fit":
             raise UsageError(
-                f"{self.trainer.default_root_dir} has no last checkpoint to {subcommand}: remove --ckpt_path to "
+                f"{directory} has no last checkpoint to {subcommand}: remove --ckpt_path to "
                 f"use the models of the configuration, or set it to the path of a checkpoint"
             )
         self.config_init[self.config_init["subcommand"]]["ckpt_path"] = checkpoint

@@ -68,13 +68,17 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     assert console in ordered
 
 
-def test_last_checkpoint_is_saved_beside_the_best_one():
+def test_last_checkpoint_is_saved_beside_the_best_one(caplog):
     best = RunCheckpoint(best="val/fraction_correct_greedy")
     (first, last) = complete([best])[-2:]
     assert (first, last.monitor, last.every_n_steps, last.every_n_minutes) == (best, None, 100, 10)
     assert complete([best, last])[-2:] == [best, last]
     lightning = ModelCheckpoint(monitor="val/loss")  # the user's own way to save
     assert complete([lightning])[-1] is lightning
+    line = "ModelCheckpoint takes the place of RunCheckpoint: --ckpt_path last needs save_last: true of it"
+    assert caplog.messages == [line]
+    complete([ModelCheckpoint(monitor="val/loss", save_last=True)])
+    assert caplog.messages == [line]
 
 
 def test_subclass_of_a_default_replaces_it():

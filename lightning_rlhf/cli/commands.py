@@ -28,7 +28,7 @@ COMMANDS = {
     "doctor": Command(f"{_EXTRAS}.doctor.command", "check this machine and its installation"),
     "check-data": Command(f"{_EXTRAS}.commands.check_data", "check and describe the data of a run", reads_run=True),
     "plan": Command(f"{_EXTRAS}.plan.command", "estimate the memory of a run on GPUs, without a GPU", reads_run=True),
-    "fit": Command(LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml", reads_run=True),
+    "fit": Command(LIGHTNING, "train: lightning-rlhf fit --config run.yaml", reads_run=True),
     "validate": Command(LIGHTNING, "evaluate a checkpoint on the validation data", reads_run=True),
     "test": Command(LIGHTNING, "run a module's own test loop", reads_run=True),
     "predict": Command(LIGHTNING, "run a module's own predict loop", reads_run=True),

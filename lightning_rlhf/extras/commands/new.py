@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--trainer",
         choices=list(SECTIONS_OF),
         metavar="NAME",
-        help="trainer of that file: grpo, rloo, sft, dpo, kto or reward",
+        help=f"trainer of that file: {', '.join(SECTIONS_OF)}",
     )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of that run (default: 1)")
     parser.add_argument("--list", action="store_true", help="list the recipes, or those with a WORD, and end")

@@ -14,7 +14,7 @@ import yaml
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
-from lightning_rlhf.extras.migration.trl_losses import dpo_loss, grpo_loss, kto_loss
+from lightning_rlhf.extras.migration.trl_losses import PAIRED, grpo_loss
 from lightning_rlhf.extras.schema.class_names import schedules
 
 # Sections of the table in which the options of a trainer are looked up, its own first.
@@ -24,12 +24,15 @@ SECTIONS_OF = {
     "dpo": ("DPOConfig", "SFTConfig", *_COMMON),
     "kto": ("KTOConfig", "DPOConfig", "SFTConfig", *_COMMON),
     "reward": ("RewardConfig", "DPOConfig", "SFTConfig", *_COMMON),
+    "orpo": ("ORPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
+    "cpo": ("CPOConfig", "ORPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
     "rloo": ("RLOOConfig", "GRPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
     "grpo": ("GRPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
 }
 # Options by which a file without the name of its trainer is recognised.
 _MARKS = {
     "kto": {"desirable_weight", "undesirable_weight"},
+    "cpo": {"cpo_alpha", "simpo_gamma"},
     "rloo": {"normalize_advantages", "reward_clip_range"},
     "grpo": {"num_generations", "max_completion_length", "reward_funcs"},
     "reward": {"center_rewards_coefficient"},
@@ -49,12 +52,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "dpo": {**_ALL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
     "kto": {**_ALL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
     "reward": {**_ALL, "learning_rate": 1e-4, "max_length": 1024},
+    "orpo": {**_ALL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    "cpo": {**_ALL, "learning_rate": 1e-6, "max_length": 1024, "beta": 0.1, "cpo_alpha": 1.0, "simpo_gamma": 0.5},
     "rloo": {**_ALL, **_ONLINE, "learning_rate": 1e-6, "num_generations": 2, "beta": 0.05},
     "grpo": {**_ALL, **_ONLINE, "learning_rate": 1e-6, "num_generations": 8, "beta": 0.0, "loss_type": "dapo"},
 }  # fmt: skip
 _MODULES = {
     "sft": ("SFTModule", "ConversationDataModule"), "dpo": ("DPOModule", "PreferenceDataModule"),
     "kto": ("KTOModule", "UnpairedDataModule"), "reward": ("RewardModule", "PreferenceDataModule"),
+    "orpo": ("DPOModule", "PreferenceDataModule"), "cpo": ("DPOModule", "PreferenceDataModule"),
     "rloo": ("RLOOModule", "PromptDataModule"), "grpo": ("GRPOModule", "PromptDataModule"),
 }  # fmt: skip
 _OPTIMIZERS = {
@@ -109,7 +115,7 @@ def trainer_of(options: Mapping[str, Any]) -> str:
     for trainer, marks in _MARKS.items():
         if not marks.isdisjoint(options):
             return trainer
-    raise UsageError("the options do not show whose they are: add --trainer grpo, rloo, sft, dpo, kto or reward")
+    raise UsageError(f"the options do not show whose they are: add --trainer {', '.join(SECTIONS_OF)}")
 
 
 def converted(options: Mapping[str, Any], trainer: str, devices: int) -> tuple[dict[str, Any], list[str]]:
@@ -137,10 +143,8 @@ class _Conversion:
         loss: dict[str, Any] = {}
         if self._trainer == "grpo":
             module, loss = grpo_loss(self._options)
-        elif self._trainer == "dpo":
-            loss = dpo_loss(self._options)
-        elif self._trainer == "kto":
-            loss = kto_loss(self._options)
+        elif self._trainer in PAIRED:
+            loss = PAIRED[self._trainer](self._options)
         elif self._trainer == "reward" and (coefficient := self._take("center_rewards_coefficient")):
             loss = {"loss": {"center_coef": float(coefficient)}}
         config: dict[str, Any] = {

@@ -96,3 +96,25 @@ def kto_loss(options: GivenOptions) -> dict[str, Any]:
     """Return the options for the loss of TRL's KTO trainer."""
     weights = {name: options.take(name, 1.0) for name in ("desirable_weight", "undesirable_weight")}
     return {"loss": weights | {"beta": options.take("beta")}}
+
+
+def orpo_loss(options: GivenOptions) -> dict[str, Any]:
+    """Return the options for the loss of TRL's ORPO trainer."""
+    options.note("the supervised loss is over the preferred answer here, over its prompt too in TRL's ORPOTrainer")
+    loss = {"class_path": f"{_PREFERENCE}.ORPOLoss", "init_args": {"beta": float(options.take("beta"))}}
+    return {"loss": loss, "sft_coef": 1.0}
+
+
+def cpo_loss(options: GivenOptions) -> dict[str, Any]:
+    """Return the options for the loss of TRL's CPO trainer, which is SimPO's without its margin and its mean."""
+    kind = options.take("loss_type", "sigmoid")
+    if kind not in ("sigmoid", "simpo"):
+        options.leave("loss_type", "without a reference, sigmoid and simpo are here")
+    margin = float(options.take("simpo_gamma")) if kind == "simpo" else 0.0
+    arguments = {"beta": float(options.take("beta")), "margin": margin, "length_normalized": kind == "simpo"}
+    loss = {"class_path": f"{_PREFERENCE}.SimPOLoss", "init_args": arguments}
+    return {"loss": loss, "sft_coef": float(options.take("cpo_alpha"))}
+
+
+# Losses of trainers with preferences.
+PAIRED = {"dpo": dpo_loss, "kto": kto_loss, "orpo": orpo_loss, "cpo": cpo_loss}

@@ -225,6 +225,7 @@ def test_options_that_are_not_here_are_listed_with_the_reason():
         ("dpo", {"beta": 0.3, "loss_type": ["hinge"], "ld_alpha": 0.5}, ("DPOModule", {"lr": 1e-6}, 8)),
         ("kto", {"desirable_weight": 2.0}, ("KTOModule", {"lr": 1e-6}, 8)),
         ("reward", {"center_rewards_coefficient": 0.01}, ("RewardModule", {"lr": 1e-4}, 8)),
+        ("cpo", {"cpo_alpha": 0.0, "loss_type": "simpo"}, ("DPOModule", {"lr": 1e-6}, 8)),
         ("rloo", {"reward_clip_range": [-1, 1], "num_generations": 4}, ("RLOOModule", {"lr": 1e-6}, 2)),
     ],
 )
@@ -262,6 +263,18 @@ def test_names_of_earlier_releases_are_read():
     assert left == ["dtype: bfloat16: trained weights are float32 here, computed in bf16-mixed"]
 
 
+def test_losses_without_a_reference():
+    model, *_, left = parts({"model_name_or_path": "x/y", "dataset_name": "o/r", "beta": 0.3}, "orpo")
+    assert model["loss"]["class_path"].endswith(".ORPOLoss")
+    assert (model["loss"]["init_args"], model["sft_coef"]) == ({"beta": 0.3}, 1.0)
+    assert len(left) == 1
+    model, *_ = parts({"loss_type": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.5}, "cpo")
+    assert model["loss"]["init_args"] == {"beta": 0.1, "margin": 0.7, "length_normalized": True}
+    assert model["sft_coef"] == 0.5
+    model, *_ = parts({"cpo_alpha": 0.5}, "cpo")  # its sigmoid loss is of sums, without a margin
+    assert model["loss"]["init_args"] == {"beta": 0.1, "margin": 0.0, "length_normalized": False}
+
+
 def test_losses_of_dpo_and_kto():
     model, *_ = parts({"beta": 0.3, "loss_type": ["hinge", "sft"], "loss_weights": [1.0, 0.2]}, "dpo")
     assert (model["loss"]["class_path"].rpartition(".")[2], model["sft_coef"]) == ("HingeLoss", 0.2)
@@ -284,7 +297,10 @@ def test_losses_of_dpo_and_kto():
             "a value that cannot be carried over: int()",
         ),
         ('{"num_generations": 2, "reward_funcs": ["a"], "reward_weights": [1, 2]}', "has 2 numbers for 1 reward_funcs"),
-        ('{"learning_rate": 1}', "the options do not show whose they are: add --trainer grpo, rloo, sft"),
+        (
+            '{"learning_rate": 1}',
+            "the options do not show whose they are: add --trainer sft, dpo, kto, reward, orpo, cpo",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, text, message):

@@ -63,7 +63,8 @@ class AgentLoop(ConversationLoop):
     branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
     each is computed without the tokens of those before it.
 
-    An agent is one of the running calls of the base class (``_calls``) except while it waits for a turn.
+    The base class counts the running calls of environments in ``_calls``: an agent is one of them from its start to its
+    end, except while it waits for a turn of the policy (:meth:`_pause_for_turn`, :meth:`_resume_after_turn`).
 
     Args:
         endpoint: endpoint that agents send their requests to.
@@ -88,9 +89,22 @@ class AgentLoop(ConversationLoop):
         super()._release(running)
         agent = self._agents[running.index]
         self._endpoint.remove(agent.api_key)
-        for answer in [agent.answer, *(answer for _, answer in agent.waiting)]:
+        unanswered = [agent.answer, *(answer for _, answer in agent.waiting)]
+        agent.waiting = []
+        for answer in unanswered:
             if answer is not None and not answer.done():
                 answer.set_exception(RefusedRequest("the conversation has ended"))
+
+    def _pause_for_turn(self, running: RunningConversation) -> None:
+        """Request the next turn: until it is there, the agent waits, and is no running call of the base class."""
+        running.environment_s += time.perf_counter() - running.called_at
+        self._calls -= 1
+        self._ready.append(running)
+
+    def _resume_after_turn(self, running: RunningConversation) -> None:
+        """Count the agent as a running call again: it has the turn that it asked for."""
+        self._calls += 1
+        running.called_at = time.perf_counter()
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -122,9 +136,7 @@ class AgentLoop(ConversationLoop):
                 return
             agent.answer, agent.messages = answer, messages
             agent.max_tokens = limit_of(body)
-            running.environment_s += time.perf_counter() - running.called_at
-            self._calls -= 1  # the agent waits for its turn
-            self._ready.append(running)
+            self._pause_for_turn(running)
 
     def _extend(
         self, running: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]
@@ -135,7 +147,7 @@ class AgentLoop(ConversationLoop):
             RefusedRequest: no further turn is possible.
         """
         if len(running.turns) == self._settings.max_turns:
-            running.conversation.end("max_turns")
+            running.conversation.end("max_turns")  # the reason is kept when the agent, which runs on, has ended
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
         branch = _continued(agent.branches, messages)
         if branch is not None:
@@ -168,7 +180,9 @@ class AgentLoop(ConversationLoop):
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
         agent = self._agents[running.index]
-        if agent.answer is None:  # the agent failed before its first request: the base class asks for the only turn
+        # No request waits if the agent failed before its first one: _on_fault let the base class generate a turn,
+        # because a row needs one.
+        if agent.answer is None:
             super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
@@ -182,8 +196,7 @@ class AgentLoop(ConversationLoop):
         others = [branch for branch in agent.branches if branch.conversation is not running.conversation]
         agent.branches = [*others, _Branch(running.messages, running.conversation)]
         answer, agent.answer = agent.answer, None
-        self._calls += 1
-        running.called_at = time.perf_counter()
+        self._resume_after_turn(running)
         answer.set_result(body)
         if agent.outcome is not None:
             self._settle(running, agent.outcome)

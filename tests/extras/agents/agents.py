@@ -156,6 +156,22 @@ class ManyAtOnce(Agent):
         return float(len(answers))
 
 
+class LeavesRequests(Agent):
+    """Returns while its first request is being answered and a second one waits."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+
+        def one(text):
+            with contextlib.suppress(Exception):
+                ask(client, [user(text)])
+
+        for text in "ab":
+            threading.Thread(target=one, args=(text,), daemon=True).start()
+        threading.Event().wait(1.0)
+        return 1.0
+
+
 WRONG = [
     {"messages": "a"}, {"messages": []}, {"messages": [1]}, {"messages": [{"role": "robot", "content": "a"}]},
     {"messages": [{"role": "user", "content": 1}]},

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import socket
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,7 @@ from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.extras.agents import endpoint as endpoint_module
 from lightning_rlhf.extras.agents.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.engine import EngineTraits
 from lightning_rlhf.rollout.generation import CompletionCheck, serve
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Prompt, SamplingParams
@@ -202,6 +205,29 @@ def test_parallel_requests_are_answered_sequentially(converse):
     (completion,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
     assert completion.conversation.turn_rewards == [0.0, 2.0]
     assert completion.conversation.metrics == {"branches": 1.0}
+
+
+class LateEngine(Spy):
+    """Answers after two seconds, while other conversations go on."""
+
+    traits = EngineTraits(overlaps=True)
+
+    def request(self, prompts, sampling, seeds):
+        futures = [Future() for _ in prompts]
+        completions = super().request(prompts, sampling, seeds)
+
+        def answer():
+            for future, completion in zip(futures, completions, strict=True):
+                future.set_result(completion.result())
+
+        threading.Timer(2.0, answer).start()
+        return futures
+
+
+@pytest.mark.slow
+def test_agent_that_ends_during_a_turn_leaves_no_request_without_an_answer(converse):
+    (completion,) = converse(LateEngine(LETTERS, ["bc"]), requests(1), factory=agents.LeavesRequests)
+    assert completion.conversation.turn_rewards == [1.0]
 
 
 @pytest.mark.quick_cases(1)

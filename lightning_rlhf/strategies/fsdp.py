@@ -102,8 +102,15 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def setup_environment(self) -> None:
         """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
-        Of 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2``, ranks 0 to 3 have all weights together
-        and 4 to 7 are their replica; 0 and 1 split each layer, 0 and 2 are shards, 0 and 4 have the same part.
+        Its dimensions, and for 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2`` those of rank 0::
+
+            replicate          have the same part of the weights                    0, 4
+            shard              have other rows and other parts of the weights       0, 2
+            sequence_parallel  have parts of the same rows, and of the weights      0
+            tensor_parallel    have the same rows, and split each layer             0, 1
+            data_parallel      replicate x shard: all with other rows               0, 2, 4, 6
+            all_shards         shard x sequence_parallel: a layer is gathered here  0, 2
+            same_rows          sequence_parallel x tensor_parallel                  0, 1
 
         Raises:
             UsageError: a size does not divide the number of processes.
@@ -116,20 +123,20 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
                 sizes += f" times sequence_parallel_size: {self.sequence_parallel_size}"
             raise UsageError(f"{sizes} does not divide the {processes} processes of this run; use a divisor")
         data_ranks = processes // splitting
-        shard_count = self._shard_count(data_ranks, splitting)
-        self._replica_size = shard_count * splitting  # processes that have all weights together, in consecutive ranks
+        shard_data_ranks = self._shard_data_ranks(data_ranks, splitting)
+        self._replica_size = shard_data_ranks * splitting  # consecutive ranks that have all weights together
         # Lightning's mesh knows no sequence parallelism, and its sizes must multiply to all processes: while it makes
         # its mesh, sequence-parallel processes count as data ranks.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
         self._data_parallel_size = data_ranks
-        has_replicas = shard_count < data_ranks
+        has_replicas = shard_data_ranks < data_ranks
         if self.sequence_parallel_size > 1 or has_replicas:
-            self._replace_mesh(data_ranks // shard_count, shard_count)
+            self._replace_mesh(data_ranks // shard_data_ranks, shard_data_ranks)
         if splitting > 1 or has_replicas:  # else all groups are that of the run
             self._set_timeouts()
 
-    def _shard_count(self, data_ranks: int, splitting: int) -> int:
+    def _shard_data_ranks(self, data_ranks: int, splitting: int) -> int:
         """Return over how many data-parallel processes weights are sharded: ``shard_size``, a node's or all."""
         count = data_ranks if self.shard_size is None else self.shard_size
         if self.shard_size is None and self.num_nodes > 1:
@@ -145,23 +152,16 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Give the groups of the mesh the timeout of the run's group."""
         if self._timeout is None:
             return
-        named = (self.device_mesh[dimension] for dimension in ("data_parallel", *self._further_groups))
-        for group in (*self.device_mesh.get_all_groups(), *(mesh.get_group() for mesh in named)):
+        # get_all_groups() has no dimension that is joined from two others.
+        joined = ["data_parallel", *(["same_rows", "all_shards"] if self.sequence_parallel_size > 1 else [])]
+        groups = [self.device_mesh[dimension].get_group() for dimension in joined]
+        for group in (*self.device_mesh.get_all_groups(), *groups):
             set_group_timeout(group, self._timeout)
 
-    @property
-    def _further_groups(self) -> tuple[str, ...]:
-        """Dimensions of sequence parallelism, the last two of which :meth:`_replace_mesh` joins from two each."""
-        return ("sequence_parallel", "same_rows", "all_shards") if self.sequence_parallel_size > 1 else ()
-
-    def _replace_mesh(self, replicas: int, shard_count: int) -> None:
-        """Replace Lightning's mesh by one of replicas, shards, sequence- and tensor-parallel processes.
-
-        ``data_parallel`` is replicas times shards, ``all_shards`` is shards times sequence-parallel processes (each of
-        which has another part of the weights), and ``same_rows`` is sequence- times tensor-parallel processes.
-        """
+    def _replace_mesh(self, replicas: int, shard_data_ranks: int) -> None:
+        """Replace Lightning's mesh by one with all dimensions of :meth:`setup_environment`."""
         names = ("replicate", "shard", "sequence_parallel", "tensor_parallel")
-        sizes = (replicas, shard_count, self.sequence_parallel_size, self.tensor_parallel_size)
+        sizes = (replicas, shard_data_ranks, self.sequence_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
         mesh["replicate", "shard"]._flatten("data_parallel")
         if self.sequence_parallel_size > 1:
@@ -172,7 +172,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         if replicas > 1:
             log.info(
                 "Weights are sharded over %d processes, with %d replicas (shard_size of rlhf_fsdp).",
-                shard_count * self.sequence_parallel_size, replicas,
+                shard_data_ranks * self.sequence_parallel_size, replicas,
             )  # fmt: skip
 
     @property
@@ -291,7 +291,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._reshard(name)  # otherwise optimizers would be constructed with gathered weights of an earlier run
             delattr(self.module, name)
         super().model_to_device()
-        for name, child in children.items():
+        for name, child in children.items():  # all of them, so that the roles return in their order
             setattr(self.module, name, child)
 
     # -- one update -------------------------------------------------------------------------------------------

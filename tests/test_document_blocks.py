@@ -105,10 +105,16 @@ def test_yaml_blocks_are_valid_configurations(language, block, tmp_path, monkeyp
 
 
 def commands():
-    """Return every command in the documentation as a list of words, without leading environment variables."""
+    """Return every command in the documentation as a list of words, without leading environment variables.
+
+    A loop has the commands of its first value.
+    """
     result = {}
     for block in blocks("bash"):
-        for line in block.values[1].replace("\\\n", " ").splitlines():
+        text = block.values[1].replace("\\\n", " ")
+        for name, value in re.findall(r"^for (\w+) in (\S+).*; do$", text, re.MULTILINE):
+            text = text.replace(f"${name}", value)
+        for line in re.sub(r"^(for .*; do|done)$", "", text, flags=re.MULTILINE).splitlines():
             words = shlex.split(line, comments=True)
             while words and re.match(r"\w+=", words[0]):
                 words = words[1:]
@@ -131,7 +137,7 @@ def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
         for name in ("configs", "examples"):
             Path(name).symlink_to(ROOT / name)
         for name in ("x.yaml", "run.yaml", "grpo.yaml", "reward.yaml", "sft.yaml", "ppo.yaml"):
-            Path(name).write_text(yaml.safe_dump(BASE))
+            Path(name).write_text(yaml.safe_dump(run_of({"rewards": []})))
         try:
             parse(*arguments)
         except SystemExit:

@@ -10,7 +10,7 @@ from lightning_rlhf.extras.migration.parts import Counterpart
 
 
 class GivenOptions:
-    """Options with the defaults of their program. What is taken counts as carried over.
+    """Options with the defaults of their program. An option that is read by :meth:`carry` counts as carried over.
 
     Args:
         given: options that are set, without those that set nothing.
@@ -24,7 +24,7 @@ class GivenOptions:
         self._used: set[str] = set()
         self._reasons: dict[str, str] = {}
 
-    def take(self, name: str, default: Any = None) -> Any:
+    def carry(self, name: str, default: Any = None) -> Any:
         """Return the value of an option, which is carried over."""
         self._used.add(name)
         value = self.values.get(name)
@@ -35,7 +35,7 @@ class GivenOptions:
         self._used.update(names)
 
     def leave(self, name: str, reason: str = "") -> None:
-        """List an option, although it was taken, with the reason; the reason in the table is the default."""
+        """List an option, although it was read, with the reason; that of the table is the default."""
         self._used.discard(name)
         if reason:
             self._reasons[name] = reason

@@ -15,7 +15,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
 from lightning_rlhf.extras.migration.trl_losses import PAIRED, grpo_loss
-from lightning_rlhf.extras.schema.class_names import schedules
+from lightning_rlhf.extras.schema.known import schedules
 
 # Sections of the table in which the options of a trainer are looked up, its own first.
 _COMMON = ("ModelConfig", "ScriptArguments", "TrainingArguments", "Earlier and further names")
@@ -29,7 +29,7 @@ SECTIONS_OF = {
     "rloo": ("RLOOConfig", "GRPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
     "grpo": ("GRPOConfig", "DPOConfig", "SFTConfig", *_COMMON),
 }
-# Options by which a file without the name of its trainer is recognised.
+# Options by which a file without the name of its trainer is recognised: the first match decides. ORPO has none.
 _MARKS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
@@ -77,6 +77,21 @@ _LOGGERS = {
     "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
     "trackio": "lightning_rlhf.extras.loggers.trackio.TrackioLogger",
 }
+_NO_MODEL = "set the model"
+_LORA: dict[str, str] = {
+    "rank": "lora_r", "alpha": "lora_alpha", "target_modules": "lora_target_modules", "rslora": "use_rslora",
+    "dora": "use_dora",
+}  # fmt: skip
+_ENGINE: dict[str, str] = {
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization", "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "sleep_while_learning": "vllm_enable_sleep_mode",
+}  # fmt: skip
+_LOGGER_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "wandb": {"name": ("run_name",), "project": ("project", "wandb_project"), "entity": ("wandb_entity",)},
+    "mlflow": {"run_name": ("run_name",), "experiment_name": ("project",)},
+    "trackio": {"project": ("project",)},
+}
+_STRATEGIES_OF_STEPS = ("save_strategy", "logging_strategy")
 
 
 def counterpart(trainer: str, option: str) -> Counterpart | None:
@@ -110,7 +125,7 @@ def trainer_of(options: Mapping[str, Any]) -> str:
     """Return the trainer whose options these are: ``grpo``, ``sft``, ...
 
     Raises:
-        UsageError: they could be those of several.
+        UsageError: no option belongs to one trainer alone.
     """
     for trainer, marks in _MARKS.items():
         if not marks.isdisjoint(options):
@@ -134,7 +149,7 @@ class _Conversion:
         given = {name: value for name, value in options.items() if value not in (None, "", [], {})}
         self._options = GivenOptions(given, _DEFAULTS[trainer])
         self._nulls = {name for name, value in options.items() if value is None}
-        self._take = self._options.take
+        self._carry = self._options.carry
         self._trainer, self._devices = trainer, devices
         self._is_online = trainer in ("grpo", "rloo")
 
@@ -145,10 +160,10 @@ class _Conversion:
             module, loss = grpo_loss(self._options)
         elif self._trainer in PAIRED:
             loss = PAIRED[self._trainer](self._options)
-        elif self._trainer == "reward" and (coefficient := self._take("center_rewards_coefficient")):
+        elif self._trainer == "reward" and (coefficient := self._carry("center_rewards_coefficient")):
             loss = {"loss": {"center_coef": float(coefficient)}}
         config: dict[str, Any] = {
-            "seed_everything": int(self._take("seed", 42)),
+            "seed_everything": int(self._carry("seed", 42)),
             "model": {"class_path": f"lightning_rlhf.{module}", "init_args": self._module() | loss},
             "data": {"class_path": f"lightning_rlhf.{data}", "init_args": self._data()},
             "trainer": self._run(),
@@ -158,51 +173,52 @@ class _Conversion:
 
     def _module(self) -> dict[str, Any]:
         options: dict[str, Any] = {("reward_model" if self._trainer == "reward" else "actor"): self._source()}
-        betas = [self._take("adam_beta1", 0.9), self._take("adam_beta2", 0.999)]
+        betas = [self._carry("adam_beta1", 0.9), self._carry("adam_beta2", 0.999)]
         options["optimizer"] = {
-            "lr": float(self._take("learning_rate")),
-            "weight_decay": float(self._take("weight_decay", 0.0)),
+            "lr": float(self._carry("learning_rate")),
+            "weight_decay": float(self._carry("weight_decay", 0.0)),
             "betas": [float(each) for each in betas],
-            "eps": float(self._take("adam_epsilon", 1e-8)),
+            "eps": float(self._carry("adam_epsilon", 1e-8)),
         }
-        optimizer = str(self._take("optim", "adamw_torch"))
+        optimizer = str(self._carry("optim", "adamw_torch"))
         if optimizer in _OPTIMIZERS:
             options["optimizer"] = {"class_path": _OPTIMIZERS[optimizer], "init_args": options["optimizer"]}
         elif not optimizer.startswith("adamw_torch"):
             self._options.leave("optim")
-        kind = str(self._take("lr_scheduler_type"))
+        kind = str(self._carry("lr_scheduler_type"))
         warmup = self._warmup()
         if kind not in ("constant", *schedules()):
             self._options.leave("lr_scheduler_type", f"RunSchedule has {', '.join(schedules())}")
         elif kind != "constant":
             schedule: dict[str, Any] = {"kind": kind, "warmup_ratio": warmup}
-            if arguments := self._take("lr_scheduler_kwargs"):
+            if arguments := self._carry("lr_scheduler_kwargs"):
                 schedule["arguments"] = arguments
             options["lr_scheduler"] = {
                 "class_path": "lightning_rlhf.modules.schedules.RunSchedule",
                 "init_args": schedule,
             }
         self._options.settle(*(name for name in ("packing", "padding_free") if self._given(name)))  # the default here
-        options["max_grad_norm"] = float(self._take("max_grad_norm"))
+        options["max_grad_norm"] = float(self._carry("max_grad_norm"))
         if self._trainer == "grpo":
-            options["kl_loss"] = {"coef": float(self._take("beta")), "estimator": "k3"}
-            if options["kl_loss"]["coef"] and self._take("use_bias_correction_kl", True):
+            options["kl_loss"] = {"coef": float(self._carry("beta")), "estimator": "k3"}
+            if options["kl_loss"]["coef"] and self._carry("use_bias_correction_kl", True):
                 options["kl_loss"]["importance"] = True
-            if self._take("use_vllm") and self._take("vllm_importance_sampling_correction", True):
+            if self._carry("use_vllm") and self._carry("vllm_importance_sampling_correction", True):
                 options["correction"] = self._correction()
         if self._trainer == "rloo":
-            options["kl_reward"] = {"coef": float(self._take("beta")), "estimator": "k1"}
+            options["kl_reward"] = {"coef": float(self._carry("beta")), "estimator": "k1"}
         if self._is_online:
-            options["update_epochs"] = int(self._take("num_iterations"))
-            if entropy := self._take("entropy_coef"):
+            options["update_epochs"] = int(self._carry("num_iterations"))
+            if entropy := self._carry("entropy_coef"):
                 options["ent_coef"] = float(entropy)
-            if generated := self._generated():
-                options["minibatch_size"] = self._responses()
-                if generated % self._responses():
-                    self._options.note(f"minibatch_size {self._responses()} does not divide {generated} responses")
-            if path := self._take("reward_model_name_or_path"):
+            step, update = self._texts_of_step(), self._texts_of_update()
+            if step != update:
+                options["minibatch_size"] = update
+            if step % update:
+                self._options.note(f"minibatch_size {update} does not divide {step} responses")
+            if path := self._carry("reward_model_name_or_path"):
                 options["reward_model"] = path
-        if self._take("precompute_ref_log_probs"):
+        if self._carry("precompute_ref_log_probs"):
             options["ref"] = "start"
         return options
 
@@ -211,8 +227,8 @@ class _Conversion:
 
     def _warmup(self) -> float:
         """Return the share of the run in which the learning rate rises."""
-        ratio = float(self._take("warmup_ratio", 0.0))
-        steps, whole = float(self._take("warmup_steps", 0)), int(self._take("max_steps", -1))
+        ratio = float(self._carry("warmup_ratio", 0.0))
+        steps, whole = float(self._carry("warmup_steps", 0)), int(self._carry("max_steps", -1))
         if steps < 1:
             return steps or ratio
         if whole > 0:
@@ -222,10 +238,10 @@ class _Conversion:
 
     def _correction(self) -> dict[str, Any]:
         """Return the weights of the gap between vLLM and the actor, which TRL has by default."""
-        level, _, mode = str(self._take("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
-        upper = self._take("vllm_importance_sampling_cap") or self._take("vllm_importance_sampling_clip_max", 3.0)
+        level, _, mode = str(self._carry("vllm_importance_sampling_mode", "sequence_mask")).partition("_")
+        upper = self._carry("vllm_importance_sampling_cap") or self._carry("vllm_importance_sampling_clip_max", 3.0)
         options = {"level": level, "mode": mode, "upper": float(upper)}
-        if lower := self._take("vllm_importance_sampling_clip_min"):
+        if lower := self._carry("vllm_importance_sampling_clip_min"):
             options["lower"] = float(lower)
         return {"class_path": "lightning_rlhf.objectives.corrections.RolloutCorrection", "init_args": options}
 
@@ -233,35 +249,37 @@ class _Conversion:
         """Return the steps with a number of updates: a step here has all updates of its responses."""
         if not self._is_online:
             return updates
-        generated = self._generated() or self._responses()
-        return math.ceil(updates * self._responses() / (generated * int(self._take("num_iterations"))))
+        texts = self._texts_of_step() * int(self._carry("num_iterations"))
+        return math.ceil(updates * self._texts_of_update() / texts)
 
-    def _responses(self) -> int:
+    def _texts_of_update(self) -> int:
         """Return the texts of an update, over all devices."""
-        per_device = int(self._take("per_device_train_batch_size"))
-        return per_device * int(self._take("gradient_accumulation_steps", 1)) * self._devices
+        per_device = int(self._carry("per_device_train_batch_size"))
+        return per_device * int(self._carry("gradient_accumulation_steps", 1)) * self._devices
 
-    def _generated(self) -> int:
-        """Return the responses of a step if they are not those of one update; else 0."""
-        if size := self._take("generation_batch_size"):
+    def _texts_of_step(self) -> int:
+        """Return the texts of a step: the responses that are generated at once, or the texts of an update."""
+        if not self._is_online:
+            return self._texts_of_update()
+        if size := self._carry("generation_batch_size"):
             return int(size)
-        if steps := self._take("steps_per_generation"):
-            return int(steps) * int(self._take("per_device_train_batch_size")) * self._devices
-        return 0
+        if steps := self._carry("steps_per_generation"):
+            return int(steps) * int(self._carry("per_device_train_batch_size")) * self._devices
+        return self._texts_of_update()
 
     def _source(self) -> Any:
-        path = self._take("model_name_or_path")
+        path = self._carry("model_name_or_path")
         if path is None:
             self._options.note("model_name_or_path: the file names no model; write it to run.yaml, in two places")
         source: dict[str, Any] = {"path": path or _NO_MODEL}
-        kwargs = self._take("model_init_kwargs", {})
+        kwargs = self._carry("model_init_kwargs", {})
         for ours, theirs in (("revision", "model_revision"), ("dtype", "dtype"), ("attn_implementation",) * 2):
-            value = self._take(theirs, kwargs.get(theirs))
+            value = self._carry(theirs, kwargs.get(theirs))
             if value not in (None, "main", "auto"):
                 source[ours] = value
-        source["dtype"] = source.get("dtype") or self._take("torch_dtype")
-        bits = {name: bool(self._take(f"load_in_{name}")) for name in ("4bit", "8bit")}
-        if any([self._take("use_peft"), *bits.values()]):
+        source["dtype"] = source.get("dtype") or self._carry("torch_dtype")
+        bits = {name: bool(self._carry(f"load_in_{name}")) for name in ("4bit", "8bit")}
+        if any([self._carry("use_peft"), *bits.values()]):
             source["lora"] = self._lora()
         if "lora" not in source and str(source["dtype"]) in ("bfloat16", "float16"):
             self._options.note(f"dtype: {source['dtype']}: trained weights are float32 here, computed in bf16-mixed")
@@ -275,9 +293,9 @@ class _Conversion:
         return {"class_path": "lightning_rlhf.Pretrained", "init_args": source}
 
     def _lora(self) -> dict[str, Any]:
-        adapters = {ours: self._take(theirs) for ours, theirs in _LORA.items()}
-        if not self._is_online and self._take("disable_dropout", self._trainer != "sft") is False:
-            adapters["dropout"] = self._take("lora_dropout", _DROPOUT)
+        adapters = {ours: self._carry(theirs) for ours, theirs in _LORA.items()}
+        if not self._is_online and self._carry("disable_dropout", self._trainer != "sft") is False:
+            adapters["dropout"] = self._carry("lora_dropout", _DROPOUT)
         elif self._is_online and self._given("lora_dropout"):
             self._options.leave("lora_dropout", "importance ratios compare two passes of one network: it is 0 here")
         else:
@@ -285,12 +303,12 @@ class _Conversion:
         return {"rank": 16, "alpha": 32} | {name: value for name, value in adapters.items() if value}
 
     def _data(self) -> dict[str, Any]:
-        name = self._take("dataset_name")
+        name = self._carry("dataset_name")
         if name is None:
             self._options.note("dataset_name: the file names no data; write your rows to run.yaml, under train")
             name = "set the rows of training"
         train: Any = name
-        split, config = self._take("dataset_train_split", "train"), self._take("dataset_config")
+        split, config = self._carry("dataset_train_split", "train"), self._carry("dataset_config")
         hub = "lightning_rlhf.data.rows.HubDataset"
 
         def rows(split: str) -> dict[str, Any]:
@@ -301,22 +319,22 @@ class _Conversion:
 
         if split != "train" or config:
             train = rows(split)
-        data: dict[str, Any] = {"tokenizer": self._take("model_name_or_path", _NO_MODEL), "train": train}
-        if self._take("eval_strategy", "no") != "no":
-            data["val"] = rows(self._take("dataset_test_split", "test"))
-            if size := self._take("per_device_eval_batch_size"):
+        data: dict[str, Any] = {"tokenizer": self._carry("model_name_or_path", _NO_MODEL), "train": train}
+        if self._carry("eval_strategy", "no") != "no":
+            data["val"] = rows(self._carry("dataset_test_split", "test"))
+            if size := self._carry("per_device_eval_batch_size"):
                 data["val_batch_size"] = int(size) * self._devices
-        texts = self._generated() or self._responses() if self._is_online else self._responses()
-        group = int(self._take("num_generations")) if self._is_online else 1
+        texts = self._texts_of_step()
+        group = int(self._carry("num_generations")) if self._is_online else 1
         data["batch_size"] = max(1, texts // group)
         if texts % group:
             self._options.note(f"per_device_train_batch_size: {texts} responses of a step are no multiple of {group}")
         data |= self._lengths()
-        if (column := self._take("dataset_prompt_column", "prompt")) != "prompt":
+        if (column := self._carry("dataset_prompt_column", "prompt")) != "prompt":
             data["columns"] = {"prompt": column}
-        if not self._is_online and (column := self._take("dataset_text_field", "text")) != "text":
+        if not self._is_online and (column := self._carry("dataset_text_field", "text")) != "text":
             data["columns"] = {"text": column}
-        if kwargs := self._take("chat_template_kwargs"):
+        if kwargs := self._carry("chat_template_kwargs"):
             data["chat_template_kwargs"] = kwargs
         return data
 
@@ -325,53 +343,53 @@ class _Conversion:
         if self._is_online:
             if self._given("max_prompt_length") is None:
                 self._options.note("max_tokens of the data is 512: TRL has no limit, prompts that are longer are named")
-            return {"max_tokens": int(self._take("max_prompt_length", 512))}
+            return {"max_tokens": int(self._carry("max_prompt_length", 512))}
         if "max_length" in self._nulls:
             self._options.note(f"max_length: null: texts beyond {_ANY_LENGTH} tokens, max_tokens here, are named")
             return {"max_tokens": _ANY_LENGTH, "too_long": "bad_row"}
-        length = self._take("max_length")
+        length = self._carry("max_length")
         if self._given("max_length") is None:
-            length = self._take("max_seq_length", length)
-        cut = "cut_start" if self._take("truncation_mode") == "keep_end" else "cut_end"
+            length = self._carry("max_seq_length", length)
+        cut = "cut_start" if self._carry("truncation_mode") == "keep_end" else "cut_end"
         return {"max_tokens": int(length), "too_long": cut}
 
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
-        if (steps := int(self._take("max_steps", -1))) > 0:
+        if (steps := int(self._carry("max_steps", -1))) > 0:
             run["max_steps"] = self._steps(steps)
-            self._take("num_train_epochs")
+            self._options.settle("num_train_epochs")
         else:
-            run["max_epochs"] = max(1, round(float(self._take("num_train_epochs"))))
-        if self._take("bf16"):
+            run["max_epochs"] = max(1, round(float(self._carry("num_train_epochs"))))
+        if self._carry("bf16"):
             run["precision"] = "bf16-mixed"
-        name = "single" if self._devices == 1 else "fsdp" if self._take("fsdp") else "ddp"
+        name = "single" if self._devices == 1 else "fsdp" if self._carry("fsdp") else "ddp"
         if self._devices > 1:
             run |= {"devices": self._devices, "strategy": f"rlhf_{name}"}
-        if self._take("gradient_checkpointing"):
+        if self._carry("gradient_checkpointing"):
             run["strategy"] = {"class_path": _STRATEGIES[name], "init_args": {"activation_checkpointing": True}}
         if logger := self._logger():
             run["logger"] = logger
         self._options.settle(*(name for name in _STRATEGIES_OF_STEPS if self._given(name) == "steps"))
-        if every := self._take("eval_steps"):
+        if every := self._carry("eval_steps"):
             run["val_check_interval"] = self._steps(int(every))
         callbacks: list[Any] = []
         if self._is_online:
             callbacks.append({"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()})
         saves: dict[str, int] = {}
-        if (every := float(self._take("save_steps", 0))) >= 1:
+        if (every := float(self._carry("save_steps", 0))) >= 1:
             saves["every_n_steps"] = self._steps(int(every))
         else:  # a fraction of the run
             self._options.leave("save_steps")
-        if keep := self._take("save_total_limit"):
+        if keep := self._carry("save_total_limit"):
             saves["keep_last"] = int(keep)
         callbacks.append({"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": saves})
-        if (every := float(self._take("logging_steps", 0))) >= 1:
+        if (every := float(self._carry("logging_steps", 0))) >= 1:
             lines = {"every_n_steps": self._steps(int(every))}
             callbacks.append({"class_path": "lightning_rlhf.callbacks.Console", "init_args": lines})
-        return {**run, "callbacks": callbacks, "default_root_dir": self._take("output_dir", f"runs/{self._trainer}")}
+        return {**run, "callbacks": callbacks, "default_root_dir": self._carry("output_dir", f"runs/{self._trainer}")}
 
     def _logger(self) -> dict[str, Any]:
-        names = self._take("report_to", "none")
+        names = self._carry("report_to", "none")
         name = names[0] if isinstance(names, list) else names
         if name not in _LOGGERS:
             if name not in ("none", "tensorboard", "all"):
@@ -379,52 +397,35 @@ class _Conversion:
             return {}
         arguments: dict[str, Any] = {}
         for ours, theirs in _LOGGER_ARGUMENTS[name].items():
-            if value := next(filter(None, map(self._take, theirs)), None):
+            if value := next(filter(None, map(self._carry, theirs)), None):
                 arguments[ours] = value
         return {"class_path": _LOGGERS[name], "init_args": arguments}
 
     def _rollout(self) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "group_size": int(self._take("num_generations")),
-            "max_response_tokens": int(self._take("max_completion_length")),
-            "temperature": float(self._take("temperature")),
+            "group_size": int(self._carry("num_generations")),
+            "max_response_tokens": int(self._carry("max_completion_length")),
+            "temperature": float(self._carry("temperature")),
         }
-        if samples := self._take("num_generations_eval"):
+        if samples := self._carry("num_generations_eval"):
             options["val_samples"] = int(samples)
-        functions = self._take("reward_funcs", [])
-        weights = (self._take("reward_weights") if functions else None) or [1.0] * len(functions)
+        functions = self._carry("reward_funcs", [])
+        weights = (self._carry("reward_weights") if functions else None) or [1.0] * len(functions)
         if len(weights) != len(functions):
             raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs")
         options["rewards"] = [
             {"function": function if "." in str(function) else f"reward.py:{function}", "weight": weight}
             for function, weight in zip(functions, weights, strict=True)
         ]
-        if not functions and self._take("reward_model_name_or_path"):
+        if not functions and self._carry("reward_model_name_or_path"):
             del options["rewards"]
         elif not functions:
             options["rewards"] = [{"function": "reward.py:reward"}]
             self._options.note("reward_funcs: functions are passed in Python; write them to reward.py, by their names")
         self._options.settle("use_vllm")
-        if self._take("vllm_mode", "colocate") != "colocate":
+        if self._carry("vllm_mode", "colocate") != "colocate":
             self._options.leave("vllm_mode")
-        engine = {ours: self._take(theirs) for ours, theirs in _ENGINE.items()}
+        engine = {ours: self._carry(theirs) for ours, theirs in _ENGINE.items()}
         if engine := {name: value for name, value in engine.items() if value}:
             options["engine"] = vllm_engine(engine)
         return options
-
-
-_NO_MODEL = "set the model"
-_LORA: dict[str, str] = {
-    "rank": "lora_r", "alpha": "lora_alpha", "target_modules": "lora_target_modules", "rslora": "use_rslora",
-    "dora": "use_dora",
-}  # fmt: skip
-_ENGINE: dict[str, str] = {
-    "gpu_memory_utilization": "vllm_gpu_memory_utilization", "tensor_parallel_size": "vllm_tensor_parallel_size",
-    "sleep_while_learning": "vllm_enable_sleep_mode",
-}  # fmt: skip
-_LOGGER_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "wandb": {"name": ("run_name",), "project": ("project", "wandb_project"), "entity": ("wandb_entity",)},
-    "mlflow": {"run_name": ("run_name",), "experiment_name": ("project",)},
-    "trackio": {"project": ("project",)},
-}
-_STRATEGIES_OF_STEPS = ("save_strategy", "logging_strategy")

@@ -89,15 +89,15 @@ class _Conversion:
     def __init__(self, options: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
         given = {name: _value(text) for name, text in options.items()}
         self._options = GivenOptions({name: value for name, value in given.items() if value not in _UNSET}, defaults)
-        self._take = self._options.take
+        self._carry = self._options.carry
 
     def _actor(self, name: str, default: Any = None) -> Any:
-        return self._take(f"{_ACTOR}.{name}", default)
+        return self._carry(f"{_ACTOR}.{name}", default)
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
         module = self._module_name()
         config = {
-            "seed_everything": int(self._take("data.seed", 42)),
+            "seed_everything": int(self._carry("data.seed", 42)),
             "model": {"class_path": f"lightning_rlhf.{module}", "init_args": self._module(module)},
             "data": {"class_path": "lightning_rlhf.PromptDataModule", "init_args": self._data()},
             "trainer": self._run(),
@@ -111,7 +111,7 @@ class _Conversion:
 
     def _module_name(self) -> str:
         mode = str(self._actor("policy_loss.loss_mode", "vanilla"))
-        estimator = str(self._take("algorithm.adv_estimator"))
+        estimator = str(self._carry("algorithm.adv_estimator"))
         if mode in _LOSS_MODES and estimator == "grpo":
             return _LOSS_MODES[mode]
         if mode != "vanilla":
@@ -121,20 +121,20 @@ class _Conversion:
         return _ESTIMATORS.get(estimator, "GRPOModule")
 
     def _module(self, module: str) -> dict[str, Any]:
-        group = int(self._take(f"{_ROLLOUT}.n"))
+        group = int(self._carry(f"{_ROLLOUT}.n"))
         options: dict[str, Any] = {"actor": self._source()}
         if module == "PPOModule":
             options["critic"] = self._path("critic.model.path") or "actor"
-            options["critic_optimizer"] = {"lr": float(self._take("critic.optim.lr")), "weight_decay": 0.01}
-            gamma, lam = float(self._take("algorithm.gamma")), float(self._take("algorithm.lam"))
+            options["critic_optimizer"] = {"lr": float(self._carry("critic.optim.lr")), "weight_decay": 0.01}
+            gamma, lam = float(self._carry("algorithm.gamma")), float(self._carry("algorithm.lam"))
             options["advantages"] = {"gamma": gamma, "gae_lambda": lam}
-            if (warmup := int(self._take("trainer.critic_warmup", 0))) > 1:
+            if (warmup := int(self._carry("trainer.critic_warmup", 0))) > 1:
                 options["critic_warmup_steps"] = warmup - 1  # verl updates the actor in the last of them
-            if (change := float(self._take("critic.cliprange_value"))) != 0.5:
+            if (change := float(self._carry("critic.cliprange_value"))) != 0.5:
                 options["value_loss"] = {"clip_range": change}
             for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip", "loss_agg_mode"):
                 self._as_actor(name)
-        elif int(self._take("trainer.critic_warmup", 0)):
+        elif int(self._carry("trainer.critic_warmup", 0)):
             self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
         rate, decay = float(self._actor("optim.lr")), float(self._actor("optim.weight_decay"))
         options["optimizer"] = {"lr": rate, "weight_decay": decay}
@@ -155,32 +155,32 @@ class _Conversion:
         loss = bool(self._actor("use_kl_loss", False))
         kind = _KL.get(str(self._actor("kl_loss_type")), "k3")
         options["kl_loss"] = {"coef": float(self._actor("kl_loss_coef")) if loss else 0.0, "estimator": kind}
-        if self._take("algorithm.use_kl_in_reward", False):
-            kind = _KL.get(str(self._take("algorithm.kl_penalty")), "k1")
-            if self._take("algorithm.kl_ctrl.type", "fixed") != "fixed":
+        if self._carry("algorithm.use_kl_in_reward", False):
+            kind = _KL.get(str(self._carry("algorithm.kl_penalty")), "k1")
+            if self._carry("algorithm.kl_ctrl.type", "fixed") != "fixed":
                 reason = "target_kl is nats per token in verl, per response in KLControl, a callback"
                 self._options.leave("algorithm.kl_ctrl.type", reason)
-            options["kl_reward"] = {"coef": float(self._take("algorithm.kl_ctrl.kl_coef")), "estimator": kind}
+            options["kl_reward"] = {"coef": float(self._carry("algorithm.kl_ctrl.kl_coef")), "estimator": kind}
         else:
             self._options.settle("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef")
             if module in ("PPOModule", "RLOOModule", "ReMaxModule", "ReinforcePlusPlusModule"):
                 options["kl_reward"] = {"coef": 0.0}
-        if module == "GRPOModule" and self._take("algorithm.norm_adv_by_std_in_grpo", True) is False:
+        if module == "GRPOModule" and self._carry("algorithm.norm_adv_by_std_in_grpo", True) is False:
             options["advantages"] = {"normalize_std": False}
-        if self._take("reward_model.enable", False) and (path := self._path("reward_model.model.path")):
+        if self._carry("reward_model.enable", False) and (path := self._path("reward_model.model.path")):
             options["reward_model"] = path
         return options
 
     def _as_actor(self, name: str) -> None:
         """List an option of the critic that is not the actor's."""
-        if self._take(f"critic.{name}") not in (None, actor := self._actor(name)):
+        if self._carry(f"critic.{name}") not in (None, actor := self._actor(name)):
             self._options.leave(f"critic.{name}", f"critic and actor have one value: {actor}")
 
     def _aggregation(self) -> dict[str, Any]:
         mode = str(self._actor("loss_agg_mode"))
         path = "lightning_rlhf.objectives.aggregation."
         if mode == "seq-mean-token-sum-norm":
-            scale = float(self._actor("loss_scale_factor") or self._take("data.max_response_length"))
+            scale = float(self._actor("loss_scale_factor") or self._carry("data.max_response_length"))
             self._options.note(f"loss_agg_mode: {mode}: a mean over responses here, their sum in a micro-batch in verl")
             return {"class_path": f"{path}SequenceMeanTokenSum", "init_args": {"scale": scale}}
         if mode not in _AGGREGATIONS:
@@ -196,101 +196,101 @@ class _Conversion:
         return {"clip_range_low": low, "clip_range_high": high, "dual_clip": float(self._actor("clip_ratio_c"))}
 
     def _path(self, name: str) -> str:
-        return str(self._take(name, ""))
+        return str(self._carry(name, ""))
 
     def _source(self) -> Any:
         path = self._path("actor_rollout_ref.model.path") or "set the model"
         if path == "set the model":
             self._options.note("actor_rollout_ref.model.path: the script names no model; write it to run.yaml, twice")
-        rank = int(self._take("actor_rollout_ref.model.lora_rank", 0))
+        rank = int(self._carry("actor_rollout_ref.model.lora_rank", 0))
         if not rank:
             return path
-        alpha = self._take("actor_rollout_ref.model.lora_alpha", 16)
+        alpha = self._carry("actor_rollout_ref.model.lora_alpha", 16)
         lora: dict[str, Any] = {"rank": rank, "alpha": alpha}
-        targets = self._take("actor_rollout_ref.model.target_modules", "all-linear")
+        targets = self._carry("actor_rollout_ref.model.target_modules", "all-linear")
         if targets != "all-linear":
             lora["target_modules"] = targets
         return {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": path, "lora": lora}}
 
     def _data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"tokenizer": self._path("actor_rollout_ref.model.path") or "set the model"}
-        data["train"] = self._take("data.train_files", "set the rows of training")
-        if (val := self._take("data.val_files")) is not None:
+        data["train"] = self._carry("data.train_files", "set the rows of training")
+        if (val := self._carry("data.val_files")) is not None:
             data["val"] = val
         data["batch_size"] = self._prompts()
-        if size := self._take("data.val_batch_size"):
+        if size := self._carry("data.val_batch_size"):
             data["val_batch_size"] = int(size)
-        data["max_tokens"] = int(self._take("data.max_prompt_length"))
-        too_long = _TRUNCATION.get(str(self._take("data.truncation")), "bad_row")
-        data["too_long"] = "drop" if self._take("data.filter_overlong_prompts", False) else too_long
-        if (key := self._take("data.prompt_key", "prompt")) != "prompt":
+        data["max_tokens"] = int(self._carry("data.max_prompt_length"))
+        too_long = _TRUNCATION.get(str(self._carry("data.truncation")), "bad_row")
+        data["too_long"] = "drop" if self._carry("data.filter_overlong_prompts", False) else too_long
+        if (key := self._carry("data.prompt_key", "prompt")) != "prompt":
             data["columns"] = {"prompt": key}
-        if self._take("data.shuffle", True) is False:
+        if self._carry("data.shuffle", True) is False:
             data["shuffle"] = False
         return data
 
     def _prompts(self) -> int:
         """Return the prompts of a batch; with groups that are filtered, those that a step may try."""
-        step = int(self._take("data.train_batch_size"))
-        if not self._take("algorithm.filter_groups.enable", False):
+        step = int(self._carry("data.train_batch_size"))
+        if not self._carry("algorithm.filter_groups.enable", False):
             return step
-        batches = int(self._take("algorithm.filter_groups.max_num_gen_batches", 0))
+        batches = int(self._carry("algorithm.filter_groups.max_num_gen_batches", 0))
         if batches < 1:
             batches = _TRIED
             self._options.note(f"max_num_gen_batches: 0 has no limit in verl: a step tries {batches} batches here")
-        return math.ceil(int(self._take("data.gen_batch_size", step)) * batches / step) * step
+        return math.ceil(int(self._carry("data.gen_batch_size", step)) * batches / step) * step
 
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
-        if steps := self._take("trainer.total_training_steps"):
+        if steps := self._carry("trainer.total_training_steps"):
             run["max_steps"] = int(steps)
-            self._take("trainer.total_epochs")
+            self._options.settle("trainer.total_epochs")
         else:
-            run["max_epochs"] = int(self._take("trainer.total_epochs"))
-        run |= {"devices": int(self._take("trainer.n_gpus_per_node", 8)), "precision": "bf16-mixed"}
-        if (nodes := int(self._take("trainer.nnodes", 1))) > 1:
+            run["max_epochs"] = int(self._carry("trainer.total_epochs"))
+        run |= {"devices": int(self._carry("trainer.n_gpus_per_node", 8)), "precision": "bf16-mixed"}
+        if (nodes := int(self._carry("trainer.nnodes", 1))) > 1:
             run["num_nodes"] = nodes
         run["strategy"] = self._strategy()
         run |= self._validations()
-        loggers = self._take("trainer.logger", [])
+        loggers = self._carry("trainer.logger", [])
         loggers = [loggers] if isinstance(loggers, str) else loggers
         if name := next((each for each in loggers if each in _LOGGERS), None):
-            arguments = {"project": str(self._take("trainer.project_name", "")), "name": str(self._name())}
+            arguments = {"project": str(self._carry("trainer.project_name", "")), "name": str(self._name())}
             run["logger"] = {"class_path": _LOGGERS[name], "init_args": arguments if name == "wandb" else {}}
             self._options.settle("trainer.project_name")
         else:
             self._options.settle("trainer.project_name", "trainer.logger")
         saves: dict[str, int] = {}
-        if (frequency := int(self._take("trainer.save_freq", -1))) > 0:
+        if (frequency := int(self._carry("trainer.save_freq", -1))) > 0:
             saves["every_n_steps"] = frequency
-        if keep := self._take("trainer.max_actor_ckpt_to_keep"):
+        if keep := self._carry("trainer.max_actor_ckpt_to_keep"):
             saves["keep_last"] = int(keep)
         callbacks = [
             {"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()},
             {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": saves},
         ]
-        directory = self._take("trainer.default_local_dir", f"runs/{self._name()}")
+        directory = self._carry("trainer.default_local_dir", f"runs/{self._name()}")
         return {**run, "callbacks": callbacks, "default_root_dir": str(directory)}
 
     def _validations(self) -> dict[str, int]:
         """Return when the Trainer validates; the loop does before the first and after the last step."""
-        if (frequency := int(self._take("trainer.test_freq", -1))) > 0:
+        if (frequency := int(self._carry("trainer.test_freq", -1))) > 0:
             return {"val_check_interval": frequency}
-        if self._take("trainer.val_before_train", True):
+        if self._carry("trainer.val_before_train", True):
             if "data.val_files" in self._options.given:
                 self._options.note("trainer.test_freq: -1: the model is validated before and after the run")
             return {"val_check_interval": _NEVER}
         return {"limit_val_batches": 0}
 
     def _name(self) -> Any:
-        return self._take("trainer.experiment_name", "verl")
+        return self._carry("trainer.experiment_name", "verl")
 
     def _strategy(self) -> Any:
         weights, moments = (self._actor(f"fsdp_config.{each}_offload", False) for each in ("param", "optimizer"))
         if moments and not weights:
             self._options.note(f"{_ACTOR}.fsdp_config.optimizer_offload: cpu_offload keeps the weights there as well")
         options: dict[str, Any] = {"cpu_offload": True} if weights or moments else {}
-        if self._take("actor_rollout_ref.model.enable_gradient_checkpointing", False):
+        if self._carry("actor_rollout_ref.model.enable_gradient_checkpointing", False):
             options["activation_checkpointing"] = True
         if (size := int(self._actor("ulysses_sequence_parallel_size", 1))) > 1:
             options["sequence_parallel_size"] = size
@@ -302,31 +302,31 @@ class _Conversion:
 
     def _rollout(self) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "group_size": int(self._take(f"{_ROLLOUT}.n")),
-            "max_response_tokens": int(self._take("data.max_response_length")),
-            "temperature": float(self._take(f"{_ROLLOUT}.temperature")),
+            "group_size": int(self._carry(f"{_ROLLOUT}.n")),
+            "max_response_tokens": int(self._carry("data.max_response_length")),
+            "temperature": float(self._carry(f"{_ROLLOUT}.temperature")),
         }
         if rewards := self._rewards():
             options["rewards"] = rewards
-        if self._take("algorithm.filter_groups.enable", False):
-            options["dynamic_sampling"] = {"prompts_per_step": int(self._take("data.train_batch_size"))}
-            if (metric := self._take("algorithm.filter_groups.metric", "score")) not in ("score", "seq_reward"):
+        if self._carry("algorithm.filter_groups.enable", False):
+            options["dynamic_sampling"] = {"prompts_per_step": int(self._carry("data.train_batch_size"))}
+            if (metric := self._carry("algorithm.filter_groups.metric", "score")) not in ("score", "seq_reward"):
                 self._options.leave("algorithm.filter_groups.metric", f"the sum of the rewards decides, not {metric}")
-        if samples := int(self._take(f"{_ROLLOUT}.val_kwargs.n", 0)):
+        if samples := int(self._carry(f"{_ROLLOUT}.val_kwargs.n", 0)):
             options["val_samples"] = samples
-        if self._take("trainer.val_before_train", True) is False:
+        if self._carry("trainer.val_before_train", True) is False:
             options["validate_at_ends"] = False
-            if int(self._take("trainer.test_freq", -1)) > 0:
+            if int(self._carry("trainer.test_freq", -1)) > 0:
                 self._options.note("trainer.val_before_train: the last step is only validated where test_freq is due")
         engine = {
-            ours: self._take(f"{_ROLLOUT}.{theirs}")
+            ours: self._carry(f"{_ROLLOUT}.{theirs}")
             for ours, theirs in (
                 ("gpu_memory_utilization", "gpu_memory_utilization"),
                 ("tensor_parallel_size", "tensor_model_parallel_size"),
             )
-            if self._take(f"{_ROLLOUT}.{theirs}") is not None
+            if self._carry(f"{_ROLLOUT}.{theirs}") is not None
         }
-        if self._take(f"{_ROLLOUT}.name", "vllm") != "vllm":
+        if self._carry(f"{_ROLLOUT}.name", "vllm") != "vllm":
             self._options.leave(f"{_ROLLOUT}.name")
         elif engine:
             options["engine"] = vllm_engine(engine)
@@ -334,20 +334,22 @@ class _Conversion:
 
     def _rewards(self) -> list[dict[str, Any]]:
         rewards: list[dict[str, Any]] = []
-        path, name = self._take("custom_reward_function.path"), self._take("custom_reward_function.name")
+        path, name = self._carry("custom_reward_function.path"), self._carry("custom_reward_function.name")
         if path:
             rewards.append({"function": f"{path}:{name or 'compute_score'}"})
-        elif not (self._take("reward_model.enable", False) and self._path("reward_model.model.path")):
+        elif not (self._carry("reward_model.enable", False) and self._path("reward_model.model.path")):
             rewards.append({"function": "lightning_rlhf.rewards.rules.gsm8k_strict"})
             self._options.note(
                 "rewards: verl chooses a rule by data_source; the one of GSM8K is written here, see BySource"
             )
         for place in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
-            if self._take(f"{place}.enable", False):
-                longest = self._take("reward_model.reward_kwargs.max_resp_len", self._take("data.max_response_length"))
-                sizes = {"max_tokens": int(longest), "buffer_tokens": int(self._take(f"{place}.len"))}
+            if self._carry(f"{place}.enable", False):
+                longest = self._carry(
+                    "reward_model.reward_kwargs.max_resp_len", self._carry("data.max_response_length")
+                )
+                sizes = {"max_tokens": int(longest), "buffer_tokens": int(self._carry(f"{place}.len"))}
                 penalty = {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": sizes}
-                rewards.append({"function": penalty, "weight": float(self._take(f"{place}.penalty_factor", 1.0))})
+                rewards.append({"function": penalty, "weight": float(self._carry(f"{place}.penalty_factor", 1.0))})
                 self._options.settle(f"{place}.log")
         return rewards
 
@@ -358,33 +360,33 @@ class _Supervised(_Conversion):
     def result(self) -> tuple[dict[str, Any], list[str]]:
         path = self._path("model.partial_pretrain") or self._path("model.path") or "set the model"
         source: Any = path
-        if rank := int(self._take("model.lora_rank", 0)):
-            lora: dict[str, Any] = {"rank": rank, "alpha": self._take("model.lora_alpha", 16)}
-            if (targets := self._take("model.target_modules", "all-linear")) != "all-linear":
+        if rank := int(self._carry("model.lora_rank", 0)):
+            lora: dict[str, Any] = {"rank": rank, "alpha": self._carry("model.lora_alpha", 16)}
+            if (targets := self._carry("model.target_modules", "all-linear")) != "all-linear":
                 lora["target_modules"] = targets
             source = {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": path, "lora": lora}}
-        betas = [float(each) for each in self._take("optim.betas")]
-        rate, decay = float(self._take("optim.lr")), float(self._take("optim.weight_decay"))
-        schedule = {"kind": "cosine", "warmup_ratio": float(self._take("optim.lr_warmup_steps_ratio"))}
+        betas = [float(each) for each in self._carry("optim.betas")]
+        rate, decay = float(self._carry("optim.lr")), float(self._carry("optim.weight_decay"))
+        schedule = {"kind": "cosine", "warmup_ratio": float(self._carry("optim.lr_warmup_steps_ratio"))}
         model = {
             "actor": source,
             "optimizer": {"lr": rate, "weight_decay": decay, "betas": betas},
             "lr_scheduler": {"class_path": "lightning_rlhf.modules.schedules.RunSchedule", "init_args": schedule},
-            "max_grad_norm": float(self._take("optim.clip_grad")),
+            "max_grad_norm": float(self._carry("optim.clip_grad")),
         }
         run: dict[str, Any] = {"precision": "bf16-mixed"}
-        if steps := self._take("trainer.total_training_steps"):
+        if steps := self._carry("trainer.total_training_steps"):
             run["max_steps"] = int(steps)
-            self._take("trainer.total_epochs")
+            self._options.settle("trainer.total_epochs")
         else:
-            run["max_epochs"] = int(self._take("trainer.total_epochs"))
-        if (devices := int(self._take("trainer.n_gpus_per_node"))) > 1:
+            run["max_epochs"] = int(self._carry("trainer.total_epochs"))
+        if (devices := int(self._carry("trainer.n_gpus_per_node"))) > 1:
             run |= {"devices": devices, "strategy": "rlhf_fsdp"}
         self._options.note("trainer.devices: torchrun starts the processes of verl; set the number of yours")
         self._options.settle("trainer.project_name", "trainer.logger")
-        run["default_root_dir"] = str(self._take("trainer.default_local_dir", f"runs/{self._name()}"))
+        run["default_root_dir"] = str(self._carry("trainer.default_local_dir", f"runs/{self._name()}"))
         config = {
-            "seed_everything": int(self._take("data.seed", 42)),
+            "seed_everything": int(self._carry("data.seed", 42)),
             "model": {"class_path": "lightning_rlhf.SFTModule", "init_args": model},
             "data": {"class_path": "lightning_rlhf.ConversationDataModule", "init_args": self._rows(path)},
             "trainer": run,
@@ -392,15 +394,18 @@ class _Supervised(_Conversion):
         return config, self._left()
 
     def _rows(self, model: str) -> dict[str, Any]:
-        data: dict[str, Any] = {"tokenizer": model, "train": self._take("data.train_files", "set the rows of training")}
-        if (val := self._take("data.val_files")) is not None:
+        data: dict[str, Any] = {
+            "tokenizer": model,
+            "train": self._carry("data.train_files", "set the rows of training"),
+        }
+        if (val := self._carry("data.val_files")) is not None:
             data["val"] = val
-        data["batch_size"] = int(self._take("data.train_batch_size"))
-        data["max_tokens"] = int(self._take("data.max_length"))
-        data["too_long"] = _TRUNCATION.get(str(self._take("data.truncation")), "bad_row")
+        data["batch_size"] = int(self._carry("data.train_batch_size"))
+        data["max_tokens"] = int(self._carry("data.max_length"))
+        data["too_long"] = _TRUNCATION.get(str(self._carry("data.truncation")), "bad_row")
         columns = {}
         for ours, theirs in (("prompt", "prompt"), ("completion", "response")):
-            column, parts = self._take(f"data.{theirs}_key"), self._take(f"data.{theirs}_dict_keys", [])
+            column, parts = self._carry(f"data.{theirs}_key"), self._carry(f"data.{theirs}_dict_keys", [])
             if column is not None:
                 columns[ours] = ".".join([str(column), *map(str, parts)])
         if columns:

@@ -71,7 +71,7 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
     """
     every_rank_is_whole = run.strategy.kind in ("single", "ddp")
     training = host.total() * gpus_per_node
-    if every_rank_is_whole:
+    if every_rank_is_whole:  # `host` counts the copy for checkpoints once for each GPU, and only rank 0 has it
         training -= host[memory.SAVED] * (gpus_per_node - 1)
     largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
     trained = next(role for role in run.roles if role.trained)
@@ -106,20 +106,21 @@ def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, sp
     """
     assert run.engine is not None
     weights = run.engine.pushed_bytes(run.actor)
-    across = _link(run, traffic.PUSH, gpus, gpus_per_node, speeds)
+    speed = _bytes_per_second(run, traffic.PUSH, gpus, gpus_per_node, speeds)
     part = weights // run.engine.tensor_parallel_size
-    return sent[traffic.PUSH] / across + (weights + part) / speeds.bus
+    return sent[traffic.PUSH] / speed + (weights + part) / speeds.bus
 
 
 def learning_seconds(
     run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds
 ) -> tuple[float, float]:
-    """Compute lower bounds of the seconds of arithmetic and of communication while the module learns.
+    """Compute the least seconds of arithmetic and of communication while the module learns.
 
-    A forward pass has 2 FLOPs for each parameter that a token passes, and in attention 4 for each element of the query
-    and each earlier token (scores and values), which on average are half of the text. A backward pass has twice the
-    FLOPs of the forward pass, and checkpointing adds a forward pass. All texts count as long as the longest.
-    Arithmetic and communication can overlap, so that the larger bound applies to the step.
+    All texts are taken to be the longest: a step of shorter ones is faster. The rows of a GPU count as whole
+    micro-batches (10 rows in fours are 12). A forward pass has 2 FLOPs for each parameter that a token passes, and in
+    attention 4 for each element of the query and each earlier token (scores and values), which on average are half of
+    the text. A backward pass has twice the FLOPs of the forward pass, and checkpointing adds a forward pass. Arithmetic
+    and communication can overlap, so that the larger bound applies to the step.
 
     Args:
         run: run to plan.
@@ -132,19 +133,19 @@ def learning_seconds(
     operations = 0
     for role in run.roles:
         counts = traffic.counts(role, work, ranks)
-        evaluated = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
-        trained = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
-        passes = evaluated + (4 if run.strategy.checkpointing else 3) * trained
+        evaluated_rows = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
+        trained_rows = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
+        passes = evaluated_rows + (4 if run.strategy.checkpointing else 3) * trained_rows
         operations += passes * work.row_tokens * _forward_operations(role, work.longest)
     communication = sum(
-        size / _link(run, term, gpus, gpus_per_node, speeds)
+        size / _bytes_per_second(run, term, gpus, gpus_per_node, speeds)
         for term, size in sent.items()
-        if term not in (traffic.PUSH, traffic.ENGINE)
+        if term not in (traffic.PUSH, traffic.ENGINE)  # not while the module learns
     )
     return operations / run.strategy.splitting / speeds.arithmetic, communication
 
 
-def _link(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+def _bytes_per_second(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
     """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
 
     ====================================================  ==========================================

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from lightning_rlhf.cli.early import suggestion
 from lightning_rlhf.cli.merging import REQUIRED
 from lightning_rlhf.cli.signatures import Schema, alternatives, classes_of, fits
-from lightning_rlhf.extras.schema.known import definition, names, schema
+from lightning_rlhf.extras.schema.known import SCHEDULE, definition, is_class, names, schedules, schema
 from lightning_rlhf.extras.schema.used import Used
 
 _CALLBACKS = "lightning.pytorch.callbacks.callback.Callback"
 _LOGGERS = "lightning.pytorch.loggers.logger.Logger"
-OTHERS = {  # classes of Lightning and torch that an option accepts, by its base class
+FOREIGN_CLASSES = {  # classes of Lightning and torch that an option accepts, by its base class
     _CALLBACKS: """BackboneFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor EarlyStopping
         GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning
         ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging Timer TQDMProgressBar
@@ -25,7 +25,7 @@ OTHERS = {  # classes of Lightning and torch that an option accepts, by its base
         LambdaLR LinearLR MultiplicativeLR MultiStepLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR
         StepLR""",
 }
-_WORDS = {  # of other programs, in small letters
+_FOREIGN_WORDS = {  # of other programs, in small letters
     _LOGGERS: {
         "wandb": "lightning.pytorch.loggers.WandbLogger", "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
         "comet": "lightning.pytorch.loggers.CometLogger", "csv": "lightning.pytorch.loggers.CSVLogger",
@@ -37,7 +37,6 @@ _WORDS = {  # of other programs, in small letters
         "adam8bit": "bitsandbytes.optim.Adam8bit", "adamw_torch": "AdamW", "muonadamw": "MuonAdamW",
     },
 }  # fmt: skip
-_SCHEDULE = "lightning_rlhf.modules.schedules.RunSchedule"
 _FACTORIES = {
     "optimizer": "optimizer", "critic_optimizer": "optimizer",
     "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
@@ -51,13 +50,13 @@ class _Named(NamedTuple):
         key: dotted key of the option.
         name: what stands there.
         option: node of the option.
-        bases: classes that it accepts, or a key of :data:`OTHERS` for a factory.
+        accepts: base classes that the option accepts; for a factory, its key in :data:`FOREIGN_CLASSES`.
     """
 
     key: str
     name: str
     option: Schema
-    bases: list[str]
+    accepts: list[str]
 
 
 def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
@@ -82,12 +81,12 @@ def _names(used: Used) -> Iterator[_Named]:
         factory = _FACTORIES.get(argument)
         for entry in value if isinstance(value, list) else [value]:
             name = entry.get("class_path") if isinstance(entry, dict) else entry
-            bases = [factory] if factory and used.key == "model" else _bases(option)
-            if isinstance(name, str) and bases:
-                yield _Named(key, name, option, bases)
+            accepts = [factory] if factory and used.key == "model" else _accepted(option)
+            if isinstance(name, str) and accepts:
+                yield _Named(key, name, option, accepts)
 
 
-def _bases(option: Schema) -> list[str]:
+def _accepted(option: Schema) -> list[str]:
     inner = [node["items"] for node in alternatives(option) if isinstance(node.get("items"), dict)]
     return [*classes_of(option), *(path for node in inner for path in classes_of(node))]
 
@@ -96,34 +95,30 @@ def _mistake(named: _Named) -> str:
     """Return the end of a message; empty if the name may be right."""
     if any(node.get("type") == "string" and "pattern" not in node for node in alternatives(named.option)):
         return ""  # any text may stand there
-    if definition(named.name) is not None:
+    if is_class(definition(named.name)):
         return _other_kind(named)
     if not named.name.isidentifier():
         return ""  # a function or a class of a user
+    unknown = f": no class has the name {named.name!r}"
+    if meant := _of_another_program(named):
+        return f"{unknown}: {meant}"
     choices = [choice for node in alternatives(named.option) for choice in node.get("enum", ())]
-    if named.name in choices or (named.name not in _words(named) and _is_plain(named)):
+    foreign = [name for base in named.accepts for name in FOREIGN_CLASSES.get(base, "").split()]
+    if named.name in (*choices, *foreign) or _is_plain(named):
         return ""
-    if named.bases == ["lr_scheduler"] and (kind := named.name.lower()) in schedules():
-        return f": no class has the name {named.name!r}: write {{class_path: {_SCHEDULE}, init_args: {{kind: {kind}}}}}"
-    if named.bases == ["lr_scheduler"] and named.name.lower() == "constant":
-        return f": no class has the name {named.name!r}: null keeps the rate"
-    if word := _words(named).get(named.name.lower()):
-        return f": no class has the name {named.name!r}: write {{class_path: {word}}}"
-    others = [name for base in named.bases for name in OTHERS.get(base, "").split()]
-    if named.name in others:
-        return ""
-    near = suggestion(named.name, [*choices, *_ours(named.bases), *others])
-    return f": no class has the name {named.name!r}{near}" if near else ""
+    near = suggestion(named.name, [*choices, *_ours(named.accepts), *foreign])
+    return f"{unknown}{near}" if near else ""
 
 
-def schedules() -> list[str]:
-    """Return the kinds of RunSchedule."""
-    entry = definition(_SCHEDULE)
-    return [] if entry is None else list(entry["properties"]["kind"]["enum"])
-
-
-def _words(named: _Named) -> dict[str, str]:
-    return {word: path for base in named.bases for word, path in _WORDS.get(base, {}).items()}
+def _of_another_program(named: _Named) -> str:
+    """Return what to write for a word such as ``wandb`` or ``cosine``; empty for any other."""
+    word = named.name.lower()
+    if named.accepts == ["lr_scheduler"] and word in schedules():
+        return f"write {{class_path: {SCHEDULE}, init_args: {{kind: {word}}}}}"
+    if named.accepts == ["lr_scheduler"] and word == "constant":
+        return "null keeps the rate"
+    paths = [_FOREIGN_WORDS[base][word] for base in named.accepts if word in _FOREIGN_WORDS.get(base, {})]
+    return f"write {{class_path: {paths[0]}}}" if paths else ""
 
 
 def _is_plain(named: _Named) -> bool:
@@ -134,12 +129,11 @@ def _is_plain(named: _Named) -> bool:
 
 def _other_kind(named: _Named) -> str:
     entry = definition(named.name)
-    if entry is None or "x-names" not in entry or named.bases[0] in _FACTORIES.values():
+    is_factory = named.accepts[0] in _FACTORIES.values()
+    if entry is None or not is_class(entry) or is_factory or not set(named.accepts).isdisjoint(entry["x-bases"]):
         return ""
-    if not set(named.bases).isdisjoint(entry["x-bases"]):
-        return ""
-    bases = " or ".join(base.rpartition(".")[2] for base in named.bases)
-    ours = _ours(named.bases)
+    bases = " or ".join(base.rpartition(".")[2] for base in named.accepts)
+    ours = _ours(named.accepts)
     near = next((f"; did you mean {name!r}?" for name in ours if name in _alike(entry["title"])), "")
     near = near or suggestion(entry["title"], ours)
     article = "an" if bases[0] in "AEIOU" else "a"

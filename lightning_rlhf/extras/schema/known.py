@@ -10,6 +10,7 @@ from typing import Any
 from lightning_rlhf.cli.signatures import Known, Schema
 
 SCHEMA = Path(__file__).with_name("schema.json")
+SCHEDULE = "lightning_rlhf.modules.schedules.RunSchedule"
 
 
 @functools.cache
@@ -40,10 +41,21 @@ def definition(path: str) -> Schema | None:
     return None if home is None else schema()["$defs"][home]
 
 
+def is_class(entry: Schema | None) -> bool:
+    """Return whether a definition is one of a class, and not of values such as those of an option's kinds."""
+    return entry is not None and "x-names" in entry
+
+
+def schedules() -> list[str]:
+    """Return the kinds of RunSchedule."""
+    entry = definition(SCHEDULE)
+    return [] if entry is None else list(entry["properties"]["kind"]["enum"])
+
+
 def find(path: str) -> Known | None:
     """Return a class by one of its names; None for a class that the schema does not know."""
     entry: Any = definition(path)
-    if entry is None or "x-names" not in entry:
+    if not is_class(entry):
         return None
     return Known(_by_name()[path], entry["x-bases"], entry["properties"])
 

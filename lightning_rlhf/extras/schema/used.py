@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rlhf.cli.merging import CLASS_KEYS, REQUIRED, TRAINER
 from lightning_rlhf.cli.signatures import Schema, alternatives, classes_of, only_class
-from lightning_rlhf.extras.schema.known import definition
+from lightning_rlhf.extras.schema.known import definition, is_class
 
 _MODEL = "lightning_rlhf.models.loading.Pretrained"
 
@@ -109,7 +109,7 @@ def _class(value: dict[str, Any], key: str, option: Schema | None) -> Used:
     bases = {*classes_of(option), *classes_of(_inside(option, "items"))}
     is_one = entry is not None and not bases.isdisjoint(entry.get("x-bases", ()))
     is_complete = (is_one and (bool(path) or default is None)) or (key in REQUIRED and entry is not None)
-    entry = entry if entry is None or "x-names" in entry else None
+    entry = entry if is_class(entry) else None
     return Used(key, path if isinstance(path, str) else "", entry, arguments, is_complete)
 
 

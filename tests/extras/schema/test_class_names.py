@@ -13,6 +13,7 @@ from lightning_rlhf.extras.commands.check_data import CheckDataCLI
 from lightning_rlhf.extras.plan.command import PlanCLI
 from lightning_rlhf.extras.schema import check, class_names
 from lightning_rlhf.extras.schema.check import OWN_OPTIONS
+from lightning_rlhf.extras.schema.known import schedules
 from lightning_rlhf.modules.schedules import Kind
 
 CONFIG = """
@@ -118,13 +119,16 @@ def test_names_of_lightning_and_torch_exist():
         "optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler,
     }  # fmt: skip
     missing = [
-        name for base, names in class_names.OTHERS.items() for name in names.split() if not hasattr(homes[base], name)
+        name
+        for base, names in class_names.FOREIGN_CLASSES.items()
+        for name in names.split()
+        if not hasattr(homes[base], name)
     ]
     assert missing == []
 
 
 def test_words_for_a_schedule_are_its_kinds():
-    assert class_names.schedules() == list(get_args(Kind))
+    assert schedules() == list(get_args(Kind))
 
 
 @pytest.mark.parametrize("command", ["check-data", "plan"])

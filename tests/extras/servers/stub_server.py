@@ -11,7 +11,11 @@ GENERATE = "/inference/v1/generate"
 
 
 class StubServer:
-    """Answers with ``answers[path]``: (status, body), bytes before a break, or a function of the request's body."""
+    """Answers with ``answers[path]``, or 200.
+
+    An answer is (status, body), whose bytes are sent as they are; None, which breaks the connection; or a function of
+    the request's body that returns one of these.
+    """
 
     def __init__(self):
         self.requested, self.answers, self.key, self.version = [], {}, None, "default"

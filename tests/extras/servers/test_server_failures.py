@@ -13,25 +13,25 @@ from tests.extras.servers.several import PARAMETERS, SAMPLING, all_used, members
 from tests.extras.servers.stub_server import GENERATE, valid_server
 
 
-def test_a_server_that_ends_costs_its_share_and_no_response(engine, stubs):
+def test_a_server_that_ends_costs_its_share_and_no_response(cluster, stubs):
     for stub in stubs:
         slowly(stub, 0.2)
-    generation = submit(engine, prompts(40), SAMPLING, range(40))
+    generation = submit(cluster, prompts(40), SAMPLING, range(40))
     until(lambda: min(shares(stubs)) > 0)
     stubs[0].close()
     stubs[0].answers[GENERATE] = None  # its open connections break
     assert [completion.token_ids for completion in generation.result()] == prompts(40)
-    assert engine.restarted == 1
+    assert cluster.restarted == 1
     before = shares(stubs)
-    generate(engine, prompts(10), SAMPLING, range(10))
+    generate(cluster, prompts(10), SAMPLING, range(10))
     assert shares(stubs) == [before[0], before[1] + 10]
-    engine.update_weights(PARAMETERS, 2)
-    assert {each.policy_version for each in generate(engine, prompts(4), SAMPLING, range(4))} == {2}
+    cluster.update_weights(PARAMETERS, 2)
+    assert {each.policy_version for each in generate(cluster, prompts(4), SAMPLING, range(4))} == {2}
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(make, stubs):
-    engine = make([stub.url for stub in stubs], silent_seconds=0.3)
+def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(make_cluster, stubs):
+    engine = make_cluster([stub.url for stub in stubs], silent_seconds=0.3)
     hangs = threading.Event()
 
     def hang():
@@ -48,9 +48,9 @@ def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(make, s
     until(lambda: all_used(engine))
 
 
-def test_one_server_that_ends_is_awaited(make, tmp_path):
+def test_one_server_that_ends_is_awaited(make_cluster, tmp_path):
     stub = valid_server(tmp_path / "first")
-    engine = make(stub.url, timeout=0.5)
+    engine = make_cluster(stub.url, timeout=0.5)
     assert len(generate(engine, prompts(3), SAMPLING, range(3))) == 3
     stub.close()
     began = time.monotonic()
@@ -59,16 +59,16 @@ def test_one_server_that_ends_is_awaited(make, tmp_path):
     assert 0.4 < time.monotonic() - began < 5
 
 
-def test_a_request_that_fails_on_a_working_server_is_sent_three_times(engine, stubs):
+def test_a_request_that_fails_on_a_working_server_is_sent_three_times(cluster, stubs):
     for stub in stubs:
         stub.answers[GENERATE] = 500, {"error": {"message": "out of cheese"}}
     with pytest.raises(EngineDied, match="out of cheese"):
-        generate(engine, prompts(1), SAMPLING, [0])
+        generate(cluster, prompts(1), SAMPLING, [0])
     assert sum(shares(stubs)) == 3
-    assert engine.restarted == 0
+    assert cluster.restarted == 0
 
 
-def test_lost_connections_of_a_working_server_cost_nothing(engine, stubs):
+def test_lost_connections_of_a_working_server_cost_nothing(cluster, stubs):
     draw, lock = random.Random(0), threading.Lock()
     for stub in stubs:
         answer = stub.answers[GENERATE]
@@ -78,9 +78,9 @@ def test_lost_connections_of_a_working_server_cost_nothing(engine, stubs):
                 return None if draw.random() < 0.05 else answer(body)
 
         stub.answers[GENERATE] = lossy
-    completions = generate(engine, prompts(60), SAMPLING, range(60))
+    completions = generate(cluster, prompts(60), SAMPLING, range(60))
     assert [completion.token_ids for completion in completions] == prompts(60)
-    assert engine.restarted == 0
+    assert cluster.restarted == 0
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_lost_connections_of_a_working_server_cost_nothing(engine, stubs):
         {"choices": [{"weight_versions": [], "finish_reason": "stop", "token_ids": [1], "logprobs": {"content": []}}]},
     ],
 )
-def test_nonsense_of_one_server_is_answered_by_the_other(engine, stubs, nonsense):
+def test_nonsense_of_one_server_is_answered_by_the_other(cluster, stubs, nonsense):
     stubs[0].answers[GENERATE] = 200, nonsense
     stubs[0].answers["/weight_info"] = 200, b"<html>"  # so that it does not look healthy and is used again
-    assert len(generate(engine, prompts(20), SAMPLING, range(20))) == 20
-    assert engine.restarted == 1
+    assert len(generate(cluster, prompts(20), SAMPLING, range(20))) == 20
+    assert cluster.restarted == 1
 
 
 @pytest.fixture(params=[[61], [-1], [5] * 5], ids=str)
@@ -111,26 +111,26 @@ def invalid(request, stubs):
     return 200, {"choices": [{**choice, "finish_reason": "stop"}]}
 
 
-def test_tokens_of_one_server_that_cannot_be_a_response_are_those_of_the_other(engine, stubs, invalid):
+def test_tokens_of_one_server_that_cannot_be_a_response_are_those_of_the_other(cluster, stubs, invalid):
     def answer(body):
         stubs[0].answers["/weight_info"] = 200, b"<html>"  # so that it does not look healthy and is used again
         return invalid
 
     stubs[0].answers[GENERATE] = answer
-    completions = generate(engine, prompts(20), SAMPLING, range(20))
+    completions = generate(cluster, prompts(20), SAMPLING, range(20))
     assert [completion.token_ids for completion in completions] == prompts(20)
-    assert engine.restarted == 1
+    assert cluster.restarted == 1
 
 
-def test_tokens_of_all_servers_that_cannot_be_a_response_end_the_run(engine, stubs, invalid):
+def test_tokens_of_all_servers_that_cannot_be_a_response_end_the_run(cluster, stubs, invalid):
     for stub in stubs:
         stub.answers[GENERATE] = invalid
     with pytest.raises(EngineDied, match=r"sent an invalid response \(RunError: "):
-        generate(engine, prompts(20), SAMPLING, range(20))
+        generate(cluster, prompts(20), SAMPLING, range(20))
 
 
-def test_a_server_fails_max_restarts_times(make, stubs):
-    engine = make([stub.url for stub in stubs], max_restarts=2)
+def test_a_server_fails_max_restarts_times(make_cluster, stubs):
+    engine = make_cluster([stub.url for stub in stubs], max_restarts=2)
     for count in (1, 2):
         stubs[0].restart()
         until(lambda count=count: engine.restarted == count)
@@ -143,10 +143,10 @@ def test_a_server_fails_max_restarts_times(make, stubs):
     assert len(generate(engine, prompts(9), SAMPLING, range(9))) == 9
 
 
-def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_path):
+def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make_cluster, tmp_path):
     """Servers end at random; others with their addresses start with other weights."""
     stubs = [valid_server(tmp_path / str(number)) for number in range(3)]
-    engine = make([stub.url for stub in stubs], max_restarts=100)
+    engine = make_cluster([stub.url for stub in stubs], max_restarts=100)
     for stub in stubs:
         slowly(stub, 0.01)
     draw, ended = random.Random(1), threading.Event()
@@ -176,12 +176,12 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make, tmp_pa
         stub.close()
 
 
-def test_requests_of_a_closed_engine_are_not_sent_again(engine, stubs):
+def test_requests_of_a_closed_engine_are_not_sent_again(cluster, stubs):
     for stub in stubs:
         slowly(stub, 0.5)
-    futures = engine.request([TokenPrompt(prompt) for prompt in prompts(10)], [SAMPLING] * 10, list(range(10)))
+    futures = cluster.request([TokenPrompt(prompt) for prompt in prompts(10)], [SAMPLING] * 10, list(range(10)))
     until(lambda: sum(shares(stubs)) == 10)
-    engine.close()
+    cluster.close()
     for future in futures:
         assert isinstance(future.exception(timeout=5), EngineDied)
     time.sleep(0.3)

@@ -22,11 +22,11 @@ from tests.extras.servers.several import (
 from tests.extras.servers.stub_server import DONE, GENERATE
 
 
-def test_requests_are_shared_and_all_servers_have_the_weights(engine, stubs):
+def test_requests_are_shared_and_all_servers_have_the_weights(cluster, stubs):
     all_arrived = threading.Barrier(64)
     for stub in stubs:
         stub.before_answers(GENERATE, lambda: all_arrived.wait(20))
-    completions = generate(engine, prompts(64), SAMPLING, range(64))
+    completions = generate(cluster, prompts(64), SAMPLING, range(64))
     assert [completion.token_ids for completion in completions] == prompts(64)
     assert {completion.policy_version for completion in completions} == {1}
     assert shares(stubs) == [32, 32]
@@ -35,16 +35,16 @@ def test_requests_are_shared_and_all_servers_have_the_weights(engine, stubs):
         assert stub.paths().count("/update_weights") == 1
 
 
-def test_a_server_that_was_restarted_gets_the_weights_and_its_share(engine, stubs):
-    engine.update_weights(PARAMETERS, 2)
+def test_a_server_that_was_restarted_gets_the_weights_and_its_share(cluster, stubs):
+    cluster.update_weights(PARAMETERS, 2)
     stubs[0].restart()
     until(lambda: stubs[0].version == stubs[1].version)
     assert stubs[0].paths().count("/update_weights") == 3  # version 1, version 2, and version 2 after the restart
     for stub in stubs:
         slowly(stub, 0.02)
-    until(lambda: all_used(engine))
+    until(lambda: all_used(cluster))
     before = shares(stubs)
-    assert {each.policy_version for each in generate(engine, prompts(40), SAMPLING, range(40))} == {2}
+    assert {each.policy_version for each in generate(cluster, prompts(40), SAMPLING, range(40))} == {2}
     assert min(now - earlier for now, earlier in zip(shares(stubs), before, strict=True)) >= A_SHARE
 
 
@@ -54,36 +54,36 @@ def used_again_unless_given_up(engine):
         until(lambda: members(engine)[0].is_used)
 
 
-def test_a_push_that_one_server_cannot_load_reaches_the_other(engine, stubs):
+def test_a_push_that_one_server_cannot_load_reaches_the_other(cluster, stubs):
     stubs[0].answers["/update_weights"] = 500, {"error": {"message": "out of cheese"}}
-    engine.update_weights(PARAMETERS, 2)
-    assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {2}
+    cluster.update_weights(PARAMETERS, 2)
+    assert {each.policy_version for each in generate(cluster, prompts(9), SAMPLING, range(9))} == {2}
     assert stubs[0].version.startswith("unfinished")
     stubs[0].answers["/update_weights"] = DONE
-    used_again_unless_given_up(engine)
+    used_again_unless_given_up(cluster)
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
 @pytest.mark.parametrize("nonsense", [[], {}, 3, {"choices": []}])
-def test_a_server_that_does_not_confirm_a_step_of_a_push_is_left_out(engine, stubs, path, nonsense):
+def test_a_server_that_does_not_confirm_a_step_of_a_push_is_left_out(cluster, stubs, path, nonsense):
     before = stubs[0].answers.get(path, DONE)
     stubs[0].answers[path] = 200, nonsense
-    engine.update_weights(PARAMETERS, 2)
-    assert not members(engine)[0].is_used
+    cluster.update_weights(PARAMETERS, 2)
+    assert not members(cluster)[0].is_used
     assert stubs[0].version != stubs[1].version
-    assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {2}
+    assert {each.policy_version for each in generate(cluster, prompts(9), SAMPLING, range(9))} == {2}
     stubs[0].answers[path] = before
-    used_again_unless_given_up(engine)
+    used_again_unless_given_up(cluster)
 
 
 @pytest.mark.parametrize("answer", [None, (500, {"error": {"message": "busy"}})])
-def test_a_server_that_may_still_be_paused_after_a_push_is_used_when_it_was_resumed(engine, stubs, answer):
+def test_a_server_that_may_still_be_paused_after_a_push_is_used_when_it_was_resumed(cluster, stubs, answer):
     stubs[0].answers["/resume"] = answer if answer else lambda body: None
-    engine.update_weights(PARAMETERS, 2)
-    member = members(engine)[0]
+    cluster.update_weights(PARAMETERS, 2)
+    member = members(cluster)[0]
     assert stubs[0].version == stubs[1].version
     assert not member.is_used
-    assert len(generate(engine, prompts(9), SAMPLING, range(9))) == 9
+    assert len(generate(cluster, prompts(9), SAMPLING, range(9))) == 9
     stubs[0].requested.clear()
     stubs[0].answers["/resume"] = DONE
     until(lambda: member.is_used or member.given_up)
@@ -91,7 +91,7 @@ def test_a_server_that_may_still_be_paused_after_a_push_is_used_when_it_was_resu
     assert set(stubs[0].paths()) <= {"/weight_info", "/resume"}  # it had the weights
 
 
-def test_servers_that_compute_differently_with_equal_weights_end_the_run(engine, stubs):
+def test_servers_that_compute_differently_with_equal_weights_end_the_run(cluster, stubs):
     answer = stubs[1].answers[GENERATE]
 
     def other(body):
@@ -102,13 +102,13 @@ def test_servers_that_compute_differently_with_equal_weights_end_the_run(engine,
 
     stubs[1].answers[GENERATE] = other
     with pytest.raises(RunError, match=r"differ by 0\.5 nats .* it has damaged them, or has other settings"):
-        engine.update_weights(PARAMETERS, 2)
+        cluster.update_weights(PARAMETERS, 2)
 
 
-def test_weights_that_a_restarted_server_gets_have_their_own_label(engine, stubs, monkeypatch):
+def test_weights_that_a_restarted_server_gets_have_their_own_label(cluster, stubs, monkeypatch):
     """The trainer pushes new weights while a server gets the last ones, and the new push fails there."""
     looked_at, goes_on, received = threading.Event(), threading.Event(), []
-    inspect = engine._inspect
+    inspect = cluster._inspect
 
     def slow_inspect(server):
         if server.url == stubs[0].url:
@@ -119,24 +119,24 @@ def test_weights_that_a_restarted_server_gets_have_their_own_label(engine, stubs
     def record():
         """Add the server's label and the sum of "w", which is first in the shared memory."""
         size = PARAMETERS[0][1].nbytes
-        memory = engine._push.transport._sender._shared.bytes
+        memory = cluster._push.transport._sender._shared.bytes
         received.append((stubs[0].version, float(memory[:size].view(torch.float32).sum())))
 
-    monkeypatch.setattr(engine, "_inspect", slow_inspect)
+    monkeypatch.setattr(cluster, "_inspect", slow_inspect)
     stubs[0].before_answers("/update_weights", record)
     stubs[0].restart()
     looked_at.wait(5)
     threading.Timer(0.2, goes_on.set).start()
     second = [(name, tensor + 1) for name, tensor in PARAMETERS]
-    engine.update_weights(second, 2)
-    until(lambda: members(engine)[0].is_used)
+    cluster.update_weights(second, 2)
+    until(lambda: members(cluster)[0].is_used)
     for label, total in received:
         pushed = second if label.endswith("version 2") else PARAMETERS
         assert total == float(pushed[0][1].sum())
 
 
-def test_a_restarted_server_that_hangs_does_not_stop_the_run(make, stubs):
-    engine = make([stub.url for stub in stubs], silent_seconds=0.3)
+def test_a_restarted_server_that_hangs_does_not_stop_the_run(make_cluster, stubs):
+    engine = make_cluster([stub.url for stub in stubs], silent_seconds=0.3)
     hangs = threading.Event()
 
     def hang():

@@ -48,7 +48,8 @@ def constructor_errors(parser: LightningArgumentParser, shows_cause: bool = True
         origin = _origin(error, raised)
         if is_raised_in(origin, "jsonargparse."):
             raise CLIError(condense(str(error))) from error
-        if shows_cause and not isinstance(origin, ExpectedError) and not is_lightning_error(origin):
+        is_told = is_lightning_error(origin) or is_raised_in(origin, "lightning.fabric.accelerators.")
+        if shows_cause and not isinstance(origin, ExpectedError) and not is_told:
             traceback.print_exception(origin)
         raise CLIError(one_line(origin)) from error
 

@@ -57,8 +57,6 @@ from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
-# A command without any of these options has no module: they set one, or end the command before it is needed.
-_ENOUGH_FOR_A_COMMAND = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
@@ -125,15 +123,10 @@ class RLHFCLI(LightningCLI):
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
         check_early(command_line[1:], self.shown_command or self._command)
-        help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
-        if help_wanted:
+        if any(argument.partition("=")[0].endswith(".help") for argument in command_line):
             public = import_module("lightning_rlhf")
             for name in public.__all__:  # jsonargparse finds a class by its plain name once it is imported
                 getattr(public, name)
-        options = {argument.partition("=")[0].partition(".")[0] for argument in command_line}
-        is_complete = help_wanted or bool(options & _ENOUGH_FOR_A_COMMAND)
-        if self._command in LightningCLI.subcommands() and not is_complete:
-            raise UsageError(f"{self.shown_command or self._command} needs a configuration: add --config FILE")
         self._arguments = command_line if wants_help(command_line) else [self._command, *_merged(command_line[1:])]
         super().__init__(
             RoleModule,
@@ -289,9 +282,10 @@ def _merged(arguments: list[str]) -> list[str]:
         for line in dict.fromkeys(settings.dropped):
             print(line, file=sys.stderr)
     _check_rates(settings.values, "")
-    if not settings.values:
-        return settings.arguments
-    return [f"--config={as_yaml(settings.values)}", *settings.arguments]
+    if str(seed := settings.values.get("seed_everything")).startswith("-"):
+        raise UsageError(f"seed_everything must be at least 0, got {seed}")
+    config = [f"--config={as_yaml(settings.values)}"] if settings.values else []
+    return [*config, *settings.arguments]
 
 
 def _check_rates(value: Any, key: str) -> None:

@@ -197,7 +197,8 @@ def _matches(value: Any, option: Schema) -> bool:
     if kind == "string" and "pattern" in option:
         return isinstance(value, str) and re.search(option["pattern"], value) is not None
     if kind in ("array", "object"):
-        return not is_plain(value)
+        entries = value if isinstance(value, list) else []
+        return not is_plain(value) and all(fits(entry, option.get("items", {})) for entry in entries)
     return not kind or isinstance(value, _KINDS[kind])
 
 

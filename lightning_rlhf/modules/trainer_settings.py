@@ -52,6 +52,10 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
         raise UsageError("trainer.limit_train_batches is 0, so nothing would be trained: remove it, or set at least 1")
     if settings.get("max_steps") == 0:
         raise UsageError("trainer.max_steps is 0, so nothing would be trained: set at least 1, or -1 for no limit")
+    if settings.get("val_check_interval") == 0:
+        raise UsageError(
+            "trainer.val_check_interval is 0: set at least 1 step, or limit_val_batches: 0 for no validation"
+        )
     callbacks = settings.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         for kind, instead in _CALLBACKS.items():

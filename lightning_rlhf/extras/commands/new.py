@@ -182,6 +182,8 @@ def _check(options: argparse.Namespace) -> None:
         found = [name for name in recipes() if options.kind.lower() in name.split("/")]
         end = f"; a recipe has the name: --recipe {found[0]}" if found else "; new --list lists the recipes"
         raise UsageError(f"--kind must be one of {', '.join(KINDS)}, got {options.kind!r}{end}")
+    if options.devices > 1 and options.from_trl is None:
+        raise UsageError("--devices is for --from-trl: a script of verl and a configuration set trainer.devices")
     if options.devices < 1:
         raise UsageError(f"--devices must be at least 1, got {options.devices}")
     if options.model and names_a_path(options.model) and not Path(options.model).expanduser().is_dir():

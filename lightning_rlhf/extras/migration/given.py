@@ -66,5 +66,5 @@ class GivenOptions:
 
 
 def _unknown(name: str, program: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.88)
     return f"{program} has no such option" + (f"; did you mean {near[0]}?" if near else "")

@@ -34,6 +34,10 @@ def overrides(text: str) -> tuple[dict[str, str], list[str]]:
     variables = {"HOME": "~", "PWD": ".", "pwd": "."}
     found: dict[str, str] = {}
     notes: list[str] = []
+    if base := re.search(r"--config-(?:name|path)[= ]\S+", text):
+        notes.append(
+            f"{base[0]}: the configuration of that name is not read; its values that differ from verl's are lost"
+        )
     if re.search(r"^\s*(if|case)\b", text, re.MULTILINE):
         notes.append("the script has conditions: the values of all branches are read, and the last one counts")
     for words in _commands(text, variables):

@@ -197,8 +197,10 @@ class _Conversion:
                 "class_path": "lightning_rlhf.modules.schedules.RunSchedule",
                 "init_args": schedule,
             }
-        self._options.settle(*(name for name in ("packing", "padding_free") if self._given(name)))  # the default here
-        options["max_grad_norm"] = float(self._carry("max_grad_norm"))
+        self._options.settle("packing", "padding_free")  # packing is the default here
+        if self._given("packing"):
+            self._options.note("packing: TRL's batch sizes count packed texts of max_length tokens, batch_size rows")
+        options["max_grad_norm"] = float(self._carry("max_grad_norm")) or None  # 0 does not clip in TRL
         if self._trainer == "grpo":
             options["kl_loss"] = {"coef": float(self._carry("beta")), "estimator": "k3"}
             if options["kl_loss"]["coef"] and self._carry("use_bias_correction_kl", True):
@@ -274,7 +276,7 @@ class _Conversion:
         source: dict[str, Any] = {"path": path or _NO_MODEL}
         kwargs = self._carry("model_init_kwargs", {})
         for ours, theirs in (("revision", "model_revision"), ("dtype", "dtype"), ("attn_implementation",) * 2):
-            value = self._carry(theirs, kwargs.get(theirs))
+            value = self._carry(theirs, kwargs.get(ours))
             if value not in (None, "main", "auto"):
                 source[ours] = value
         source["dtype"] = source.get("dtype") or self._carry("torch_dtype")
@@ -300,6 +302,13 @@ class _Conversion:
             self._options.leave("lora_dropout", "importance ratios compare two passes of one network: it is 0 here")
         else:
             self._options.settle("lora_dropout")  # TRL switches it off as well
+        targets = adapters.get("target_modules")
+        if targets is None:  # peft's default for most models
+            adapters["target_modules"] = ["q_proj", "v_proj"]
+        elif targets in ("all-linear", ["all-linear"]):
+            adapters["target_modules"] = None  # all linear layers
+        elif isinstance(targets, str):
+            adapters["target_modules"] = [targets]
         return {"rank": 16, "alpha": 32} | {name: value for name, value in adapters.items() if value}
 
     def _data(self) -> dict[str, Any]:
@@ -334,6 +343,8 @@ class _Conversion:
             data["columns"] = {"prompt": column}
         if not self._is_online and (column := self._carry("dataset_text_field", "text")) != "text":
             data["columns"] = {"text": column}
+        if self._options.values.get("shuffle_dataset") is False:
+            data["shuffle"] = False
         if kwargs := self._carry("chat_template_kwargs"):
             data["chat_template_kwargs"] = kwargs
         return data
@@ -359,7 +370,10 @@ class _Conversion:
             run["max_steps"] = self._steps(steps)
             self._options.settle("num_train_epochs")
         else:
-            run["max_epochs"] = max(1, round(float(self._carry("num_train_epochs"))))
+            epochs = float(self._carry("num_train_epochs"))
+            run["max_epochs"] = max(1, round(epochs))
+            if not epochs.is_integer():
+                self._options.leave("num_train_epochs", f"max_epochs is {run['max_epochs']}: set max_steps for a part")
         if self._carry("bf16"):
             run["precision"] = "bf16-mixed"
         name = "single" if self._devices == 1 else "fsdp" if self._carry("fsdp") else "ddp"
@@ -370,8 +384,14 @@ class _Conversion:
         if logger := self._logger():
             run["logger"] = logger
         self._options.settle(*(name for name in _STRATEGIES_OF_STEPS if self._given(name) == "steps"))
-        if every := self._carry("eval_steps"):
-            run["val_check_interval"] = self._steps(int(every))
+        if self._carry("eval_strategy", "no") == "steps" or "eval_strategy" not in self._options.given:
+            if (every := float(self._carry("eval_steps", 0))) >= 1:
+                run["val_check_interval"] = self._steps(int(every))
+            elif every:
+                run["val_check_interval"] = every
+                self._options.note(f"eval_steps: {every}: a fraction of the run in TRL, of an epoch here")
+        else:
+            self._options.settle("eval_steps")
         callbacks: list[Any] = []
         if self._is_online:
             callbacks.append({"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()})
@@ -386,6 +406,8 @@ class _Conversion:
         if (every := float(self._carry("logging_steps", 0))) >= 1:
             lines = {"every_n_steps": self._steps(int(every))}
             callbacks.append({"class_path": "lightning_rlhf.callbacks.Console", "init_args": lines})
+        elif every:
+            self._options.leave("logging_steps", "a fraction of the run: set every_n_steps of Console")
         return {**run, "callbacks": callbacks, "default_root_dir": self._carry("output_dir", f"runs/{self._trainer}")}
 
     def _logger(self) -> dict[str, Any]:
@@ -407,6 +429,8 @@ class _Conversion:
             "max_response_tokens": int(self._carry("max_completion_length")),
             "temperature": float(self._carry("temperature")),
         }
+        if "max_completion_length" in self._nulls:
+            self._options.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
         if samples := self._carry("num_generations_eval"):
             options["val_samples"] = int(samples)
         functions = self._carry("reward_funcs", [])

@@ -42,9 +42,18 @@ _DEFAULTS: dict[str, Any] = {
 
 
 _AS_ACTOR = ("critic", "actor_rollout_ref.ref")  # sections whose further options are those of the actor
+_MOVED = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_model.": "reward_model.", "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+}  # fmt: skip
+# Values that change nothing.
+_NEUTRAL: dict[str, Any] = {
+    f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1, f"{_ACTOR}.kl_loss_coef": 0.0,
+    "actor_rollout_ref.model.use_remove_padding": True, "critic.model.use_remove_padding": True,
+}  # fmt: skip
 _UNSET: tuple[Any, ...] = (None, "", [], {})
 _NEVER = 1_000_000_000  # steps between validations, of which a run has none
-_TRIED = 10  # batches of prompts that a step tries where verl has no limit
 _SUPERVISED: dict[str, Any] = {
     "data.train_batch_size": 256, "data.max_length": 1024, "data.truncation": "error", "trainer.total_epochs": 4,
     "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.01, "optim.clip_grad": 1.0,
@@ -87,7 +96,7 @@ def converted(options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
 
 class _Conversion:
     def __init__(self, options: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-        given = {name: _value(text) for name, text in options.items()}
+        given = {_earlier_name(name): _value(text) for name, text in options.items()}
         self._options = GivenOptions({name: value for name, value in given.items() if value not in _UNSET}, defaults)
         self._carry = self._options.carry
 
@@ -106,8 +115,11 @@ class _Conversion:
 
     def _left(self) -> list[str]:
         """Return the notes, and a line for each option that was given and not used."""
+        for name, value in _NEUTRAL.items():
+            if self._options.given.get(name) == value:
+                self._options.settle(name)
         known = [f"{section}.{name}" for section, options in table("verl").items() for name in options]
-        return self._options.left(counterpart, "verl", known)
+        return self._options.left(counterpart, "the table of verl's example scripts", known)
 
     def _module_name(self) -> str:
         mode = str(self._actor("policy_loss.loss_mode", "vanilla"))
@@ -125,7 +137,8 @@ class _Conversion:
         options: dict[str, Any] = {"actor": self._source()}
         if module == "PPOModule":
             options["critic"] = self._path("critic.model.path") or "actor"
-            options["critic_optimizer"] = {"lr": float(self._carry("critic.optim.lr")), "weight_decay": 0.01}
+            decay = float(self._carry("critic.optim.weight_decay", 0.01))
+            options["critic_optimizer"] = {"lr": float(self._carry("critic.optim.lr")), "weight_decay": decay}
             gamma, lam = float(self._carry("algorithm.gamma")), float(self._carry("algorithm.lam"))
             options["advantages"] = {"gamma": gamma, "gae_lambda": lam}
             if (warmup := int(self._carry("trainer.critic_warmup", 0))) > 1:
@@ -138,8 +151,15 @@ class _Conversion:
             self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
         rate, decay = float(self._actor("optim.lr")), float(self._actor("optim.weight_decay"))
         options["optimizer"] = {"lr": rate, "weight_decay": decay}
-        if ratio := float(self._actor("optim.lr_warmup_steps_ratio", 0.0)):
-            schedule = {"kind": "constant_with_warmup", "warmup_ratio": ratio}
+        ratio = float(self._actor("optim.lr_warmup_steps_ratio", 0.0))
+        is_cosine = "cosine" in (self._actor("optim.warmup_style"), self._actor("optim.lr_scheduler_type"))
+        if ratio or is_cosine:
+            schedule: dict[str, Any] = {
+                "kind": "cosine" if is_cosine else "constant_with_warmup",
+                "warmup_ratio": ratio,
+            }
+            if is_cosine and (least := self._actor("optim.min_lr_ratio")):
+                schedule |= {"kind": "cosine_with_min_lr", "arguments": {"min_lr_rate": float(least)}}
             path = "lightning_rlhf.modules.schedules.RunSchedule"
             options["lr_scheduler"] = {"class_path": path, "init_args": schedule}
         options["minibatch_size"] = int(self._actor("ppo_mini_batch_size")) * group
@@ -234,11 +254,12 @@ class _Conversion:
         step = int(self._carry("data.train_batch_size"))
         if not self._carry("algorithm.filter_groups.enable", False):
             return step
-        batches = int(self._carry("algorithm.filter_groups.max_num_gen_batches", 0))
-        if batches < 1:
-            batches = _TRIED
-            self._options.note(f"max_num_gen_batches: 0 has no limit in verl: a step tries {batches} batches here")
-        return math.ceil(int(self._carry("data.gen_batch_size", step)) * batches / step) * step
+        self._options.settle("algorithm.filter_groups.max_num_gen_batches")
+        tried = math.ceil(max(int(self._carry("data.gen_batch_size", step)), 2 * step) / step) * step
+        self._options.note(
+            f"filter_groups: a step tries at most {tried} prompts (batch_size); verl draws further batches"
+        )
+        return tried
 
     def _run(self) -> dict[str, Any]:
         run: dict[str, Any] = {}
@@ -335,9 +356,13 @@ class _Conversion:
     def _rewards(self) -> list[dict[str, Any]]:
         rewards: list[dict[str, Any]] = []
         path, name = self._carry("custom_reward_function.path"), self._carry("custom_reward_function.name")
+        has_model = bool(self._carry("reward_model.enable", False) and self._path("reward_model.model.path"))
         if path:
             rewards.append({"function": f"{path}:{name or 'compute_score'}"})
-        elif not (self._carry("reward_model.enable", False) and self._path("reward_model.model.path")):
+            self._options.note(f"custom_reward_function: copy {path} to where the path in run.yaml leads")
+            if has_model:
+                self._options.note("reward_model and custom_reward_function are added up here; verl takes one of them")
+        elif not has_model:
             rewards.append({"function": "lightning_rlhf.rewards.rules.gsm8k_strict"})
             self._options.note(
                 "rewards: verl chooses a rule by data_source; the one of GSM8K is written here, see BySource"
@@ -404,6 +429,8 @@ class _Supervised(_Conversion):
         data["max_tokens"] = int(self._carry("data.max_length"))
         data["too_long"] = _TRUNCATION.get(str(self._carry("data.truncation")), "bad_row")
         columns = {}
+        if "data.prompt_key" in self._options.given:
+            data["as_messages"] = True  # verl renders the texts with the chat template
         for ours, theirs in (("prompt", "prompt"), ("completion", "response")):
             column, parts = self._carry(f"data.{theirs}_key"), self._carry(f"data.{theirs}_dict_keys", [])
             if column is not None:
@@ -411,6 +438,14 @@ class _Supervised(_Conversion):
         if columns:
             data["columns"] = columns
         return data
+
+
+def _earlier_name(name: str) -> str:
+    """Return the name that an option had before verl moved the rewards to a section ``reward``."""
+    for later, earlier in _MOVED.items():
+        if name.startswith(later):
+            return earlier + name.removeprefix(later)
+    return name
 
 
 def _value(text: str) -> Any:

@@ -7,6 +7,7 @@ place of a value. The parser decides in any case.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _WORDS = {
     "integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a text", "null": "null",
     "array": "a list", "object": "names with values",
 }  # fmt: skip
+_ENTRIES = {"integer": " of integers", "number": " of numbers", "string": " of texts"}
 _OPTIONS = ("print_config", "help", "h", "optimizer", "lr_scheduler")  # of the command line alone
 # Arguments of an optimizer, whose class may be anyone's.
 _OPTIMIZERS = ("model.optimizer", "model.critic_optimizer")
@@ -50,7 +52,7 @@ def mistakes(arguments: Sequence[str], command: str) -> dict[str, tuple[str, ...
     """
     settings = merged_settings(arguments, find)
     config = settings.values
-    unknown = _unknown_arguments(settings.arguments, config, OWN_OPTIONS.get(command, ()))
+    unknown = [*_unknown_arguments(settings.arguments, config, OWN_OPTIONS.get(command, ())), *_wrong_counts(arguments)]
     if not config_files(arguments):
         return dict(unknown)
     found = [*unknown, *_unknown(config)]
@@ -81,6 +83,15 @@ def _unknown_arguments(arguments: Sequence[str], config: dict[str, Any], own: Se
             option = None if name in OPTION_NAMES else _full_option(name, config)
             end = f"; write --{option}" if option else _hint(name, [*schema()["properties"], *own])
             yield f"unknown option {name!r}{end}", (name,)
+
+
+def _wrong_counts(arguments: Sequence[str]) -> Iterator[Mistake]:
+    """Yield the numbers of ``plan`` that are none."""
+    for option, following in itertools.pairwise([*arguments, ""]):
+        name, has_value, value = option.partition("=")
+        value = value if has_value else following
+        if name in ("--gpus", "--nodes") and not (value.isdecimal() and int(value) > 0):
+            yield f"{name} must be a whole number of at least 1, got {value!r}", (name.removeprefix("--"),)
 
 
 def _full_option(name: str, config: dict[str, Any]) -> str | None:
@@ -209,6 +220,10 @@ def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
         yield from ((message, (name,)) for message, name in wrong.items())
         label = "trainer." if used.is_trainer else f"{used.label}: "
         for name, value in used.arguments.items():
+            if f"{used.key}.{name}" in _OPTIMIZERS and fits(value, _NUMBERS["lr"]):
+                message = f"{used.label}: {name} must be a class or its options, got {value!r}: write {{lr: {value}}}"
+                yield message, (name,)
+                continue
             option = used.options.get(name, _NUMBERS.get(name, {}) if used.key in _OPTIMIZERS else {})
             if not fits(value, option) and value not in wrong.values():
                 yield f"{label}{wrong_value(name, value, option)}", (name,)
@@ -252,7 +267,8 @@ def _described(option: Schema) -> str:
         if CLASSES in node:
             texts.append("a class (class_path: package.Class)")
         elif kinds and not (kinds == "string" and "pattern" in node):
-            texts.append(_WORDS[kinds if isinstance(kinds, str) else kinds[0]])
+            entries = _ENTRIES.get(str(node.get("items", {}).get("type")), "")
+            texts.append(_WORDS[kinds if isinstance(kinds, str) else kinds[0]] + entries)
     return " or ".join(dict.fromkeys(texts))
 
 

@@ -36,6 +36,9 @@ GRPO = {
 }
 
 
+LORA = {"rank": 32, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}  # of peft
+
+
 def parts(options, trainer="grpo", devices=1):
     config, left = converted(options, trainer, devices)
     return config["model"]["init_args"], config["data"]["init_args"], config["trainer"], left
@@ -50,7 +53,7 @@ def test_sizes_of_grpo_count_prompts_over_all_devices():
     assert (data["batch_size"], loop(run)["group_size"], run["devices"]) == (16, 8, 4)  # 8 * 4 * 4 responses
     assert "minibatch_size" not in model  # one update of all responses
     assert left == ["max_tokens of the data is 512: TRL has no limit, prompts that are longer are named"]
-    assert model["actor"]["init_args"] == {"path": GRPO["model_name_or_path"], "lora": {"rank": 32, "alpha": 32}}
+    assert model["actor"]["init_args"] == {"path": GRPO["model_name_or_path"], "lora": LORA}
     assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28}
     assert model["aggregation"]["class_path"].endswith(".TokenMean")  # dapo, TRL's default
     assert model["kl_loss"] == {"coef": 0.04, "estimator": "k3", "importance": True}
@@ -201,6 +204,22 @@ def test_lengths_dropout_and_text_of_supervised_runs():
     assert left == ["max_length: null: texts beyond 32768 tokens, max_tokens here, are named"]
     model, *_ = parts(given | {"lora_dropout": 0.1, "disable_dropout": False}, "dpo")
     assert model["actor"]["init_args"]["lora"]["dropout"] == 0.1
+
+
+def test_fractions_of_a_run_and_values_with_another_name():
+    given = {
+        "eval_strategy": "steps", "eval_steps": 0.1, "logging_steps": 0.1, "num_train_epochs": 1.5, "max_grad_norm": 0,
+        "shuffle_dataset": False, "model_init_kwargs": {"revision": "abc"}, "lora_target_modules": "all-linear",
+    }  # fmt: skip
+    model, data, run, left = parts(GRPO | given)
+    assert (run["val_check_interval"], run["max_epochs"]) == (0.1, 2)
+    assert (model["max_grad_norm"], data["shuffle"]) == (None, False)
+    assert model["actor"]["init_args"]["revision"] == "abc"
+    assert "target_modules" not in model["actor"]["init_args"]["lora"]
+    names = [line.partition(":")[0] for line in left]
+    assert names == ["max_tokens of the data is 512", "eval_steps", "logging_steps", "num_train_epochs"]
+    *_, run, _ = parts(GRPO | {"eval_strategy": "epoch", "eval_steps": 500})
+    assert "val_check_interval" not in run
 
 
 def test_activations_are_checkpointed_as_by_default():

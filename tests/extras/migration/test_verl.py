@@ -66,7 +66,7 @@ def test_script_becomes_a_run(tmp_path, monkeypatch, capsys):
     for line in (
         "trainer.default_local_dir: '$OUTPUT' depends on the machine",
         "actor_rollout_ref.rollout.top_p: 0.9 (not here: the trainer's log-probabilities would not be",
-        "trainer.mine: 1 (verl has no such option)",
+        "trainer.mine: 1 (the table of verl's example scripts has no such option)",
     ):
         assert line in printed
 
@@ -111,6 +111,12 @@ def test_estimator_selects_the_module(estimator, module):
     assert any("adv_estimator" in line for line in left) == (estimator == "mine")
 
 
+def listed(options):
+    """Return the configuration, and what is listed but the advice to copy the reward."""
+    config, left = converted(BASE | options)
+    return config, [line for line in left if not line.startswith("custom_reward_function: copy r.py")]
+
+
 BASE = {
     "actor_rollout_ref.model.path": "x/y",
     "data.train_files": "rows.parquet",
@@ -123,11 +129,11 @@ def test_options_of_the_critic():
         "algorithm.adv_estimator": "gae", "trainer.critic_warmup": "3", "critic.cliprange_value": "0.2",
         "critic.ppo_epochs": "4", "critic.ppo_mini_batch_size": "256", "critic.grad_clp": "1",
     }  # fmt: skip
-    config, left = converted(BASE | options)
+    config, left = listed(options)
     model = config["model"]["init_args"]
     assert (model["critic_warmup_steps"], model["value_loss"]) == (2, {"clip_range": 0.2})
     assert left == [
-        "critic.ppo_epochs: 4 (critic and actor have one value: 1)", "critic.grad_clp: 1 (verl has no such option)",
+        "critic.ppo_epochs: 4 (critic and actor have one value: 1)", "critic.grad_clp: 1 (the table of verl's example scripts has no " "such option)",
     ]  # fmt: skip
 
 
@@ -140,9 +146,9 @@ def test_groups_overlong_answers_and_sums_of_dapo():
         "reward_model.overlong_buffer.penalty_factor": "0.5",
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
     }  # fmt: skip
-    config, left = converted(BASE | options)
+    config, left = listed(options)
     loop = config["trainer"]["callbacks"][0]["init_args"]
-    assert config["data"]["init_args"]["batch_size"] == 128  # 120 prompts, in whole steps of 16
+    assert config["data"]["init_args"]["batch_size"] == 48  # 40 prompts, in whole steps of 16
     assert loop["dynamic_sampling"] == {"prompts_per_step": 16}
     penalty = {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty"}
     penalty["init_args"] = {"max_tokens": 100, "buffer_tokens": 20}
@@ -150,7 +156,11 @@ def test_groups_overlong_answers_and_sums_of_dapo():
     aggregation = config["model"]["init_args"]["aggregation"]
     assert aggregation["class_path"].endswith(".SequenceMeanTokenSum")
     assert aggregation["init_args"] == {"scale": 100.0}
-    assert [line.partition(":")[0] for line in left] == ["loss_agg_mode", "algorithm.filter_groups.metric"]
+    assert [line.partition(":")[0] for line in left] == [
+        "loss_agg_mode",
+        "filter_groups",
+        "algorithm.filter_groups.metric",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,7 @@ def test_groups_overlong_answers_and_sums_of_dapo():
     ],
 )
 def test_validations(options, run, at_ends, note):
-    config, left = converted(BASE | {"algorithm.adv_estimator": "grpo"} | options)
+    config, left = listed({"algorithm.adv_estimator": "grpo"} | options)
     assert run.items() <= config["trainer"].items()
     assert config["trainer"]["callbacks"][0]["init_args"].get("validate_at_ends") == at_ends
     assert [note in line for line in left] == [True] * bool(note)
@@ -182,13 +192,38 @@ def test_validations(options, run, at_ends, note):
             "True",
             "cpu_offload keeps the weights there as well",
         ),
-        ("data.train_batch_sise", "4", "verl has no such option; did you mean data.train_batch_size?"),
+        ("data.train_batch_sise", "4", "has no such option; did you mean data.train_batch_size?"),
         ("actor_rollout_ref.model.path", "", "the script names no model"),
     ],
 )
 def test_what_has_another_meaning_is_listed(name, value, line):
     _, left = converted(BASE | {"algorithm.adv_estimator": "grpo", name: value})
     assert any(line in each for each in left), left
+
+
+def test_names_of_today_and_words_for_schedules():
+    options = {
+        "algorithm.adv_estimator": "gae", "custom_reward_function.path": "",
+        "reward.custom_reward_function.path": "mine.py", "reward.custom_reward_function.name": "score",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine", "critic.optim.weight_decay": "0.02",
+        "actor_rollout_ref.actor.optim.min_lr_ratio": "0.1", "actor_rollout_ref.rollout.top_p": "1.0",
+        "reward_model.enable": "True", "reward_model.model.path": "x/reward",
+    }  # fmt: skip
+    given = {name: value for name, value in BASE.items() if name != "custom_reward_function.path"}
+    config, left = converted(given | options)
+    model, loop = config["model"]["init_args"], config["trainer"]["callbacks"][0]["init_args"]
+    assert loop["rewards"] == [{"function": "mine.py:score"}]
+    schedule = {"kind": "cosine_with_min_lr", "warmup_ratio": 0.0, "arguments": {"min_lr_rate": 0.1}}
+    assert model["lr_scheduler"]["init_args"] == schedule
+    assert model["critic_optimizer"]["weight_decay"] == 0.02
+    copied, added = left
+    assert copied.startswith("custom_reward_function: copy mine.py")
+    assert added == "reward_model and custom_reward_function are added up here; verl takes one of them"
+
+
+def test_configuration_that_is_not_read_is_named():
+    _, notes = overrides("python -m verl.trainer.main_ppo --config-name='mine' a.b=1")
+    assert notes[0].startswith("--config-name='mine': the configuration of that name is not read")
 
 
 SFT = """torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/a.parquet data.prompt_key=extra_info \\

@@ -296,7 +296,7 @@ def test_gpus_are_those_of_the_trainer_by_default(planned):
             ["--gpus", "2", "--model.init_args.minibatch_sise", "3"],
             "model (PPOModule): unknown option 'minibatch_sise'",
         ),
-        (["--gpus", "0"], 'Parser key "gpus": '),
+        (["--gpus", "0"], "--gpus must be a whole number of at least 1, got '0'"),
     ],
 )
 def test_unplannable_runs_give_one_line_and_code_2(planned, arguments, message):

@@ -64,6 +64,8 @@ def found(tmp_path, monkeypatch):
         ("--trainer.logger", "wandb", "write {class_path: lightning.pytorch.loggers.WandbLogger}"),
         (f"{MODEL}.optimizer.lr", "1e-5,", "model.optimizer: lr must be a number, got '1e-5,'"),
         ("--seed_everything", "abc", "seed_everything must be an integer, true or false, got 'abc'"),
+        ("--rollout.stop_token_ids", "[</s>]", "stop_token_ids must be a list of integers or null, got ['</s>']"),
+        (f"{MODEL}.optimizer", "1e-4", "optimizer must be a class or its options, got '1e-4': write {lr: 1e-4}"),
         (f"{MODEL}.policy_loss.clip", "0.2", "unknown option 'clip'; did you mean 'clip_range'?"),
         ("--resume_from_checkpoint", "last", "(--ckpt_path last)"),
         ("--data.init_args.columns", "{promt: question}", "unknown field 'promt'; did you mean 'prompt'?"),
@@ -110,6 +112,7 @@ def test_unknown_option_is_named_without_a_configuration_and_for_commands_with_o
     message = "unknown option 'batch_size'; write --data.init_args.batch_size"
     assert found("--batch_size", "3", command="check-data") == [message]
     assert found("--gpus", "3", command="plan") == []
+    assert found("--gpus", "two", command="plan") == ["--gpus must be a whole number of at least 1, got 'two'"]
     assert found("--gps", "3", command="plan") == ["unknown option 'gps'; did you mean 'gpus'?"]
 
 

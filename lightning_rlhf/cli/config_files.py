@@ -59,7 +59,7 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 def wants_help(arguments: Sequence[str]) -> bool:
     """Return whether a command line asks for help, such as ``--help`` or ``--model.help``."""
     names = [argument.partition("=")[0] for argument in arguments]
-    return any(name in ("-h", "--help") or name.endswith(".help") for name in names)
+    return any(name in ("-h", "--help", "--help-all") or name.endswith(".help") for name in names)
 
 
 def check_config_files(arguments: Sequence[str]) -> None:

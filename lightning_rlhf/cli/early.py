@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
-from lightning_rlhf.cli.commands import CHECK
+from lightning_rlhf.cli.commands import CHECK, COMMANDS
 from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, wants_help
 from lightning_rlhf.cli.errors import in_one_message, printed
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.launch_environment import is_first_process
 
 # A command without any of these options has no module: they set one, or end the command before it is needed.
-_ENOUGH_FOR_A_COMMAND = {"--config", "--model", "--data", "--print_config", "--gpu"}
+_ENOUGH = {"--config", "--model", "--data", "--print_config", "--gpu"}
 _checked: list[Sequence[str]] = []  # the command line that was checked before the parser asks for it
 
 
@@ -45,8 +45,7 @@ def check_early(arguments: Sequence[str], command: str, before: bool = False) ->
     printed.update(import_module(CHECK).mistakes(arguments, command))
     if printed and is_first_process():
         print(f"lightning-rlhf: {in_one_message(list(printed))}", file=sys.stderr, flush=True)
-    options = {argument.partition("=")[0].partition(".")[0] for argument in arguments}
-    if command and not options & _ENOUGH_FOR_A_COMMAND:
+    if command in COMMANDS and _ENOUGH.isdisjoint(each.partition("=")[0].partition(".")[0] for each in arguments):
         raise UsageError(f"{command} needs a configuration: add --config FILE")
 
 

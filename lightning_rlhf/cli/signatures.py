@@ -196,9 +196,8 @@ def _matches(value: Any, option: Schema) -> bool:
         return kind in ("boolean", "")
     if kind == "string" and "pattern" in option:
         return isinstance(value, str) and re.search(option["pattern"], value) is not None
-    if kind in ("array", "object"):
-        entries = value if isinstance(value, list) else []
-        return not is_plain(value) and all(fits(entry, option.get("items", {})) for entry in entries)
+    if kind == "array" and isinstance(value, list):
+        return all(fits(entry, option.get("items", {})) for entry in value)
     return not kind or isinstance(value, _KINDS[kind])
 
 

@@ -173,18 +173,7 @@ class _Conversion:
 
     def _module(self) -> dict[str, Any]:
         options: dict[str, Any] = {("reward_model" if self._trainer == "reward" else "actor"): self._source()}
-        betas = [self._carry("adam_beta1", 0.9), self._carry("adam_beta2", 0.999)]
-        options["optimizer"] = {
-            "lr": float(self._carry("learning_rate")),
-            "weight_decay": float(self._carry("weight_decay", 0.0)),
-            "betas": [float(each) for each in betas],
-            "eps": float(self._carry("adam_epsilon", 1e-8)),
-        }
-        optimizer = str(self._carry("optim", "adamw_torch"))
-        if optimizer in _OPTIMIZERS:
-            options["optimizer"] = {"class_path": _OPTIMIZERS[optimizer], "init_args": options["optimizer"]}
-        elif not optimizer.startswith("adamw_torch"):
-            self._options.leave("optim")
+        options["optimizer"] = self._optimizer()
         kind = str(self._carry("lr_scheduler_type"))
         warmup = self._warmup()
         if kind not in ("constant", *schedules()):
@@ -222,6 +211,21 @@ class _Conversion:
                 options["reward_model"] = path
         if self._carry("precompute_ref_log_probs"):
             options["ref"] = "start"
+        return options
+
+    def _optimizer(self) -> dict[str, Any]:
+        betas = [self._carry("adam_beta1", 0.9), self._carry("adam_beta2", 0.999)]
+        options = {
+            "lr": float(self._carry("learning_rate")),
+            "weight_decay": float(self._carry("weight_decay", 0.0)),
+            "betas": [float(each) for each in betas],
+            "eps": float(self._carry("adam_epsilon", 1e-8)),
+        }
+        kind = str(self._carry("optim", "adamw_torch"))
+        if kind in _OPTIMIZERS:
+            return {"class_path": _OPTIMIZERS[kind], "init_args": options}
+        if not kind.startswith("adamw_torch"):
+            self._options.leave("optim")
         return options
 
     def _given(self, name: str) -> Any:

@@ -12,6 +12,7 @@ import yaml
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
+from lightning_rlhf.extras.schema.known import SCHEDULE
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ESTIMATORS = {
@@ -151,17 +152,8 @@ class _Conversion:
             self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
         rate, decay = float(self._actor("optim.lr")), float(self._actor("optim.weight_decay"))
         options["optimizer"] = {"lr": rate, "weight_decay": decay}
-        ratio = float(self._actor("optim.lr_warmup_steps_ratio", 0.0))
-        is_cosine = "cosine" in (self._actor("optim.warmup_style"), self._actor("optim.lr_scheduler_type"))
-        if ratio or is_cosine:
-            schedule: dict[str, Any] = {
-                "kind": "cosine" if is_cosine else "constant_with_warmup",
-                "warmup_ratio": ratio,
-            }
-            if is_cosine and (least := self._actor("optim.min_lr_ratio")):
-                schedule |= {"kind": "cosine_with_min_lr", "arguments": {"min_lr_rate": float(least)}}
-            path = "lightning_rlhf.modules.schedules.RunSchedule"
-            options["lr_scheduler"] = {"class_path": path, "init_args": schedule}
+        if schedule := self._schedule():
+            options["lr_scheduler"] = schedule
         options["minibatch_size"] = int(self._actor("ppo_mini_batch_size")) * group
         options["update_epochs"] = int(self._actor("ppo_epochs"))
         options["max_grad_norm"] = float(self._actor("grad_clip"))
@@ -190,6 +182,16 @@ class _Conversion:
         if self._carry("reward_model.enable", False) and (path := self._path("reward_model.model.path")):
             options["reward_model"] = path
         return options
+
+    def _schedule(self) -> dict[str, Any]:
+        ratio = float(self._actor("optim.lr_warmup_steps_ratio", 0.0))
+        is_cosine = "cosine" in (self._actor("optim.warmup_style"), self._actor("optim.lr_scheduler_type"))
+        if not ratio and not is_cosine:
+            return {}
+        schedule: dict[str, Any] = {"kind": "cosine" if is_cosine else "constant_with_warmup", "warmup_ratio": ratio}
+        if is_cosine and (least := self._actor("optim.min_lr_ratio")):
+            schedule |= {"kind": "cosine_with_min_lr", "arguments": {"min_lr_rate": float(least)}}
+        return {"class_path": SCHEDULE, "init_args": schedule}
 
     def _as_actor(self, name: str) -> None:
         """List an option of the critic that is not the actor's."""

@@ -243,6 +243,8 @@ def wrong_value(name: str, value: Any, option: Schema) -> str:
         return f"{message}: write {whole}"
     if short := next(filter(None, (_as_option(value, each) for each in alternatives(option))), ""):
         return f"{message}: write {name}: {short}"
+    if value == "all-linear":  # peft's word
+        return f"{message}: write null, which is all linear layers"
     bases = set(classes_of(option))
     entries = [entry for entry in schema()["$defs"].values() if not bases.isdisjoint(entry.get("x-bases", ()))]
     available = ", ".join(sorted(entry["x-names"][0] for entry in entries))
@@ -267,9 +269,14 @@ def _described(option: Schema) -> str:
         if CLASSES in node:
             texts.append("a class (class_path: package.Class)")
         elif kinds and not (kinds == "string" and "pattern" in node):
-            entries = _ENTRIES.get(str(node.get("items", {}).get("type")), "")
-            texts.append(_WORDS[kinds if isinstance(kinds, str) else kinds[0]] + entries)
+            entries = _ENTRIES.get(_first_type(node.get("items", {})), "")
+            texts.append(_WORDS[_first_type(node)] + entries)
     return " or ".join(dict.fromkeys(texts))
+
+
+def _first_type(node: Schema) -> str:
+    kinds = node.get("type", "")
+    return kinds if isinstance(kinds, str) else kinds[0]
 
 
 def _as_option(value: Any, node: Schema) -> str:

@@ -37,6 +37,7 @@ _FOREIGN_WORDS = {  # of other programs, in small letters
         "adam8bit": "bitsandbytes.optim.Adam8bit", "adamw_torch": "AdamW", "muonadamw": "MuonAdamW",
     },
 }  # fmt: skip
+_REWARD = "lightning_rlhf.rewards.function.RewardFunction"
 _FACTORIES = {
     "optimizer": "optimizer", "critic_optimizer": "optimizer",
     "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
@@ -94,7 +95,9 @@ def _accepted(option: Schema) -> list[str]:
 def _mistake(named: _Named) -> str:
     """Return the end of a message; empty if the name may be right."""
     if any(node.get("type") == "string" and "pattern" not in node for node in alternatives(named.option)):
-        return ""  # any text may stand there
+        return _nearly_a_class(named)  # any text may stand there
+    if _REWARD in named.accepts and ":" in named.name:
+        return f" must have {{function: ...}} for each reward: write {{function: {named.name}}}"
     if is_class(definition(named.name)):
         return _other_kind(named)
     if not named.name.isidentifier():
@@ -108,6 +111,13 @@ def _mistake(named: _Named) -> str:
         return ""
     near = suggestion(named.name, [*choices, *_ours(named.accepts), *foreign])
     return f"{unknown}{near}" if near else ""
+
+
+def _nearly_a_class(named: _Named) -> str:
+    """Return the end of a message about a word like a class where any text may stand, such as PPOLos for PPOLoss."""
+    is_word = named.name.isidentifier() and named.name[0].isupper() and definition(named.name) is None
+    near = suggestion(named.name, _ours(named.accepts)) if is_word else ""
+    return f": no class has the name {named.name!r}{near}" if near else ""
 
 
 def _of_another_program(named: _Named) -> str:

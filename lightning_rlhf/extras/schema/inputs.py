@@ -127,6 +127,8 @@ def _messages(run: _Run, *checks: Callable[[_Run], None]) -> Iterator[str]:
 
 def _check_paths(run: _Run) -> None:
     path, directory = run.ckpt_path, run.trainer.get("default_root_dir")
+    if isinstance(path, str) and (Path(path).expanduser() / "checkpoints").is_dir():
+        raise UsageError(f"{path} is the directory of a run: set --ckpt_path to last, or to a path in its checkpoints/")
     if isinstance(path, str):
         found_checkpoint(path, Path(directory if isinstance(directory, str) else DIRECTORY))
     if isinstance(directory, str) and "://" not in directory:

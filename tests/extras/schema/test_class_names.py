@@ -67,8 +67,19 @@ def found(tmp_path, monkeypatch):
         ("--rollout.stop_token_ids", "[</s>]", "stop_token_ids must be a list of integers or null, got ['</s>']"),
         (f"{MODEL}.optimizer", "1e-4", "optimizer must be a class or its options, got '1e-4': write {lr: 1e-4}"),
         (f"{MODEL}.policy_loss.clip", "0.2", "unknown option 'clip'; did you mean 'clip_range'?"),
+        (
+            "--rollout.rewards",
+            "[reward.py:right]",
+            "must have {function: ...} for each reward: write {function: reward.py",
+        ),
+        (
+            f"{MODEL}.policy_loss",
+            "ClippedPolicyLos",
+            "model.policy_loss: no class has the name 'ClippedPolicyLos'; did",
+        ),
+        ("--data.init_args.columns", "[prompt]", "columns must be names with values or null, got ['prompt']"),
         ("--resume_from_checkpoint", "last", "(--ckpt_path last)"),
-        ("--data.init_args.columns", "{promt: question}", "unknown field 'promt'; did you mean 'prompt'?"),
+        ("--data.init_args.columns", "{prompts: question}", "unknown field 'prompts'; did you mean 'prompt'?"),
         ("--data.init_args.columns", "{prompt:question}", "write {prompt: question}, with a space"),
     ],
 )
@@ -99,6 +110,13 @@ def test_option_of_another_module_names_one_that_has_it(found):
     config["model"] = {"class_path": "SFTModule", "init_args": {"actor": "m", "kl_loss": {"coef": 0.1}}}
     message = "model (SFTModule): unknown option 'kl_loss'; it is an option of CISPOModule and others"
     assert found(config=config) == [message]
+
+
+def test_a_mapping_is_no_list(found):
+    config = yaml.safe_load(CONFIG)
+    config["trainer"]["callbacks"][0]["init_args"]["rewards"] = {"function": "reward.py:right"}
+    (mistake,) = found(config=config)
+    assert mistake.startswith("trainer.callbacks (RolloutLoop): rewards must be a list or null, got {'function'")
 
 
 def test_option_beside_init_args_is_named(found):

@@ -23,7 +23,13 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.expected_errors import UsageError, counted
 from lightning_rlhf.extras.commands import row_images
 from lightning_rlhf.extras.commands.exit_codes import failure_code_1
-from lightning_rlhf.extras.commands.options import ROLES_HELP, command_parser, parse_columns, parse_roles
+from lightning_rlhf.extras.commands.options import (
+    ROLES_HELP,
+    command_parser,
+    options_of_commands,
+    parse_columns,
+    parse_roles,
+)
 from lightning_rlhf.extras.commands.response_backends import (
     Conversations,
     EngineBackend,
@@ -125,7 +131,7 @@ def run(arguments: list[str]) -> int:
     add_import_folders()
     _check_options(options)
     try:
-        with _ended_by_sigterm(), closing(_make_backend(options)) as backend:
+        with options_of_commands(), _ended_by_sigterm(), closing(_make_backend(options)) as backend:
             rows = _generate_file(backend, options)
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)

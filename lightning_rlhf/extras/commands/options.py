@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_rlhf.data.messages import check_roles
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import ExpectedError, UsageError
 
 ROLES_HELP = "such as teacher=assistant"
 _HELP_COLUMN = 36  # options and their help in one line
@@ -62,6 +64,23 @@ def parse_roles(pairs: list[str]) -> Mapping[str, str]:
         UsageError: a value is not a pair, or a role is not known.
     """
     return check_roles(_parse_pairs(pairs, "--roles needs name=role, for example teacher=assistant"))
+
+
+@contextmanager
+def options_of_commands() -> Iterator[None]:
+    """Let messages about rows name the option ``--columns`` of the command, and not that of a configuration."""
+    try:
+        yield
+    except ExpectedError as error:
+        text = re.sub(r"set data\.init_args\.columns: \{([^{}]*)\}", _as_option, str(error))
+        if text == str(error):
+            raise
+        raise UsageError(text) from error
+
+
+def _as_option(match: re.Match[str]) -> str:
+    pairs = (pair.partition(": ") for pair in match[1].split(", "))
+    return f"set --columns {' '.join(f'{field}={column}' for field, _, column in pairs)}"
 
 
 def _parse_pairs(pairs: list[str], needed: str) -> dict[str, str]:

@@ -271,6 +271,13 @@ def test_mistakes_give_one_line_and_code_2(generate, arguments, changes, message
     assert not Path("out.jsonl").exists()
 
 
+def test_messages_name_the_option_of_the_command(generate):
+    Path("prompts.jsonl").write_text(json.dumps({"question": "x"}) + "\n")
+    code, _, err = generate()
+    assert code == 2
+    assert "no column 'prompt', only ['question']; to use 'question', set --columns prompt=question" in err
+
+
 def test_prompt_without_room_for_a_response_is_a_bad_row(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x" * 245}) + "\n" + json.dumps({"prompt": "y"}) + "\n")
     code, _, err = generate()

@@ -91,6 +91,7 @@ _LOGGER_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "mlflow": {"run_name": ("run_name",), "experiment_name": ("project",)},
     "trackio": {"project": ("project",)},
 }
+_TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
 _STRATEGIES_OF_STEPS = ("save_strategy", "logging_strategy")
 
 
@@ -194,6 +195,7 @@ class _Conversion:
             options["kl_loss"] = {"coef": float(self._carry("beta")), "estimator": "k3"}
             if options["kl_loss"]["coef"] and self._carry("use_bias_correction_kl", True):
                 options["kl_loss"]["importance"] = True
+            self._options.settle("use_bias_correction_kl")
             if self._carry("use_vllm") and self._carry("vllm_importance_sampling_correction", True):
                 options["correction"] = self._correction()
         if self._trainer == "rloo":
@@ -427,6 +429,14 @@ class _Conversion:
                 arguments[ours] = value
         return {"class_path": _LOGGERS[name], "init_args": arguments}
 
+    def _reward(self, function: str) -> dict[str, Any]:
+        if function in _TRL_REWARDS:
+            self._options.note(
+                f"reward_funcs: {function} is one of TRL's own, which must be installed: pip install trl"
+            )
+            return {"function": f"trl.rewards.{function}", "messages": True}
+        return {"function": function if "." in function else f"reward.py:{function}"}
+
     def _rollout(self) -> dict[str, Any]:
         options: dict[str, Any] = {
             "group_size": int(self._carry("num_generations")),
@@ -442,7 +452,7 @@ class _Conversion:
         if len(weights) != len(functions):
             raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs")
         options["rewards"] = [
-            {"function": function if "." in str(function) else f"reward.py:{function}", "weight": weight}
+            {**self._reward(str(function)), "weight": weight}
             for function, weight in zip(functions, weights, strict=True)
         ]
         if not functions and self._carry("reward_model_name_or_path"):

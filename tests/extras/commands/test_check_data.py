@@ -224,6 +224,18 @@ def test_rows_without_a_column_of_a_reward_are_reported_with_their_line_as_in_fi
     ]
 
 
+def breaks_without_an_answer(completions, answer):
+    return [float(text in each) for each, text in zip(answer, completions, strict=True)]
+
+
+def test_reward_that_breaks_at_a_row_without_a_column_names_that_row(check_data):
+    rows = [{"question": "who?", "answer": "me"}, {"question": "why?"}]
+    rewards = [{"function": f"{__file__}:breaks_without_an_answer"}]
+    result = check_data(rows=rows, columns={"prompt": "question"}, rewards=rewards, loop={"max_response_tokens": 20})
+    assert result.code == 2
+    assert "1 of 2 rows of the train data have no 'answer', which reward breaks_without_an_answer needs" in result.err
+
+
 def test_trained_parts_of_texts_are_shown(check_data, config):
     rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
     result = check_data(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])

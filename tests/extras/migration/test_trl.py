@@ -222,6 +222,12 @@ def test_fractions_of_a_run_and_values_with_another_name():
     assert "val_check_interval" not in run
 
 
+def test_rewards_of_trl_are_those_of_the_package():
+    *_, run, left = parts(GRPO | {"reward_funcs": ["accuracy_reward"], "reward_weights": [0.5], "beta": 0.0})
+    assert loop(run)["rewards"] == [{"function": "trl.rewards.accuracy_reward", "messages": True, "weight": 0.5}]
+    assert left[-1] == "reward_funcs: accuracy_reward is one of TRL's own, which must be installed: pip install trl"
+
+
 def test_activations_are_checkpointed_as_by_default():
     *_, run, _ = parts(GRPO)
     assert run["strategy"]["init_args"] == {"activation_checkpointing": True}

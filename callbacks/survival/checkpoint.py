@@ -313,8 +313,11 @@ def last_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
     return next(callbacks, None)
 
 
-def checkpoint_to_resume(trainer: Trainer) -> str | None:
+def checkpoint_to_resume(trainer: Trainer, may_start: bool = True) -> str | None:
     """Return the path, or the URL of the copy, of the last checkpoint of a run; None without a finished save.
+
+    Args:
+        may_start: whether training starts from the beginning without one, which is logged.
 
     Raises:
         ValueError: there are other checkpoints, but no last one, or no callback saves it.
@@ -345,13 +348,13 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
     if manifest.is_empty(last):
         return str(last)  # reading it raises an error; without one, a new run would replace the earlier one
     rows = read_metrics(folder.parent / "metrics.csv")
-    if rows:
+    if may_start and rows:
         log.info(
             "%s has no last.ckpt, although the earlier run has metrics up to step %s: its steps are lost. Training "
             "starts from the beginning, and the directory of the earlier run gets another name.",
             *(folder, rows[-1]["step"]),
         )
-    else:
+    elif may_start:
         log.info(_NO_CHECKPOINT, folder)
     return None
 

@@ -265,8 +265,9 @@ class RLHFCLI(LightningCLI):
         """
         path = self._get(self.config_init, "ckpt_path")
         directory = Path(self.trainer.default_root_dir)
-        checkpoint = checkpoint_to_resume(self.trainer) if path == "last" else found_checkpoint(path, directory)
-        if checkpoint is None and path == "last" and subcommand != "fit":
+        is_fit = subcommand == "fit"
+        checkpoint = checkpoint_to_resume(self.trainer, is_fit) if path == "last" else found_checkpoint(path, directory)
+        if checkpoint is None and path == "last" and not is_fit:
             raise UsageError(
                 f"{directory} has no last checkpoint to {subcommand}: remove --ckpt_path to "
                 f"use the models of the configuration, or set it to the path of a checkpoint"

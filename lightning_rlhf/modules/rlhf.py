@@ -224,9 +224,8 @@ class RLHFModule(RoleModule):
         is_finite = (token_values & ~experience.reward.isinf().unsqueeze(1)) | ~experience.mask
         count = int(self.data_ranks.sum((~is_finite).any(1).sum()))
         if count:
-            names = ", ".join(
-                [*experience.rollout.rewards, *(["reward_model"] if "reward_model" in self.sources else [])]
-            )
+            models = ["reward_model"] if "reward_model" in self.sources else []
+            names = ", ".join([*experience.rollout.rewards, *models])
             raise NonFiniteError(
                 f"rewards, advantages or returns of {count} responses are not finite at step "
                 f"{self.trainer.global_step}; no weights were changed. Look at the rewards of this step ({names})"
@@ -244,7 +243,7 @@ class RLHFModule(RoleModule):
         metrics = self.rollout_metrics(experience, roles)
         learned = int(self.data_ranks.sum(experience.mask.any().sum()))
         if not learned and metrics.get("reward/missing_fraction") == 1 and self.trainer.is_global_zero:
-            log.warning("Step %d: no response has a reward, so none is learned from", self.trainer.global_step)
+            log.warning("Step %d: no response has a reward, so none is learned from", self.trainer.global_step + 1)
             self._warn_of_early_stopping()
         metrics |= {**evaluation.metrics, **updates.means.means(self.data_ranks), "kl/coef": self.kl_coef}
         if self.correction.bypass:  # old and rollout log-probs are both the engine's

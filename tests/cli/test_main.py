@@ -423,6 +423,14 @@ def test_validation_keeps_the_files_that_describe_the_run(fit, cli, config):
     assert result.out.count("val/response_tokens_mean") == 1  # the line of Console, without Lightning's table
 
 
+def test_validation_of_a_checkpoint_that_is_not_there_says_only_that(cli, config):
+    config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    result = cli("validate", "--config", "config.yaml", "--ckpt_path", "last")
+    assert (result.code, "starts from the beginning" in result.out) == (2, False)
+    assert "runs/tiny has no last checkpoint to validate: remove --ckpt_path" in result.err
+
+
 @pytest.mark.slow
 def test_validation_interval_counts_steps_over_the_ends_of_epochs(fit, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]  # 12 rows, 3 batches

@@ -151,7 +151,7 @@ def nothing(completions):
 
 def test_a_step_without_any_reward_changes_nothing_and_says_so(tmp_path, caplog):
     _, metrics = train(tmp_path, [RewardFunction(nothing, dry_call=False)])
-    assert "Step 0: no response has a reward, so none is learned from" in caplog.text
+    assert "Step 1: no response has a reward, so none is learned from" in caplog.text
     assert metrics["policy/updates"] == 0
     assert math.isnan(metrics["reward/mean"])
 

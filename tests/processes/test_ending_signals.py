@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START = "import os, signal, time; from lightning_rlhf.processes.signals import end_at_sigterm, ending_at\n"
+START = (
+    "import os, signal, time; from lightning_rlhf.processes.signals import end_at_sigterm, ending_at\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts programs in the background without it
+)
 WAIT = "print('ready', flush=True)\nimport hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"  # minutes, in C
 
 

@@ -119,7 +119,8 @@ if it is more than five minutes.
 Measure the prompt before training, with `lightning-rlhf validate --config run.yaml`: where nearly no response has a
 reward, worked examples in the prompt help more than any setting.
 
-Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options."""
+Change the rows in `data/`{files}, then the configuration: `lightning-rlhf fit --help` lists its options. For rows
+of other columns, or of plain text, `lightning-rlhf check-data --config run.yaml` says what to set."""
 _NEXT_OF_QUICKSTART = """The three runs write to `runs/quickstart/`: the model learns to add, but forgets carries, and
 PPO teaches it to carry. Next, your task and model: `lightning-rlhf new DIR --kind grpo --model MODEL`."""
 

@@ -28,8 +28,12 @@ quickstart: install  ## a supervised model, a reward model, then PPO: minutes on
 test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goes to pytest
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
-test-core: install  ## the quick tests of the core, without those of the extras and those that start vLLM
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" --ignore tests/extras $(PARALLEL) $(ARGS)
+# Of the core's quick tests those of its rooms: neither the command line nor several processes, users' files, pages.
+CORE_TESTS = $(addprefix tests/,batching callbacks calls data environments functional models modules objectives \
+	processes rewards rollout strategies)
+
+test-core: install  ## the quick tests of the core's rooms, without those that start vLLM, in five and a half minutes
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(CORE_TESTS) $(PARALLEL) $(ARGS)
 
 test-all: install  ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)

@@ -90,7 +90,7 @@ class SaveRunConfig(SaveConfigCallback):
         if earlier and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
             self._earlier = earlier
         draft = path.with_name(f"{path.name}.new")
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
         for logger in trainer.loggers:
             log_configuration(logger, settings)

@@ -282,6 +282,8 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
                 call_reward_functions(rewards, executor, data, make_environment(config))
             except ExpectedError as error:  # perhaps because of a row without a column
                 missing = [line for reward in rewards for line in missing_columns(reward, data)]
+                if not missing:
+                    raise
                 raise UsageError("; ".join([str(error), *missing])) from error
         if not has_environment:
             for label, values in rewards_of_answers(rewards, data).items():

@@ -35,8 +35,8 @@ CORE_TESTS = $(addprefix tests/,batching callbacks calls data environments funct
 test-core: install  ## the quick tests of the core's rooms, without those that start vLLM, in five and a half minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(CORE_TESTS) $(PARALLEL) $(ARGS)
 
-test-all: install  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
+test-all: install  ## all tests that need no GPU, properties with more examples
+	PROPERTY_EXAMPLES=$${PROPERTY_EXAMPLES:-100} $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
 test-gpu: install  ## doctor --try, then, even if it finds faults, the tests that need an NVIDIA GPU
 	@$(BIN)/lightning-rlhf doctor --try || faults=1; \

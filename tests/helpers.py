@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import threading
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from lightning_rlhf.functional.data_ranks import DataRanks
 
 T = TypeVar("T")
 
-# The same examples on every machine: a property that fails, fails for everyone.
-properties = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+# The same examples on every machine: a property that fails, fails for everyone. `make test-all` tries more of them.
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "25"))
+properties = settings(deadline=None, derandomize=True, database=None, max_examples=EXAMPLES)
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -91,6 +91,7 @@ def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
     return made
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("max_staleness", "versions"),
     [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2]), (9, [0, 0, 0, 0, 0])],
@@ -121,6 +122,7 @@ def test_nothing_is_requested_for_steps_after_the_end(run, trainer, steps):
     assert len(made.recorder.rollouts) == len(made.engine.requests) == steps
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shares_cores", [True, False])
 @pytest.mark.parametrize(("max_staleness", "instance", "engine"), [(0, 3, 3), (1, 2, 1)])
 def test_trainer_and_engine_divide_the_threads_during_the_run(run, shares_cores, max_staleness, instance, engine):

@@ -208,8 +208,8 @@ def test_misbehaving_environments_do_not_end_a_run_or_change_other_conversations
         assert bad.conversation.stop == "fault"
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("act", ["gigabyte", "print", "fork", "chdir", "seed", "environ", "close"])
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("act", ["print", "fork", "gigabyte", "chdir", "seed", "environ", "close"])
 def test_unusual_valid_behaviour_is_not_a_failure(converse, act):
     (instance,) = converse(Spy(LETTERS, ["ab"]), requests(1, {"act": act}), factory=worlds.Harmless, max_turns=3)
     assert instance.conversation.fault is None

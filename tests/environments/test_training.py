@@ -160,6 +160,7 @@ def one_each(completions):
     return [1.0 for _ in completions]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("on_error", ["zero", "end"])
 def test_rewards_of_a_failed_conversation_are_zero_or_those_until_its_end(tmp_path, on_error):
     settings = EnvironmentSettings(
@@ -187,6 +188,7 @@ def test_dynamic_sampling_compares_environment_rewards(tmp_path, reward):
     assert rewards.max() > rewards.min()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_asynchronous_conversations_use_the_weights_of_their_step(tmp_path, max_staleness):
     module, trainer = run(tmp_path, guessing(), steps=4, max_staleness=max_staleness)

@@ -221,6 +221,7 @@ def test_peft_reads_the_switch_where_it_is_set():
 # -- merged -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft corrects it for GPT-2
 @VARIANTS

@@ -68,6 +68,7 @@ def outputs(model, packing):
     return logprobs.detach(), gradients
 
 
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize("layout", [None, "texts", "shared prompts"])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(name, layout):

@@ -85,6 +85,7 @@ def test_log_probs_before_the_update_are_those_of_its_forward_pass():
     assert metrics["kl/approx"] == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kl_loss", [KLTerm(0.0), KLTerm(0.1, "k3")], ids=["no KL", "KL loss"])
 def test_several_micro_batches_and_a_reference_are_supported(kl_loss, made):
     options = {"kl_loss": kl_loss, "ref": TinyModel(seed=1), "micro_batch_tokens": 16}
@@ -107,7 +108,7 @@ def test_several_micro_batches_and_a_reference_are_supported(kl_loss, made):
         assert metrics["kl/ref"] == pytest.approx(expected["kl/ref"], rel=1e-4)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("keep_groups", [False, True])
 @pytest.mark.parametrize("size", [4, 3, 2])
 def test_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, made):
@@ -156,6 +157,7 @@ class OwnRewards(RLHFModule):
         return super().token_rewards(rollout, reward, logprobs, ref_logprobs)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

@@ -121,7 +121,7 @@ def check(estimator, pairs):
         assert (small - large).abs().max() <= 1e-8, name
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("number", range(len(ESTIMATORS)), ids=NAMES)
 def test_every_estimator_steps_with_one_pair_of_loss_and_aggregation(number):

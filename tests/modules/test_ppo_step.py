@@ -225,7 +225,7 @@ def unturned():
     return {}
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("knob", KNOBS)
 def test_step_equals_that_of_the_papers_and_every_option_has_an_effect(knob, unturned):

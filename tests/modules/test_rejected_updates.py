@@ -61,7 +61,7 @@ def without_responses(rollout):
     return replace(rollout, included=torch.zeros_like(rollout.included))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["auto", "offload_idle"])
 @pytest.mark.parametrize(
     "options",

@@ -44,7 +44,7 @@ def step(kind, rollout, **options):
     return {name: float(metrics[name]) for name in names}, weights, module
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 def test_step_equals_that_on_padded_rows_for_any_token_budget(kind, budget):
@@ -187,7 +187,7 @@ def test_texts_in_one_row_are_not_padded_where_processes_divide_rows():
     assert (padded.lengths, divided.lengths) == (((), ()), expected.lengths)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 def test_step_on_rows_of_several_texts_equals_that_on_padded_ones(kind, budget):

@@ -47,7 +47,7 @@ ESTIMATORS = [
 ]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
-few = settings(properties, max_examples=15)  # for each of so many estimators
+few = settings(properties, max_examples=10)  # for each of so many estimators
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 
 

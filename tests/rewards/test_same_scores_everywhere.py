@@ -215,7 +215,7 @@ def test_end_token_is_that_of_finished_responses():
 @pytest.mark.parametrize("as_messages", [False, True], ids=["texts", "messages"])
 @pytest.mark.parametrize("padding", ["own padding", "padding is the end"])
 @pytest.mark.parametrize("make", TOKENIZERS, ids=lambda make: make.__name__)
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 def test_score_of_a_conversation_is_the_same_on_all_paths(make, padding, as_messages, tmp_path):
     tokenizer = make(tmp_path)
     tokenizer.chat_template = CHATML

@@ -77,6 +77,7 @@ def started(engine, directory, processor, source, **fields):
     return engine
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in ("qwen2_5_vl", "gemma3") else pytest.mark.slow) for name in LOADED],

@@ -83,6 +83,7 @@ def test_temperature_0_takes_the_most_likely_token_and_returns_the_log_probabili
     torch.testing.assert_close(logprobs, logits.log_softmax(0)[1].expand(3))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_equal_the_trainer_after_every_push_for_prompts_of_different_length(engine, temperature):
     prompts = prompts_of(24)

@@ -71,7 +71,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
     for file in config_files(arguments):
         if not file.is_file():
             near = difflib.get_close_matches(file.name, [path.name for path in file.parent.glob("*.y*ml")], n=1)
-            hint = ""
+            hint = "; it is a directory: name the file in it" if file.is_dir() else ""
             if near:
                 hint = f"; did you mean {str(file.with_name(near[0]))!r}?"
             elif file.parts[0] == "configs":
@@ -100,23 +100,16 @@ def read_yaml(file: Path) -> Any:
         raise UsageError(f"{file} is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        position = ""
-        if mark:
-            position = f", line {mark.line + 1}, column {mark.column + 1}"
-        line = ""
-        if mark and mark.line < len(text.splitlines()):
-            line = text.splitlines()[mark.line]
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
         has_tab = "\t" in line[: len(line) - len(line.lstrip())]
-        remedy = "check the indentation, brackets and quotes"
-        if has_tab:
-            remedy = "indent with spaces, not with tabs"
+        remedy = "indent with spaces, not with tabs" if has_tab else "check the indentation, brackets and quotes"
         raise UsageError(f"{file} is not valid YAML: {error.problem}{position}; {remedy}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise UsageError(
-            f"{file} must contain keys such as 'model:' and 'trainer:', got {type(content).__name__} {content!r:.50}"
-        )
+        got = "nothing" if content is None else f"{type(content).__name__} {content!r:.50}"
+        raise UsageError(f"{file} must contain keys such as 'model:' and 'trainer:', got {got}")
     return content
 
 

@@ -101,7 +101,8 @@ def unprinted(message: str) -> str:
     """Return the mistakes in an error's message that the early check has not printed."""
     lines = message.splitlines()
     mistakes = [line.strip() for line in (lines[1:] if re.match(r"\d+ mistakes in", message) else lines)]
-    remaining = [mistake for mistake in mistakes if mistake not in printed]
+    texts = [name for names in printed.values() for name in names if " " in name]  # of another library's message
+    remaining = [mistake for mistake in mistakes if mistake not in printed and not any(t in mistake for t in texts)]
     if len(remaining) == len(mistakes):
         return message
     return in_one_message(remaining) if remaining else ""

@@ -92,9 +92,12 @@ class ConfigParser(LightningArgumentParser):
         text = condense(message)
         if absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
             text += suggestion(absent[2], dir(sys.modules[absent[1]]))
-        unknown = re.search(r"class_path '([\w.]+)': Option '([\w.]+)' is not accepted", text)
-        if unknown and (kind := find_class(unknown[1])) is not None:
-            text += suggestion(unknown[2], kind.options)
+        named = re.findall(r"class_path[ =]'([\w.]+)'", text)
+        if named and (unknown := re.search(r"Option '([\w.]+)' is not accepted", text)):
+            kind = find_class(named[-1])
+            text = f"{named[-1]}: unknown option {unknown[1]!r}{suggestion(unknown[1], kind.options if kind else ())}"
+        elif named and (missing := re.search(r"following arguments are required: (.+)", text)):
+            text = f"{named[-1]}: set {missing[1]}, which it needs"
         if reports_errors() and not is_about_a_printed_one(text):
             print(f"lightning-rlhf: {text}", file=sys.stderr)
         sys.exit(2)

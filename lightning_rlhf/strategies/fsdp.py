@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import DataRanks
 from lightning_rlhf.models.lora import base_name
 from lightning_rlhf.models.sequence_parallel import SequenceRanks
-from lightning_rlhf.ranges import check_range
+from lightning_rlhf.ranges import check_at_least, check_range
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -78,12 +77,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        for option, size in (
-            ("tensor_parallel_size", tensor_parallel_size),
-            ("sequence_parallel_size", sequence_parallel_size),
-        ):
-            if size < 1:
-                raise UsageError(f"{option} must be at least 1, got {size}")
+        check_at_least(1, tensor_parallel_size=tensor_parallel_size, sequence_parallel_size=sequence_parallel_size)
         check_range("shard_size", shard_size, "at least 1 or null")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
@@ -99,6 +93,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- processes --------------------------------------------------------------------------------------------
 
+    @override
     def setup_environment(self) -> None:
         """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
@@ -125,8 +120,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         data_ranks = processes // splitting
         shard_data_ranks = self._shard_data_ranks(data_ranks, splitting)
         self._replica_size = shard_data_ranks * splitting  # consecutive ranks that have all weights together
-        # Lightning's mesh knows no sequence parallelism, and its sizes must multiply to all processes: while it makes
-        # its mesh, sequence-parallel processes count as data ranks.
+        # Lightning's mesh knows no sequence parallelism, and its two sizes must multiply to all processes: while it
+        # makes its mesh, sequence-parallel processes count as data ranks; afterwards the size is the true one again.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
         self._data_parallel_size = data_ranks
@@ -138,12 +133,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     def _shard_data_ranks(self, data_ranks: int, splitting: int) -> int:
         """Return over how many data-parallel processes weights are sharded: ``shard_size``, a node's or all."""
-        count = data_ranks if self.shard_size is None else self.shard_size
-        if self.shard_size is None and self.num_nodes > 1:
-            count = max(self.num_processes // splitting, 1)
+        count, name = self.shard_size, f"shard_size: {self.shard_size}"
+        if count is None:
+            of_a_node = max(self.num_processes // splitting, 1)
+            count, name = (data_ranks, "") if self.num_nodes == 1 else (of_a_node, f"a node, which has {of_a_node},")
         if data_ranks % count:
             raise UsageError(
-                f"shard_size: {count} does not divide the {data_ranks} data-parallel processes of this run; use a "
+                f"{name} does not divide the {data_ranks} data-parallel processes of this run; set shard_size to a "
                 f"divisor"
             )
         return count
@@ -152,7 +148,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Give the groups of the mesh the timeout of the run's group."""
         if self._timeout is None:
             return
-        # get_all_groups() has no dimension that is joined from two others.
+        # get_all_groups() has no dimension that was made from others by _replace_mesh, or by Lightning.
         joined = ["data_parallel", *(["same_rows", "all_shards"] if self.sequence_parallel_size > 1 else [])]
         groups = [self.device_mesh[dimension].get_group() for dimension in joined]
         for group in (*self.device_mesh.get_all_groups(), *groups):
@@ -191,6 +187,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         return self.device_mesh["same_rows" if self.sequence_parallel_size > 1 else "tensor_parallel"]
 
     @property
+    @override
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
         """The data ranks, as seen from this process; processes that split layers or rows have the same data rank."""
         mesh = self.device_mesh["data_parallel"]
@@ -212,6 +209,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- models -----------------------------------------------------------------------------------------------
 
+    @override
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
         """Build a role on rank 0 and shard it layer by layer; see :meth:`RoleStrategy.build_role`.
 
@@ -228,14 +226,16 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         if self.sequence_parallel_size > 1:
             mesh = self.device_mesh["sequence_parallel"]
             role.sequence_ranks = SequenceRanks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-        first = self.module.shared_base_of(name)  # its shards exist, because roles are built in the same order
-        shared = {} if first in (None, name) else _frozen_shards(getattr(self.module, first))
-        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True, shared)
+        reshard = self.reshard_after_forward if name in self.module.trained_roles else True
+        self._shard(name, role, reshard, self._base_shards(name))
         return role
 
-    def _shard(
-        self, name: str, role: Any, reshard: bool | None, shared: Mapping[str, DTensor] = MappingProxyType({})
-    ) -> None:
+    def _base_shards(self, name: str) -> Mapping[str, DTensor]:
+        """Return the frozen shards of the earlier role whose base model a role shares; none if it shares none."""
+        first = self.module.shared_base_of(name)  # built before this one
+        return {} if first in (None, name) else _frozen_shards(getattr(self.module, first))
+
+    def _shard(self, name: str, role: Any, reshard: bool | None, shared: Mapping[str, DTensor]) -> None:
         """Shard each repeated block as one FSDP unit, and the remaining modules as the root unit.
 
         A frozen role must reshard after forward, because there is no backward pass to free its gathered weights.
@@ -284,6 +284,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
 
+    @override
     def model_to_device(self) -> None:
         """Move the tensors outside of the roles to the device; the roles already are on theirs."""
         children = dict(self.module.named_children())
@@ -296,6 +297,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- one update -------------------------------------------------------------------------------------------
 
+    @override
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
         """Reduce gradients with every micro-batch, or only with the last; see ``reduce_every_micro_batch``."""
         getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)

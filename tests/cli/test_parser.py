@@ -160,7 +160,7 @@ def test_error_of_a_constructor_is_shown_unchanged(fit, config, path, value, mes
             ["not valid YAML: found a tab character that violates indentation, line 3, column 1"],
         ),
         ("- 1\n- 2", ["must contain keys such as 'model:' and 'trainer:'", "[1, 2]"]),
-        ("", ["must contain keys such as 'model:' and 'trainer:'", "None"]),
+        ("", ["must contain keys such as 'model:' and 'trainer:'", "got nothing"]),
     ],
 )
 def test_file_that_is_not_a_configuration_is_reported(fit, text, message):
@@ -267,7 +267,33 @@ def test_data_of_the_wrong_kind_for_the_module_are_rejected(module, data, wanted
     getattr(lightning_rlhf, module).check_reads(object())  # somebody's own
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            f"{MODEL}.optimizer",
+            {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "beta": [0.9, 0.95]}},
+            "torch.optim.AdamW: unknown option 'beta'; did you mean 'betas'?",
+        ),
+        (
+            "trainer.callbacks",
+            [{"class_path": "EarlyStopping"}],
+            "lightning.pytorch.callbacks.EarlyStopping: set monitor, which it needs",
+        ),
+        (f"{MODEL}.kl_reward", 0.04, "got 0.04: write kl_reward: {coef: 0.04}"),
+        ("trainer.accelerator", "gpu", "trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU"),
+    ],
+)
+def test_mistake_in_a_class_of_another_package_is_one_line(fit, config, monkeypatch, path, value, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    put(config, path, value)
+    (line,) = [line for line in fit(config).err.splitlines() if line.startswith("lightning-rlhf: ")]
+    assert message in line
+
+
 def test_missing_file_is_reported(cli):
+    Path("a_directory").mkdir()
+    assert "a_directory; it is a directory: name the file in it" in error_of(cli("fit", "--config", "a_directory"))
     Path("runs.yaml").touch()
     message = error_of(cli("fit", "--config", "run.yaml"))
     assert message.startswith("configuration file not found: run.yaml; did you mean 'runs.yaml'? (working directory: ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_rlhf.extras.schema.inputs import mistakes_of_inputs
 from lightning_rlhf.extras.schema.known import definition, find, names, schema
 from lightning_rlhf.extras.schema.option_names import OPTION_NAMES
 from lightning_rlhf.extras.schema.used import Used, classes_in, trainer
+from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.moved import new_name
 from lightning_rlhf.strategies.names import REGISTERED
 
@@ -212,6 +214,10 @@ def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
     seed = config.get("seed_everything")
     if not fits(seed, {"anyOf": [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}]}):
         yield f"seed_everything must be an integer, true or false, got {seed!r}", ("seed_everything",)
+    accelerator = config["trainer"].get("accelerator") if isinstance(config.get("trainer"), dict) else None
+    if accelerator in ("gpu", "cuda") and not Machine.here(os.environ).has_gpu:
+        message = f"trainer.accelerator is {accelerator!r}, but this machine has no NVIDIA GPU: remove it, or set cpu"
+        yield message, (f"No supported {accelerator} backend",)
     for section in REQUIRED:
         if message := wrong_section(section, config.get(section)):
             yield f"{section}{message}", (section,)
@@ -222,11 +228,16 @@ def _wrong(config: dict[str, Any]) -> Iterator[Mistake]:
         for name, value in used.arguments.items():
             if f"{used.key}.{name}" in _OPTIMIZERS and fits(value, _NUMBERS["lr"]):
                 message = f"{used.label}: {name} must be a class or its options, got {value!r}: write {{lr: {value}}}"
-                yield message, (name,)
+                yield message, (name, _not_a_mapping(value))
                 continue
             option = used.options.get(name, _NUMBERS.get(name, {}) if used.key in _OPTIMIZERS else {})
             if not fits(value, option) and value not in wrong.values():
-                yield f"{label}{wrong_value(name, value, option)}", (name,)
+                yield f"{label}{wrong_value(name, value, option)}", (name, _not_a_mapping(value))
+
+
+def _not_a_mapping(value: Any) -> str:
+    """Return the text of Python's error about a plain value in the place of a class's options."""
+    return f"must be a mapping, not {type(value).__name__}"
 
 
 def wrong_value(name: str, value: Any, option: Schema) -> str:

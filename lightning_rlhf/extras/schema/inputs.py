@@ -6,7 +6,6 @@ The same functions find them in every run. Functions of users are not called her
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +23,6 @@ from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingPackageError, UsageError
 from lightning_rlhf.extras.schema.known import definition, schema
 from lightning_rlhf.extras.schema.used import Used, classes_in
-from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.models.directory import expect_adapter_directory, expect_model_directory
 from lightning_rlhf.rewards.function import ENVIRONMENT
 from lightning_rlhf.run_checks import (
@@ -86,7 +84,7 @@ def mistakes_of_inputs(config: dict[str, Any], command: str) -> Iterator[str]:
         config: content of the configuration files and options of a run.
         command: command that runs it; only ``fit`` needs a whole batch of training rows.
     """
-    checks = (_check_paths, _check_strategy, _check_accelerator, _check_models, _check_data)
+    checks = (_check_paths, _check_strategy, _check_models, _check_data)
     yield from _messages(_run_of(config, command), *checks, _check_loops, _check_val_metric, _check_sizes)
 
 
@@ -139,12 +137,6 @@ def _check_strategy(run: _Run) -> None:
     name = run.trainer.get("strategy")
     if isinstance(name, str) and name.startswith("rlhf_") and name not in REGISTERED:
         raise UsageError(unknown_strategy(name, name, list(REGISTERED)))
-
-
-def _check_accelerator(run: _Run) -> None:
-    name = run.trainer.get("accelerator")
-    if name in ("gpu", "cuda") and not Machine.here(os.environ).has_gpu:
-        raise UsageError(f"trainer.accelerator is {name!r}, but this machine has no NVIDIA GPU: remove it, or set cpu")
 
 
 def _check_models(run: _Run) -> None:

@@ -195,6 +195,6 @@ def test_missing_gpu_is_reported_with_its_option(visible_devices, monkeypatch, f
     real = Machine.here
     (folder / "nvidia0").touch()
     monkeypatch.setattr(Machine, "here", lambda environ: real(environ, devices=folder))
-    result = found(changed("trainer.accelerator", "gpu"))
+    result = [message for message, _ in check._wrong(changed("trainer.accelerator", "gpu"))]
     message = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
     assert result == ([] if visible_devices else message)

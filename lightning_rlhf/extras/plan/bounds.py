@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_rlhf.extras.plan import memory, traffic
+from lightning_rlhf.extras.plan.architecture import Architecture
 from lightning_rlhf.extras.plan.setup import Role, Run, Strategy
 
 _FLOAT32_BYTES = 4
@@ -35,6 +36,21 @@ class Speeds:
             f"{self.arithmetic / 1e12:.0f} TFLOP/s, memory {self.memory / 1e12:.2f} TB/s, host {self.bus / 1e9:.0f} "
             f"GB/s, NVLink {self.link / 1e9:.0f} GB/s, network {self.network / 1e9:.0f} GB/s for each GPU"
         )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of a run.
+
+    Args:
+        gpus: number of GPUs.
+        gpus_per_node: number of GPUs of a node, which are joined by ``speeds.link``.
+        speeds: speeds of a GPU and its links.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    speeds: Speeds = Speeds()
 
 
 @dataclass(frozen=True)
@@ -73,17 +89,17 @@ def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
     training = host.total() * gpus_per_node
     if every_rank_is_whole:  # `host` counts the copy for checkpoints once for each GPU, and only rank 0 has it
         training -= host[memory.SAVED] * (gpus_per_node - 1)
-    largest = max(role.model.elements * _source_bytes(role, run.strategy) for role in run.roles)
+    largest = max(role.model.elements * _bytes_per_weight(role, run.strategy) for role in run.roles)
     trained = next(role for role in run.roles if role.trained)
     return NodeMemory(
         training=training,
         loading=largest * (gpus_per_node if every_rank_is_whole else 1),
-        exporting=trained.model.elements * _source_bytes(trained, run.strategy),
+        exporting=trained.model.elements * _bytes_per_weight(trained, run.strategy),
     )
 
 
-def _source_bytes(role: Role, strategy: Strategy) -> int:
-    """Return the bytes of a weight of a role as it is loaded.
+def _bytes_per_weight(role: Role, strategy: Strategy) -> int:
+    """Return the bytes of a weight of a role as it is loaded and exported.
 
     A trained role in bfloat16 is loaded in float32, its master weights, except under ZeRO, which makes them itself.
     """
@@ -91,7 +107,7 @@ def _source_bytes(role: Role, strategy: Strategy) -> int:
     return _FLOAT32_BYTES if role.dtype != "bfloat16" or has_masters else _BFLOAT16_BYTES
 
 
-def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+def push_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> float:
     """Compute a lower bound of the seconds of a push: gather, copy to the host, and from there to each GPU.
 
     The first rank of an engine copies all weights to the host; each GPU of the engine copies its part back. The engine
@@ -100,52 +116,47 @@ def push_seconds(run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, sp
     Args:
         run: run with an engine.
         sent: bytes that a GPU sends, by term.
-        gpus: number of GPUs.
-        gpus_per_node: number of GPUs of a node.
-        speeds: speeds of a GPU and its links.
+        cluster: its GPUs.
     """
     assert run.engine is not None
-    weights = run.engine.pushed_bytes(run.actor)
-    speed = _bytes_per_second(run, traffic.PUSH, gpus, gpus_per_node, speeds)
-    part = weights // run.engine.tensor_parallel_size
-    return sent[traffic.PUSH] / speed + (weights + part) / speeds.bus
+    to_host = run.engine.pushed_bytes(run.actor)
+    to_each_gpu = to_host // run.engine.tensor_parallel_size
+    gather = sent[traffic.PUSH] / _bytes_per_second(run, traffic.PUSH, cluster)
+    return gather + (to_host + to_each_gpu) / cluster.speeds.bus
 
 
-def learning_seconds(
-    run: Run, sent: Counter[str], gpus: int, gpus_per_node: int, speeds: Speeds
-) -> tuple[float, float]:
-    """Compute the least seconds of arithmetic and of communication while the module learns.
+def learning_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> tuple[float, float]:
+    """Compute the least seconds of arithmetic and of communication of a step whose texts all have the longest length.
 
-    All texts are taken to be the longest: a step of shorter ones is faster. The rows of a GPU count as whole
-    micro-batches (10 rows in fours are 12). A forward pass has 2 FLOPs for each parameter that a token passes, and in
-    attention 4 for each element of the query and each earlier token (scores and values), which on average are half of
-    the text. A backward pass has twice the FLOPs of the forward pass, and checkpointing adds a forward pass. Arithmetic
-    and communication can overlap, so that the larger bound applies to the step.
+    The rows of a GPU count as whole micro-batches, which packing fills: 10 rows in fours are 12. A forward pass has 2
+    FLOPs for each parameter that a token passes, and in attention 4 for each element of the query and each earlier
+    token (scores and values), which on average are half of the text. A backward pass has twice the FLOPs of the
+    forward pass, and as many where only adapters are trained, because frozen matrices have no gradients of their own;
+    checkpointing adds a forward pass. Arithmetic and communication can overlap, so that the larger bound applies.
 
     Args:
         run: run to plan.
         sent: bytes that a GPU sends, by term.
-        gpus: number of GPUs.
-        gpus_per_node: number of GPUs of a node.
-        speeds: speeds of a GPU and its links.
+        cluster: its GPUs.
     """
-    ranks, work = run.ranks(gpus), run.work
+    ranks, work = run.ranks(cluster.gpus), run.work
     operations = 0
     for role in run.roles:
         counts = traffic.counts(role, work, ranks)
         evaluated_rows = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
         trained_rows = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
-        passes = evaluated_rows + (4 if run.strategy.checkpointing else 3) * trained_rows
+        backward = 1 if role.lora_rank else 2
+        passes = evaluated_rows + (1 + backward + run.strategy.checkpointing) * trained_rows
         operations += passes * work.row_tokens * _forward_operations(role, work.longest)
     communication = sum(
-        size / _bytes_per_second(run, term, gpus, gpus_per_node, speeds)
+        size / _bytes_per_second(run, term, cluster)
         for term, size in sent.items()
         if term not in (traffic.PUSH, traffic.ENGINE)  # not while the module learns
     )
-    return operations / run.strategy.splitting / speeds.arithmetic, communication
+    return operations / run.strategy.splitting / cluster.speeds.arithmetic, communication
 
 
-def _bytes_per_second(run: Run, term: str, gpus: int, gpus_per_node: int, speeds: Speeds) -> float:
+def _bytes_per_second(run: Run, term: str, cluster: Cluster) -> float:
     """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
 
     ====================================================  ==========================================
@@ -159,35 +170,41 @@ def _bytes_per_second(run: Run, term: str, gpus: int, gpus_per_node: int, speeds
     if term in (traffic.TENSORS, traffic.HEADS):
         group = run.strategy.splitting
     elif term == traffic.REPLICAS:
-        group = gpus
+        group = cluster.gpus
     else:
-        group = gpus // run.strategy.replicas(run.ranks(gpus))
-    return speeds.link if group <= gpus_per_node else speeds.network
+        group = cluster.gpus // run.strategy.replicas(run.ranks(cluster.gpus))
+    return cluster.speeds.link if group <= cluster.gpus_per_node else cluster.speeds.network
 
 
 def _forward_operations(role: Role, longest: int) -> int:
     """Count the operations of a token's forward pass, which passes some of the experts and no embedding matrix."""
     model = role.model
-    # Each expert has three matrices (gate, up, down) from the hidden width to its own, `layer.expert`.
-    unused = sum((layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers)
-    matrices = sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None) - unused
+    in_layers = sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None)
+    matrices = in_layers - _idle_experts(model)
     head = model.vocabulary * model.hidden
     attention = sum(4 * layer.query * longest // 2 for layer in model.layers)  # half of the text is earlier, on average
     return 2 * (matrices + head) + attention
 
 
-def generation_seconds(run: Run, gpus: int, cached_texts: int, speeds: Speeds) -> float:
-    """Compute a lower bound of the seconds of generation: each token of the longest response reads all weights.
+def _idle_experts(model: Architecture) -> int:
+    """Count the weights of the experts that a token does not pass; 0 without a mixture of experts."""
+    # Each expert has three matrices (gate, up, down) from the hidden width to its own, `layer.expert`.
+    return sum((layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers)
+
+
+def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
+    """Compute a lower bound of the seconds of generation: each token of the longest response reads the weights.
+
+    Of a mixture of experts only the active ones count, as if all texts chose the same.
 
     Args:
         run: run with an engine.
-        gpus: number of GPUs.
-        cached_texts: number of texts that fit into the cache of an engine, at least 1.
-        speeds: speeds of a GPU and its links.
+        cached_texts: number of texts that fit into the cache of an engine; 0 counts as 1.
+        cluster: its GPUs.
     """
     assert run.engine is not None
-    engine, work = run.engine, run.work
-    engines = max(1, gpus // engine.tensor_parallel_size)
+    engine, work, model = run.engine, run.work, run.actor.model
+    engines = max(1, cluster.gpus // engine.tensor_parallel_size)
     rounds = -(-work.responses // (engines * max(1, cached_texts)))
-    part = engine.element_bytes(run.actor) * run.actor.model.elements / engine.tensor_parallel_size
-    return rounds * work.response_tokens * part / speeds.memory
+    read = engine.element_bytes(run.actor) * (model.elements - _idle_experts(model))
+    return rounds * work.response_tokens * read / engine.tensor_parallel_size / cluster.speeds.memory

@@ -25,7 +25,7 @@ from lightning_rlhf.extras.algorithms.kto import KTOModule
 from lightning_rlhf.extras.commands.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
 from lightning_rlhf.extras.plan import bounds, memory, one_gpu
 from lightning_rlhf.extras.plan.architecture import architecture
-from lightning_rlhf.extras.plan.bounds import Speeds
+from lightning_rlhf.extras.plan.bounds import Cluster
 from lightning_rlhf.extras.plan.plan import GIB, Plan, misfit_message, plan
 from lightning_rlhf.extras.plan.setup import NODE_GPUS, Engine, Role, Run, Strategy, Work, Zero, strategy
 from lightning_rlhf.models.loading import Pretrained, with_dtype
@@ -446,24 +446,26 @@ def notes(plan: Plan) -> list[str]:
 
 def bounds_of(plan: Plan) -> list[str]:
     """Return lines on the host memory of a node, and on the least seconds of a push and of a step."""
-    run, gpus = plan.run, plan.gpus
-    each = plan.gpus_per_node
-    speeds = Speeds()
+    run, each = plan.run, plan.gpus_per_node
+    cluster = Cluster(plan.gpus, each)
     node = bounds.node_memory(run, plan.host, each)
     lines = [
         f"host memory of the first node ({counted(each, 'GPU')}): {node.training / GIB:.1f} GiB while training, "
         f"{node.loading / GIB:.1f} GiB to load the largest role, {node.exporting / GIB:.1f} GiB more for an export; "
         f"at most {node.peak / GIB:.1f} GiB at a time"
     ]
-    arithmetic, communication = bounds.learning_seconds(run, plan.traffic, gpus, each, speeds)
+    arithmetic, communication = bounds.learning_seconds(run, plan.traffic, cluster)
     parts = [
         f"learning {max(arithmetic, communication):.2g} s ({arithmetic:.2g} of arithmetic, {communication:.2g} sent)"
     ]
     if run.engine is not None and run.engine.share:
-        push = bounds.push_seconds(run, plan.traffic, gpus, each, speeds)
-        generation = bounds.generation_seconds(run, gpus, plan.cached_texts, speeds)
+        push = bounds.push_seconds(run, plan.traffic, cluster)
+        generation = bounds.generation_seconds(run, plan.cached_texts, cluster)
         parts = [f"a push {push:.2g} s", f"generation {generation:.2g} s", *parts]
-    lines.append(f"no step is faster than: {', '.join(parts)}; with the peak of an H100 ({speeds})")
+    lines.append(
+        f"no step of texts of the longest length is faster than: {', '.join(parts)}; with the peak of an H100 "
+        f"({cluster.speeds})"
+    )
     return lines
 
 

@@ -91,7 +91,7 @@ def sharded(role, count, split=1, mixed=False, reshards=None, **options):
     strategy._receive = lambda modules: None  # this rank has its tensors, and the others do not exist
     if mixed:
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
-    strategy._shard("actor", role, reshards)
+    strategy._shard("actor", role, reshards, {})
     return role
 
 

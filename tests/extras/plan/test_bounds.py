@@ -8,6 +8,7 @@ import pytest
 from benchmarks.scaling_tables import MODELS
 from lightning_rlhf.extras.plan import bounds, memory, traffic
 from lightning_rlhf.extras.plan.architecture import architecture
+from lightning_rlhf.extras.plan.bounds import Cluster, Speeds
 from lightning_rlhf.extras.plan.plan import plan
 from lightning_rlhf.extras.plan.setup import Engine, Role, Run, Work, strategy
 from tests.extras.plan.fakes import source
@@ -19,7 +20,11 @@ ACTOR, REF = Role("actor", SEVEN, trained=True), Role("ref", SEVEN, trained=Fals
 WORK = Work(
     responses=1024, minibatch_size=1024, update_epochs=1, longest=1536, micro_batch_tokens=16384, response_tokens=1024
 )
-SPEEDS = bounds.Speeds(arithmetic=1e15, memory=1e12, bus=1e10, link=1e11, network=1e10)
+SPEEDS = Speeds(arithmetic=1e15, memory=1e12, bus=1e10, link=1e11, network=1e10)
+
+
+def cluster(gpus):
+    return Cluster(gpus, 8, SPEEDS)
 
 
 ENGINE = Engine(0.4, dtype="bfloat16")
@@ -45,11 +50,11 @@ def test_host_memory_has_the_terms_of_all_gpus_of_a_node_and_the_weights_that_ra
 
 def test_push_gathers_and_transfers_twice():
     sent = Counter({traffic.PUSH: 7 * 10**10})
-    seconds = bounds.push_seconds(run(), sent, 8, 8, SPEEDS)
+    seconds = bounds.push_seconds(run(), sent, cluster(8))
     assert seconds == pytest.approx(7e10 / 1e11 + 2 * (2 * P) / 1e10)
     split = run(engine=Engine(0.4, tensor_parallel_size=4, dtype="bfloat16"))
-    assert bounds.push_seconds(split, Counter(), 8, 8, SPEEDS) == pytest.approx((2 * P + 2 * P // 4) / 1e10)
-    assert bounds.push_seconds(run(), sent, 16, 8, SPEEDS) == pytest.approx(7e10 / 1e10 + 4 * P / 1e10)
+    assert bounds.push_seconds(split, Counter(), cluster(8)) == pytest.approx((2 * P + 2 * P // 4) / 1e10)
+    assert bounds.push_seconds(run(), sent, cluster(16)) == pytest.approx(7e10 / 1e10 + 4 * P / 1e10)
 
 
 def test_training_has_six_operations_per_parameter_and_token_and_eight_with_checkpointing():
@@ -57,17 +62,32 @@ def test_training_has_six_operations_per_parameter_and_token_and_eight_with_chec
     attention = 28 * 2 * 3584 * 1536
     tokens = 1024 * 1536 / 8  # of a rank; each row of 10 texts is 15,360 tokens, 13 rows for 128 texts
     rows = 13 * 10 / 128
-    arithmetic, sent = bounds.learning_seconds(run(roles=[ACTOR]), Counter({traffic.SUMS: 5 * 10**11}), 8, 8, SPEEDS)
+    arithmetic, sent = bounds.learning_seconds(run(roles=[ACTOR]), Counter({traffic.SUMS: 5 * 10**11}), cluster(8))
     passes = 1 + 4  # old log-probabilities, update
     assert arithmetic == pytest.approx(rows * tokens * passes * (2 * dense + attention) / 1e15, rel=1e-3)
     assert sent == 5
 
 
 def test_generation_reads_all_weights_for_each_token_of_each_round():
-    assert bounds.generation_seconds(run(), 8, 128, SPEEDS) == pytest.approx(1024 * 2 * P / 1e12)
-    assert bounds.generation_seconds(run(), 8, 64, SPEEDS) == pytest.approx(2 * 1024 * 2 * P / 1e12)
+    assert bounds.generation_seconds(run(), 128, cluster(8)) == pytest.approx(1024 * 2 * P / 1e12)
+    assert bounds.generation_seconds(run(), 64, cluster(8)) == pytest.approx(2 * 1024 * 2 * P / 1e12)
     split = run(engine=Engine(0.4, tensor_parallel_size=4, dtype="bfloat16"))
-    assert bounds.generation_seconds(split, 8, 512, SPEEDS) == pytest.approx(1024 * 2 * P / 4 / 1e12)
+    assert bounds.generation_seconds(split, 512, cluster(8)) == pytest.approx(1024 * 2 * P / 4 / 1e12)
+
+
+def test_adapters_have_a_backward_pass_of_one_forward_pass():
+    """A frozen matrix has the gradient of its inputs, as many operations as its outputs have, and none of its own."""
+    adapters = run(roles=[replace(ACTOR, lora_rank=16)])
+    whole, _ = bounds.learning_seconds(run(roles=[ACTOR]), Counter(), cluster(8))
+    arithmetic, _ = bounds.learning_seconds(adapters, Counter(), cluster(8))
+    assert arithmetic == pytest.approx(whole * (1 + 3) / (1 + 4))  # old log-probs, and update with checkpointing
+
+
+def test_mixture_of_experts_reads_its_active_experts_for_a_token():
+    model = architecture(MODELS["MoE, 30B with 3B active"].hf_config())
+    engine = Engine(0.4, dtype="bfloat16")
+    seconds = bounds.generation_seconds(run(engine=engine, roles=[Role("actor", model, trained=True)]), 128, cluster(8))
+    assert 2.9e9 < seconds * 1e12 / 1024 / 2 < 3.9e9  # weights, with the embedding
 
 
 def test_mixture_of_experts_computes_with_its_active_experts():
@@ -79,9 +99,9 @@ def test_mixture_of_experts_computes_with_its_active_experts():
 def test_bounds_for_seven_billion_parameters_on_eight_gpus_by_hand():
     """For the update: 8 x 7.07e9 parameters x 197k tokens per GPU at the peak of an H100."""
     planned = plan(run(), 8)
-    arithmetic, _ = bounds.learning_seconds(planned.run, planned.traffic, 8, 8, bounds.Speeds())
+    arithmetic, _ = bounds.learning_seconds(planned.run, planned.traffic, Cluster(8, 8))
     assert 10 < arithmetic < 20
-    assert 0.4 < bounds.push_seconds(planned.run, planned.traffic, 8, 8, bounds.Speeds()) < 1
+    assert 0.4 < bounds.push_seconds(planned.run, planned.traffic, Cluster(8, 8)) < 1
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "deepseek_v3"])
@@ -99,10 +119,10 @@ def test_replicas_store_as_few_ranks_do_and_send_only_gradients_over_the_network
     # WORK has one update, whose 16 texts of a rank are two micro-batches of 10 texts; float32 gradients of P / 8.
     assert sent[traffic.REPLICAS] == pytest.approx(2 * 4 * 2 * P / 8 * 7 / 8, rel=1e-4)
     assert sent[traffic.FORWARD] == pytest.approx(all_sharded[traffic.FORWARD] * (7 / 8) / (63 / 64), rel=1e-4)
-    _, seconds = bounds.learning_seconds(replicated, sent, 64, 8, SPEEDS)
+    _, seconds = bounds.learning_seconds(replicated, sent, cluster(64))
     inside = sent.total() - sent[traffic.REPLICAS]
     assert seconds == pytest.approx(inside / SPEEDS.link + sent[traffic.REPLICAS] / SPEEDS.network)
-    assert seconds < bounds.learning_seconds(whole, all_sharded, 64, 8, SPEEDS)[1] / 2
+    assert seconds < bounds.learning_seconds(whole, all_sharded, cluster(64))[1] / 2
 
 
 def test_shard_size_must_divide_the_ranks():

@@ -13,7 +13,8 @@ from lightning_rlhf.extras.schema.used import Used
 
 _CALLBACKS = "lightning.pytorch.callbacks.callback.Callback"
 _LOGGERS = "lightning.pytorch.loggers.logger.Logger"
-FOREIGN_CLASSES = {  # classes of Lightning and torch that an option accepts, by its base class
+# Classes of Lightning and torch that an option accepts: by its base class, or by the kind of factory that it is.
+FOREIGN_CLASSES = {
     _CALLBACKS: """BackboneFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor EarlyStopping
         GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning
         ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging Timer TQDMProgressBar
@@ -34,11 +35,12 @@ _FOREIGN_WORDS = {  # of other programs, in small letters
     },
     "optimizer": {
         "adamw_8bit": "bitsandbytes.optim.AdamW8bit", "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+        "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit", "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
         "adam8bit": "bitsandbytes.optim.Adam8bit", "adamw_torch": "AdamW", "muonadamw": "MuonAdamW",
     },
 }  # fmt: skip
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
-_FACTORIES = {
+_FACTORIES = {  # options of a module that take a class and call it later, and the kind of each
     "optimizer": "optimizer", "critic_optimizer": "optimizer",
     "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
 }  # fmt: skip
@@ -51,13 +53,20 @@ class _Named(NamedTuple):
         key: dotted key of the option.
         name: what stands there.
         option: node of the option.
-        accepts: base classes that the option accepts; for a factory, its key in :data:`FOREIGN_CLASSES`.
+        bases: base classes that the option accepts; none if it is a factory.
+        factory: kind of factory that the option is; empty if it is none.
     """
 
     key: str
     name: str
     option: Schema
-    accepts: list[str]
+    bases: list[str]
+    factory: str = ""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Keys of what the option accepts in :data:`FOREIGN_CLASSES`."""
+        return [self.factory] if self.factory else self.bases
 
 
 def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
@@ -68,23 +77,23 @@ def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
 
 
 def wrong_section(section: str, value: Any) -> str:
-    """Return a message about the class of a section, ``model`` or ``data``, that is of another kind; else none."""
+    """Return a message about the class of a section, ``model`` or ``data``, that is of another kind; else ''."""
     name = value.get("class_path") if isinstance(value, dict) else value
-    option = schema()["properties"][section]
     if section not in REQUIRED or not isinstance(name, str):
         return ""
+    option = schema()["properties"][section]
     return _other_kind(_Named(section, name, option, classes_of(option)))
 
 
 def _names(used: Used) -> Iterator[_Named]:
     for argument, value in used.arguments.items():
         option, key = used.options.get(argument, {}), f"{used.key}.{argument}"
-        factory = _FACTORIES.get(argument)
+        factory = _FACTORIES.get(argument, "") if used.key == "model" else ""
+        bases = [] if factory else _accepted(option)
         for entry in value if isinstance(value, list) else [value]:
             name = entry.get("class_path") if isinstance(entry, dict) else entry
-            accepts = [factory] if factory and used.key == "model" else _accepted(option)
-            if isinstance(name, str) and accepts:
-                yield _Named(key, name, option, accepts)
+            if isinstance(name, str) and (factory or bases):
+                yield _Named(key, name, option, bases, factory)
 
 
 def _accepted(option: Schema) -> list[str]:
@@ -94,9 +103,9 @@ def _accepted(option: Schema) -> list[str]:
 
 def _mistake(named: _Named) -> str:
     """Return the end of a message; empty if the name may be right."""
-    if any(node.get("type") == "string" and "pattern" not in node for node in alternatives(named.option)):
-        return _nearly_a_class(named)  # any text may stand there
-    if _REWARD in named.accepts and ":" in named.name:
+    if _takes_any_text(named.option):
+        return _nearly_a_class(named)
+    if _REWARD in named.bases and ":" in named.name:
         return f" must have {{function: ...}} for each reward: write {{function: {named.name}}}"
     if is_class(definition(named.name)):
         return _other_kind(named)
@@ -106,32 +115,36 @@ def _mistake(named: _Named) -> str:
     if meant := _of_another_program(named):
         return f"{unknown}: {meant}"
     choices = [choice for node in alternatives(named.option) for choice in node.get("enum", ())]
-    foreign = [name for base in named.accepts for name in FOREIGN_CLASSES.get(base, "").split()]
-    if named.name in (*choices, *foreign) or _is_plain(named):
+    foreign = [name for kind in named.kinds for name in FOREIGN_CLASSES.get(kind, "").split()]
+    if named.name in (*choices, *foreign) or _fits_another_type(named):
         return ""
-    near = suggestion(named.name, [*choices, *_ours(named.accepts), *foreign])
+    near = suggestion(named.name, [*choices, *_ours(named.bases), *foreign])
     return f"{unknown}{near}" if near else ""
+
+
+def _takes_any_text(option: Schema) -> bool:
+    return any(node.get("type") == "string" and "pattern" not in node for node in alternatives(option))
 
 
 def _nearly_a_class(named: _Named) -> str:
     """Return the end of a message about a word like a class where any text may stand, such as PPOLos for PPOLoss."""
     is_word = named.name.isidentifier() and named.name[0].isupper() and definition(named.name) is None
-    near = suggestion(named.name, _ours(named.accepts)) if is_word else ""
+    near = suggestion(named.name, _ours(named.bases)) if is_word else ""
     return f": no class has the name {named.name!r}{near}" if near else ""
 
 
 def _of_another_program(named: _Named) -> str:
     """Return what to write for a word such as ``wandb`` or ``cosine``; empty for any other."""
     word = named.name.lower()
-    if named.accepts == ["lr_scheduler"] and word in schedules():
+    if named.factory == "lr_scheduler" and word in schedules():
         return f"write {{class_path: {SCHEDULE}, init_args: {{kind: {word}}}}}"
-    if named.accepts == ["lr_scheduler"] and word == "constant":
+    if named.factory == "lr_scheduler" and word == "constant":
         return "null keeps the rate"
-    paths = [_FOREIGN_WORDS[base][word] for base in named.accepts if word in _FOREIGN_WORDS.get(base, {})]
+    paths = [_FOREIGN_WORDS[kind][word] for kind in named.kinds if word in _FOREIGN_WORDS.get(kind, {})]
     return f"write {{class_path: {paths[0]}}}" if paths else ""
 
 
-def _is_plain(named: _Named) -> bool:
+def _fits_another_type(named: _Named) -> bool:
     """Return whether a name is a value of another type that the option has, such as true."""
     others = [node for node in alternatives(named.option) if "type" in node and not classes_of(node)]
     return any(fits(named.name, node) for node in others)
@@ -139,11 +152,10 @@ def _is_plain(named: _Named) -> bool:
 
 def _other_kind(named: _Named) -> str:
     entry = definition(named.name)
-    is_factory = named.accepts[0] in _FACTORIES.values()
-    if entry is None or not is_class(entry) or is_factory or not set(named.accepts).isdisjoint(entry["x-bases"]):
+    if entry is None or not is_class(entry) or named.factory or not set(named.bases).isdisjoint(entry["x-bases"]):
         return ""
-    bases = " or ".join(base.rpartition(".")[2] for base in named.accepts)
-    ours = _ours(named.accepts)
+    bases = " or ".join(base.rpartition(".")[2] for base in named.bases)
+    ours = _ours(named.bases)
     near = next((f"; did you mean {name!r}?" for name in ours if name in _alike(entry["title"])), "")
     near = near or suggestion(entry["title"], ours)
     article = "an" if bases[0] in "AEIOU" else "a"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from lightning_rlhf.environments.bridges import TemplateBridge
-from lightning_rlhf.environments.conversation import Conversation
+from lightning_rlhf.environments.conversation import Conversation, StopReason
 from lightning_rlhf.environments.host import Fault
 from lightning_rlhf.environments.protocol import ROLES, Message, Reply
 from lightning_rlhf.expected_errors import UsageError
@@ -41,10 +42,13 @@ class _Agent:
         api_key: key of the conversation.
         branches: branches with at least one turn; the one that was continued last is the last.
         messages: messages of the request that is being answered.
-        answer: future of the response to that request; None while no turn is generated.
+        answer: future of the response to that request; not None: a turn is being generated.
         max_tokens: limit of the turn in that request; None without one.
         waiting: requests that arrived meanwhile.
         outcome: result of the agent; None while it runs.
+        unanswered: futures of all requests without a response, also of those that the loop has not seen yet.
+        is_released: whether the conversation has ended, so that no request is passed to the loop any more.
+        lock: held by the threads of requests and of the loop for ``unanswered`` and ``is_released``.
     """
 
     api_key: str = ""
@@ -54,6 +58,14 @@ class _Agent:
     max_tokens: int | None = None
     waiting: list[tuple[Body, Future[Body]]] = field(default_factory=list)
     outcome: Reply | Fault | None = None
+    unanswered: set[Future[Body]] = field(default_factory=set)
+    is_released: bool = False
+    lock: Lock = field(default_factory=Lock)
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a turn that the agent requested is being generated."""
+        return self.answer is not None
 
 
 class AgentLoop(ConversationLoop):
@@ -63,8 +75,10 @@ class AgentLoop(ConversationLoop):
     branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
     each is computed without the tokens of those before it.
 
-    The base class counts the running calls of environments in ``_calls``: an agent is one of them from its start to its
-    end, except while it waits for a turn of the policy (:meth:`_pause_for_turn`, :meth:`_resume_after_turn`).
+    The base class requests the next turn of each conversation in ``_ready``, and calls :meth:`_on_turn` with it. Its
+    ``_notify`` lets the thread of the loop call a method with the result of a future, so only :meth:`_receive` runs in
+    other threads. It counts the running calls of environments in ``_calls``: an agent is one of them from its start to
+    its end, except while it waits for a turn of the policy (:meth:`_pause_for_turn`, :meth:`_resume_after_turn`).
 
     Args:
         endpoint: endpoint that agents send their requests to.
@@ -85,15 +99,16 @@ class AgentLoop(ConversationLoop):
         self._call_host(running, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
 
     def _release(self, running: RunningConversation) -> None:
-        """Reject further requests of a conversation."""
+        """Reject further requests of a conversation, and those without a response."""
         super()._release(running)
-        agent = self._agents[running.index]
+        agent = self._agents.get(running.index)
+        if agent is None:  # the start of an earlier agent has failed
+            return
         self._endpoint.remove(agent.api_key)
-        unanswered = [agent.answer, *(answer for _, answer in agent.waiting)]
-        agent.waiting = []
-        for answer in unanswered:
-            if answer is not None and not answer.done():
-                answer.set_exception(RefusedRequest("the conversation has ended"))
+        with agent.lock:
+            agent.is_released = True
+        for answer in list(agent.unanswered):
+            answer.set_exception(_ended())
 
     def _pause_for_turn(self, running: RunningConversation) -> None:
         """Request the next turn: until it is there, the agent waits, and is no running call of the base class."""
@@ -111,6 +126,13 @@ class AgentLoop(ConversationLoop):
     def _receive(self, running: RunningConversation, body: Body) -> Future[Body]:
         """Pass a request to the loop; called in the thread of the request."""
         answer: Future[Body] = Future()
+        agent = self._agents[running.index]
+        with agent.lock:
+            if agent.is_released:  # while the body arrived: the loop may have ended, and would not see the request
+                answer.set_exception(_ended())
+                return answer
+            agent.unanswered.add(answer)
+        answer.add_done_callback(agent.unanswered.discard)
         arrived: Future[tuple[Body, Future[Body]]] = Future()  # finished: the base class waits for results of calls
         arrived.set_result((body, answer))
         self._notify(self._on_request, running, arrived)
@@ -120,9 +142,11 @@ class AgentLoop(ConversationLoop):
         """Request the next turn, unless one is being generated."""
         body, answer = request
         agent = self._agents[running.index]
-        if running.index in self._completions or agent.outcome is not None:
-            answer.set_exception(RefusedRequest("the conversation has ended"))
-        elif agent.answer is not None:
+        if answer.done():  # the conversation has ended since the request arrived
+            return
+        if agent.outcome is not None:
+            answer.set_exception(_ended())
+        elif agent.is_generating:
             agent.waiting.append(request)
         else:
             try:
@@ -141,26 +165,41 @@ class AgentLoop(ConversationLoop):
     def _extend(
         self, running: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]
     ) -> None:
-        """Append the new messages of an agent to the row of tokens, or begin another row.
+        """Append the new messages of an agent to the branch that they continue, or begin another one.
 
         Raises:
             RefusedRequest: no further turn is possible.
         """
         if len(running.turns) == self._settings.max_turns:
-            running.conversation.end("max_turns")  # the reason is kept when the agent, which runs on, has ended
+            # The agent runs on after the refusal, and ends with "done"; a conversation keeps its first reason.
+            running.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
         branch = _continued(agent.branches, messages)
-        if branch is not None:
-            running.conversation = conversation = branch.conversation
-            if conversation.stop is not None:
-                raise _too_long("the last turn was cut, and cannot be continued")
+        if branch is None:
+            self._begin_branch(running, messages, tools)
+        else:
+            self._continue_branch(running, branch, messages)
+
+    def _continue_branch(self, running: RunningConversation, branch: _Branch, messages: list[Message]) -> None:
+        """Append the new messages of an agent to a branch.
+
+        Raises:
+            RefusedRequest: the branch has ended, or ends now because they cannot be appended.
+        """
+        running.conversation = conversation = branch.conversation
+        if conversation.stop is None:
             turn, before = conversation.last_turn
+            # Sets ``stop`` where no turn can follow: no token would be left for it, or the last turn is malformed.
             conversation.add_written(self._bridge.between(turn, messages[len(branch.history) :], before))
-            if conversation.stop == "malformed":
-                raise RefusedRequest("the last turn is malformed, and cannot be continued")
-            if conversation.stop is not None:
-                raise _too_long("no token is left for another turn")
-            return
+        if conversation.stop is not None:
+            raise _refusal(conversation.stop)
+
+    def _begin_branch(self, running: RunningConversation, messages: list[Message], tools: Sequence[Body]) -> None:
+        """Begin a branch whose prompt contains all messages.
+
+        Raises:
+            RefusedRequest: they are too long.
+        """
         prompt = self._bridge.conversation(messages, tools)
         # A branch may be as long as the row's own prompt and response.
         left = len(running.request.prompt.token_ids) + running.request.sampling.max_tokens - len(prompt)
@@ -173,20 +212,16 @@ class AgentLoop(ConversationLoop):
         """Return the largest number of tokens of the next turn."""
         limit = self._agents[running.index].max_tokens
         budget = running.conversation.turn_budget
-        if limit is None:
-            return budget
-        return max(1, min(budget, limit))
+        return budget if limit is None else min(budget, limit)
 
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
         agent = self._agents[running.index]
-        # No request waits if the agent failed before its first one: _on_fault let the base class generate a turn,
-        # because a row needs one.
-        if agent.answer is None:
+        if agent.answer is None:  # the agent failed without a turn: the base class requested one, as a row needs one
             super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
-        is_agents_limit = self._turn_budget(running) < running.conversation.turn_budget
+        is_agents_limit = agent.max_tokens is not None and agent.max_tokens < running.conversation.turn_budget
         running.conversation.add_turn(completion, may_be_cut=is_agents_limit)
         turn = self._turn_of(running, completion)
         running.turns.append(turn)
@@ -200,7 +235,7 @@ class AgentLoop(ConversationLoop):
         answer.set_result(body)
         if agent.outcome is not None:
             self._settle(running, agent.outcome)
-        while agent.waiting and agent.answer is None:
+        while agent.waiting and not agent.is_generating:
             self._on_request(running, agent.waiting.pop(0))
 
     # -- end --------------------------------------------------------------------------------------------------
@@ -209,7 +244,7 @@ class AgentLoop(ConversationLoop):
         """End the conversation of an agent that has returned; a turn that is being generated is awaited."""
         agent = self._agents[running.index]
         agent.outcome = outcome
-        if agent.answer is None:
+        if not agent.is_generating:
             running.environment_s += time.perf_counter() - running.called_at
             self._settle(running, outcome)
 
@@ -219,7 +254,7 @@ class AgentLoop(ConversationLoop):
         if isinstance(outcome, Reply) and not running.turns:
             outcome = Fault("invalid", "ended without a turn of the policy")
         if isinstance(outcome, Fault):
-            self._on_fault(running, outcome)
+            self._on_fault(running, outcome)  # ends the conversation, after a turn if it has none
             return
         running.rewards[0] = outcome.reward
         running.metrics = {**outcome.metrics, "branches": float(len(self._agents[running.index].branches) - 1)}
@@ -231,6 +266,7 @@ class AgentLoop(ConversationLoop):
         branches = [branch.conversation for branch in self._agents[running.index].branches]
         if branches:
             row = branches[0]
+            # The prompt of a branch becomes text of the environment; append() returns where it begins.
             running.text_starts = [row.append(branch) for branch in branches[1:]]
             row.stop = running.conversation.stop  # of the branch that was active at the end
             running.conversation = row
@@ -246,14 +282,27 @@ def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch 
 
     Of several it is the longest, and of equally long ones the one that was continued last.
     """
-    matching = [
-        branch
-        for branch in branches
-        if messages[: (known := len(branch.history))] == branch.history
-        and len(messages) > known
-        and all(message["role"] in ROLES for message in messages[known:])
-    ]
+    matching = [branch for branch in branches if _continues(messages, branch.history)]
     return max(reversed(matching), key=lambda branch: len(branch.history), default=None)
+
+
+def _continues(messages: list[Message], history: list[Message]) -> bool:
+    """Return whether messages are those of a history and later ones, none of which is the assistant's."""
+    known, new = messages[: len(history)], messages[len(history) :]
+    return known == history and bool(new) and all(message["role"] in ROLES for message in new)
+
+
+def _refusal(stop: StopReason) -> RefusedRequest:
+    """Return the refusal of a request that continues a branch which has ended."""
+    if stop == "malformed":
+        return RefusedRequest("the last turn is malformed, and cannot be continued")
+    if stop == "truncated":
+        return _too_long("the last turn was cut, and cannot be continued")
+    return _too_long("no token is left for another turn")
+
+
+def _ended() -> RefusedRequest:
+    return RefusedRequest("the conversation has ended")
 
 
 def _too_long(reason: str) -> RefusedRequest:

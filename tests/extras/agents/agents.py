@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import threading
+from http.client import HTTPConnection
 from pathlib import Path
+from queue import SimpleQueue
+from typing import ClassVar
 
 from lightning_rlhf.environments.protocol import Agent, Reply
 
@@ -119,6 +123,54 @@ class TooMany(Agent):
             if error.code != row["code"]:
                 raise
         return (len(messages) - 1) / 2
+
+
+class RepeatsRefused(Agent):
+    """Sends a request that is refused twice; the reward is 1 if it gets the same refusal."""
+
+    def run(self, base_url, api_key, row):
+        import openai
+
+        client, messages, refusals = client_of(base_url, api_key), [user("a")], []
+        messages += [ask(client, messages).choices[0].message, user("b")]
+        for _ in range(2):
+            try:
+                ask(client, messages)
+            except openai.BadRequestError as error:
+                refusals.append(error.body)
+        return float(refusals == [refusals[0]] * 2)
+
+
+class LeavesABody(Agent):
+    """Returns while a request is open, of which the endpoint has read the head; only for hosts of this process."""
+
+    opened: ClassVar = []
+
+    def run(self, base_url, api_key, row):
+        ask(client_of(base_url, api_key), [user("a")])
+        connection = HTTPConnection(base_url.removeprefix("http://").removesuffix("/v1"), timeout=10)
+        connection.putrequest("POST", "/v1/chat/completions")
+        for name, value in (("Authorization", f"Bearer {api_key}"), ("Content-Length", 2), ("Expect", "100-continue")):
+            connection.putheader(name, value)
+        connection.endheaders()
+        connection.sock.recv(1, socket.MSG_PEEK)  # of "100 Continue": the endpoint waits for the body
+        self.opened.append(connection)
+        return 1.0
+
+
+class IsRefused(Agent):
+    """Stores the refusal of its first request; only for hosts of this process."""
+
+    refusals: ClassVar = SimpleQueue()
+
+    def run(self, base_url, api_key, row):
+        import openai
+
+        try:
+            ask(client_of(base_url, api_key), [user("a")])
+        except openai.BadRequestError as error:
+            self.refusals.put(error.body["message"])
+        return 0.0
 
 
 class Parallel(Agent):

@@ -21,6 +21,8 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
 from lightning_rlhf.environments.bridges import TemplateBridge
+from lightning_rlhf.environments.hosts import ThreadHost
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.extras.agents import endpoint as endpoint_module
 from lightning_rlhf.extras.agents.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
@@ -177,6 +179,24 @@ def test_request_after_a_turn_that_cannot_be_continued_is_rejected(converse, mon
     assert completion.conversation.turn_rewards == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("stop", "between", "limits"),
+    [
+        ("malformed", None, {}),
+        ("tokens", ids("b") * 21, {}),  # with the turn 24, of at most 24
+        ("truncated", ids("b"), {"max_turn_tokens": 2}),
+        ("max_turns", ids("b"), {"max_turns": 1}),
+    ],
+)
+def test_a_repeated_request_is_refused_for_the_same_reason(converse, monkeypatch, stop, between, limits):
+    monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): between)
+    (completion,) = converse(
+        Spy(LETTERS, ["bc"]), requests(1), factory=agents.RepeatsRefused, timeout_s=None, **limits
+    )  # fmt: skip
+    assert completion.conversation.stop == stop
+    assert completion.conversation.turn_rewards == [1.0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
@@ -255,6 +275,38 @@ def test_agent_that_waits_too_long_is_cancelled(converse):
         Spy(LETTERS, ["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
     )  # fmt: skip
     assert completion.conversation.fault == "timeout"
+
+
+def test_an_agent_that_cannot_be_started_is_the_error_and_all_are_released(converse, monkeypatch):
+    released = []
+
+    def call(host, call):
+        raise RunError("no process is left")
+
+    monkeypatch.setattr(ThreadHost, "call", call)
+    monkeypatch.setattr(ThreadHost, "release", lambda host, key: released.append(key))
+    with pytest.raises(RunError, match="no process is left"):
+        converse(Spy(LETTERS, ["bc"]), requests(3), factory=agents.TwoTurns, timeout_s=None)
+    assert len(released) == 3
+
+
+def test_a_request_whose_body_arrives_after_the_run_is_refused(converse):
+    converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.LeavesABody, timeout_s=None)
+    with closing(agents.LeavesABody.opened.pop()) as connection:
+        connection.send(b"{}")
+        with closing(connection.getresponse()) as response:
+            error = json.loads(response.read())["error"]
+    assert (response.status, error["message"]) == (400, "the conversation has ended")
+
+
+def test_a_run_that_fails_leaves_no_request_without_an_answer(converse, monkeypatch):
+    def conversation(bridge, messages, tools):
+        raise RunError("lost")
+
+    monkeypatch.setattr(TemplateBridge, "conversation", conversation)
+    with pytest.raises(RunError, match="lost"):
+        converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.IsRefused, timeout_s=None)
+    assert agents.IsRefused.refusals.get(timeout=10) == "the conversation has ended"
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import torch
 
 from lightning_rlhf.types import SamplingParams
 from tests.extras.servers.stub_server import GENERATE
+from tests.rollout.engines import ARCHITECTURE
 
+VOCABULARY = ARCHITECTURE["vocab_size"]
 SAMPLING = SamplingParams(4)
 PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
 A_SHARE = 14  # of 40 responses by two servers of one speed: a fair share is 20, and their threads race
@@ -14,7 +16,7 @@ A_SHARE = 14  # of 40 responses by two servers of one speed: a fair share is 20,
 
 def prompts(count):
     """Return prompts of two tokens; a stub answers each with itself."""
-    return [[4 + number % 57] * 2 for number in range(count)]
+    return [[4 + number % (VOCABULARY - 4)] * 2 for number in range(count)]
 
 
 def shares(stubs):
@@ -39,6 +41,6 @@ def until(condition):
         time.sleep(0.01)
 
 
-def slowly(stub, seconds):
-    """Let a server answer requests for responses after some time."""
-    stub.before_answers(GENERATE, lambda: time.sleep(seconds))
+def slowly(stub, seconds, path=GENERATE):
+    """Let a server answer requests, those for responses unless another path is given, after some time."""
+    stub.before_answers(path, lambda: time.sleep(seconds))

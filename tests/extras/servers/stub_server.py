@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 
@@ -76,18 +77,37 @@ class StubServer:
 
         self.answers[path] = answer
 
+    def changes_answer(self, edit):
+        """Let a function edit the body of each response that it generates."""
+        usual = self.answers[GENERATE]
+
+        def answer(body):
+            status, response = usual(body)
+            edit(response)
+            return status, response
+
+        self.answers[GENERATE] = answer
+
     def restart(self):
         """Have other weights, as after a restart of the program."""
         self.version = "default"
 
+    def bodies(self):
+        """Return the bodies of all requests for responses."""
+        return [body for path, body in self.requested if path == GENERATE]
+
     def generated(self):
         """Return for how many responses it was asked; a request with prompt_logprobs compares weights after a push."""
-        asked = [body for path, body in self.requested if path == GENERATE]
-        return sum("prompt_logprobs" not in body["sampling_params"] for body in asked)
+        return sum("prompt_logprobs" not in body["sampling_params"] for body in self.bodies())
 
     def close(self):
         self._server.shutdown()
         self._server.server_close()
+
+
+def serve_model(server, **changes):
+    """Write the config of a server's model, with changes to the architecture of the tests."""
+    setup_of(source_of(**changes), Path(server.config["model_config"]["model"]))
 
 
 def valid_server(folder):
@@ -97,7 +117,6 @@ def valid_server(folder):
         folder: folder for the config of its model.
     """
     server = StubServer()
-    setup_of(source_of(), folder / "served")
     server.config = {
         "model_config": {
             "model": str(folder / "served"),
@@ -109,6 +128,7 @@ def valid_server(folder):
         "scheduler_config": {"enable_chunked_prefill": False},
         "weight_transfer_config": {"backend": "shared_memory"},
     }
+    serve_model(server)
 
     def relabel(name):
         def answer(body):

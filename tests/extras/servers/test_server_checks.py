@@ -13,7 +13,10 @@ from lightning_rlhf.extras.servers.engine import VLLMServerEngine
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.types import SamplingParams, TokenPrompt
 from tests.extras.servers.several import SAMPLING
+from tests.extras.servers.stub_server import serve_model
 from tests.rollout.engines import setup_of, source_of
+
+ORIGINAL = 300  # longest text of a model with Long-RoPE that has the factors of short ones
 
 
 @pytest.mark.parametrize(
@@ -26,79 +29,94 @@ from tests.rollout.engines import setup_of, source_of
         ("weight_transfer_config", "backend", "ipc", "--weight-transfer-config with the backend shared_memory or nccl"),
     ],
 )
-def test_unsuitable_server_is_rejected_with_the_required_option(make, stub, part, key, value, message):
+def test_unsuitable_server_is_rejected_with_the_required_option(start_engine, stub, part, key, value, message):
     stub.config[part][key] = value
     with pytest.raises(ValueError, match=f"does not fit this run; start it with {message}"):
-        make().wait()
+        start_engine(stub.url).wait()
 
 
 def test_server_with_long_rope_factors_for_long_texts_is_rejected(stub, tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
     rope |= {"short_factor": [1.0] * 16, "long_factor": [9.0] * 16}
-    source = source_of(max_position_embeddings=900, rope_parameters=rope)
+    source = source_of(max_position_embeddings=3 * ORIGINAL, rope_parameters=rope)
     engine = VLLMServerEngine(stub.url, timeout=20)
     engine.start(setup_of(source, tmp_path / "ours"))
-    stub.config["model_config"]["max_model_len"] = 301
-    with pytest.raises(ValueError, match="start it with --max-model-len 300 or less, not 301: above it, vLLM computes"):
+    stub.config["model_config"]["max_model_len"] = ORIGINAL + 1
+    with pytest.raises(ValueError, match=f"--max-model-len {ORIGINAL} or less, not {ORIGINAL + 1}: above it, vLLM"):
         engine.wait()
     engine.close()
-    with pytest.raises(ValueError, match="have up to 301; the actor uses them for longer"):
-        engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=301))
+    with pytest.raises(ValueError, match=f"have up to {ORIGINAL + 1}; the actor uses them for longer"):
+        engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=ORIGINAL + 1))
 
 
-def test_server_that_accepts_no_weights_is_rejected(make, stub):
+def test_server_that_accepts_no_weights_is_rejected(start_engine, stub):
     stub.config["weight_transfer_config"] = None
     with pytest.raises(ValueError, match="the backend shared_memory or nccl, not None"):
-        make().wait()
+        start_engine(stub.url).wait()
 
 
-def test_server_of_another_model_is_rejected_if_its_config_is_known(make, stub, tmp_path):
-    setup_of(source_of(intermediate_size=64), tmp_path / "served")
+def test_server_of_another_model_is_rejected_if_its_config_is_known(start_engine, stub, tmp_path):
+    serve_model(stub, intermediate_size=64)
     with pytest.raises(
         ValueError, match=r"serves another model, .*: its intermediate_size is 64, but the actor's is 96"
     ):
-        make().wait()
+        start_engine(stub.url).wait()
     stub.config["model_config"]["model"] = str(tmp_path / "nowhere")
-    assert make().wait()
+    assert start_engine(stub.url).wait()
 
 
-def test_server_without_the_routes_is_rejected_with_the_start_command(make, stub):
+def test_server_without_the_routes_is_rejected_with_the_start_command(start_engine, stub):
     stub.answers["/server_info"] = 404, {"detail": "Not Found"}
     with pytest.raises(ValueError, match=r"does not have the route /server_info.*page Engines of the documentation"):
-        make().wait()
+        start_engine(stub.url).wait()
 
 
-def test_key_is_sent_and_a_wrong_key_is_reported(make, stub, monkeypatch):
+def test_key_is_sent_and_a_wrong_key_is_reported(start_engine, stub, monkeypatch):
     stub.key = "right"
     monkeypatch.setenv("VLLM_API_KEY", "right")
-    make().wait()
+    start_engine(stub.url).wait()
     monkeypatch.setenv("OTHER", "wrong")
     with pytest.raises(ValueError, match="rejected the API key"):
-        make(key_variable="OTHER").wait()
+        start_engine(stub.url, key_variable="OTHER").wait()
 
 
-def test_address_of_each_machine_itself_is_rejected_in_a_run_over_several(make, monkeypatch):
+def test_address_of_each_machine_itself_is_rejected_in_a_run_over_several(start_engine, monkeypatch):
     monkeypatch.setattr(RankGroup, "gather", lambda group, value: ["node1", "node2", "node2"])
     with pytest.raises(UsageError, match=r"^http://127.0.0.1:\d+ is another server on each of .* \(node1, node2\)"):
-        make()
+        start_engine("http://127.0.0.1:1")
 
 
-def test_remote_server_must_require_a_key_on_every_route(make, stub, monkeypatch):
+def test_remote_server_needs_a_key(start_engine, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ValueError, match="is not on this machine, so it needs an API key: set it in VLLM_API_KEY"):
-        make("http://10.0.0.7:8000")
+        start_engine("http://10.0.0.7:8000")
+
+
+@pytest.fixture
+def remote(stub, monkeypatch):
+    """A server that seems to be on another machine, and the key that is sent to it."""
     monkeypatch.setenv("VLLM_API_KEY", "right")
     monkeypatch.setattr(VLLMServer, "is_local", False)
+    return stub
+
+
+def test_remote_server_must_require_the_key(start_engine, remote):
     with pytest.raises(ValueError, match="lets anyone change its weights; start it with --middleware"):
-        make().wait()
-    stub.answers["/weight_info"] = 404, {"detail": "Not Found"}  # no proof that other routes need a key
+        start_engine(remote.url).wait()
+
+
+def test_remote_server_must_have_the_route_that_shows_whether_it_requires_the_key(start_engine, remote):
+    remote.answers["/weight_info"] = 404, {"detail": "Not Found"}
     with pytest.raises(ValueError, match="does not have the route /weight_info"):
-        make().wait()
-    stub.key = "right"
+        start_engine(remote.url).wait()
+
+
+def test_remote_server_must_receive_weights_by_nccl(start_engine, remote):
+    remote.key = "right"
     with pytest.raises(ValueError, match="the backend nccl, not shared_memory: it is on another machine"):
-        make().wait()
-    stub.config["weight_transfer_config"]["backend"] = "nccl"
-    make().wait()
+        start_engine(remote.url).wait()
+    remote.config["weight_transfer_config"]["backend"] = "nccl"
+    assert start_engine(remote.url).wait()
 
 
 @pytest.mark.parametrize(
@@ -133,21 +151,21 @@ def test_invalid_arguments_are_rejected():
         engine.request([TokenPrompt([5])], [SAMPLING], [0])
 
 
-def test_unreachable_server_is_retried_until_the_timeout(make):
+def test_unreachable_server_is_retried_until_the_timeout(start_engine):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=1.5), time.monotonic()
+        engine, began = start_engine(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=1.5), time.monotonic()
         with pytest.raises(EngineDied, match=r"cannot be reached \(.*refused\); the page Engines"):
             engine.wait()
     assert 1.5 < time.monotonic() - began < 6
 
 
 @pytest.mark.slow
-def test_waiting_for_a_server_is_logged(make, stub, monkeypatch, caplog):
+def test_waiting_for_a_server_is_logged(start_engine, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.extras.servers.engine._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
-    requested = []
-    stub.answers["/health"] = lambda body: (200, {}) if len(requested) > 1 else requested.append(1)
-    assert make().wait()
+    answers = iter([None, None, (200, {})])  # None breaks the connection
+    stub.answers["/health"] = lambda body: next(answers)
+    assert start_engine(stub.url).wait()
     assert f"s: the vLLM server at {stub.url} cannot be reached" in caplog.text

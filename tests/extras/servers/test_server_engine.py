@@ -1,6 +1,7 @@
 """Requests to a vLLM server, and its answers: every fault gives one line, and responses have the pushed weights."""
 
 import logging
+import re
 import threading
 import time
 from dataclasses import replace
@@ -17,49 +18,70 @@ from lightning_rlhf.rollout.conversations import ConversationRequest, Conversati
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.types import Prompt, PromptImages, SamplingParams, TokenPrompt
 from tests.environments.worlds import Echo
-from tests.extras.servers.several import PARAMETERS
+from tests.extras.servers.several import PARAMETERS, VOCABULARY, slowly
 from tests.extras.servers.stub_server import GENERATE
 from tests.vision_models import drawing
 
 SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
+IMAGE = EncodedImage("ab" * 32, 8, 8, data=drawing(1).data)
+EXPANDED = [4, 9, 9, 5]  # two tokens stand for the image
+PROMPT_WITH_IMAGE = TokenPrompt(EXPANDED, PromptImages((IMAGE,), (0,), (4, 9, 5)))
 
 
-def test_images_are_sent_with_their_files_until_the_server_has_them(engine, stub):
-    image = EncodedImage("ab" * 32, 8, 8, data=drawing(1).data)
-    answer, known = stub.answers[GENERATE], set()
+@pytest.fixture
+def kept_images(stub):
+    """Let a server read images; the identifiers of those that it has."""
+    stub.changes_answer(lambda response: response.update(prompt_token_ids=EXPANDED))
+    answer, kept = stub.answers[GENERATE], set()
 
-    def generate_with_images(body):
-        parts = body["content_parts"]
-        if any(part["url"] is None and part["uuid"] not in known for part in parts):
+    def answer_with_images(body):
+        (part,) = body["content_parts"]
+        if part["url"] is None and part["uuid"] not in kept:
             return 400, {"error": {"message": "cache miss"}}
-        known.update(part["uuid"] for part in parts)
-        status, response = answer(body)
-        return status, {**response, "prompt_token_ids": [4, 9, 9, 5]}
+        kept.add(part["uuid"])
+        return answer(body)
 
-    stub.answers[GENERATE] = generate_with_images
-    prompt = TokenPrompt([4, 9, 9, 5], PromptImages((image,), (0,), (4, 9, 5)))
-    generate(engine, [prompt] * 5, SAMPLING, range(5))  # and before them a probe of one token, which sends the image
-    generate(engine, [prompt], SAMPLING, [0])
-    known.clear()
-    generate(engine, [prompt], SAMPLING, [0])  # is refused, and sent again with the image
-    bodies = [body for path, body in stub.requested if path.endswith("generate")]
-    urls = [body["content_parts"][0]["url"] for body in bodies]
-    assert urls == [image.data_url(), *[None] * 7, image.data_url()]
-    probe, *others = [body["sampling_params"] for body in bodies[:6]]
+    stub.answers[GENERATE] = answer_with_images
+    return kept
+
+
+def sent_urls(stub):
+    """Return the URL of the image in each request; None where only its identifier was sent."""
+    return [part["url"] for body in stub.bodies() for part in body["content_parts"]]
+
+
+@pytest.mark.usefixtures("kept_images")
+def test_a_probe_of_one_token_sends_the_file_of_an_image_once(engine, stub):
+    generate(engine, [PROMPT_WITH_IMAGE] * 5, SAMPLING, range(5))
+    probe, *others = [body["sampling_params"] for body in stub.bodies()]
     (same,) = [each for each in others if each["seed"] == probe["seed"]]  # threads send the responses in any order
     assert probe == {**same, "max_tokens": 1, "prompt_logprobs": None}
-    assert {tuple(body["token_ids"]) for body in bodies} == {(4, 9, 5)}
+    generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])
+    assert sent_urls(stub) == [IMAGE.data_url(), *[None] * 6]
+    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {(4, 9, 5)}
+
+
+def test_image_that_the_server_has_no_longer_is_sent_again(engine, stub, kept_images):
+    generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])  # a probe with the image, and the request without it
+    kept_images.clear()
+    generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])  # is refused, and sent again
+    assert sent_urls(stub) == [IMAGE.data_url(), None, None, IMAGE.data_url()]
+    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {(4, 9, 5)}
+
+
+@pytest.mark.usefixtures("kept_images")
+def test_image_to_which_the_server_gives_another_number_of_tokens_is_rejected(engine):
     with pytest.raises(RunError, match=r"expands a prompt with 1 images to 4 tokens and the trainer to 5; token 3"):
-        generate(engine, [replace(prompt, token_ids=[4, 9, 9, 9, 5])], SAMPLING, [0])
+        generate(engine, [replace(PROMPT_WITH_IMAGE, token_ids=[4, 9, 9, 9, 5])], SAMPLING, [0])
 
 
 def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
-    prompts = [[number % 60, 1, 1][: number % 7 % 3 + 1] for number in range(300)]
-    completions = generate(engine, prompts, SAMPLING, range(300))
+    # More prompts than the engine has connections; an answer shows the first token and the length of its prompt.
+    prompts = [[first, 1, 1][:length] for length in (1, 2, 3) for first in range(VOCABULARY)] * 2
+    completions = generate(engine, prompts, SAMPLING, range(len(prompts)))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
     assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
-    sent = (body for path, body in stub.requested if path.endswith("generate"))
-    (body,) = (body for body in sent if body["sampling_params"]["seed"] == 3)
+    (body,) = (body for body in stub.bodies() if body["sampling_params"]["seed"] == 3)
     assert body["token_ids"] == prompts[3]
     assert body["sampling_params"] == {
         "max_tokens": 4,
@@ -76,9 +98,8 @@ def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
 
 
 def test_echo_requests_the_log_probabilities_of_the_prompt_and_returns_them_first(engine, stub):
-    answer = stub.answers[GENERATE]
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
-    stub.answers[GENERATE] = lambda body: (200, {**answer(body)[1], "prompt_logprobs": echoed})
+    stub.changes_answer(lambda response: response.update(prompt_logprobs=echoed))
     (completion,) = generate(engine, [[3, 5, 4]], replace(SAMPLING, echo=True), [0])
     assert stub.requested[-1][1]["sampling_params"]["prompt_logprobs"] == 0
     assert completion.token_ids == [5, 4, 3, 3, 3]
@@ -112,14 +133,9 @@ def test_push_waits_for_previously_requested_responses(engine, stub):
 
 
 def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
-    answer = stub.answers[GENERATE]
-
-    def two_tokens_and_an_end(body):
-        code, result = answer({"token_ids": [5, 5, 5]})
-        result["choices"][0]["token_ids"] = [5, 6, 2]
-        return code, result
-
-    stub.answers[GENERATE] = two_tokens_and_an_end
+    turn, reply = [5, 6, 2], [5, 6]  # two letters and an end; Echo repeats the letters
+    logprobs = {"content": [{"logprob": -0.5}] * len(turn)}
+    stub.changes_answer(lambda response: response["choices"][0].update(token_ids=turn, logprobs=logprobs))
     tokenizer = CharacterTokenizer("abcdefgh").load()
     sampler = ConversationSampler(
         EnvironmentSettings(Echo, bridge="plain", max_turns=2, max_turn_tokens=4, timeout_s=None),
@@ -130,22 +146,24 @@ def test_conversations_are_sent_as_requests_of_single_turns(engine, stub):
     requested = [
         ConversationRequest(Prompt([number], ""), 0, (number, 100 + number), sampling) for number in range(3, 40)
     ]
-    generation = serve(engine, requested, partial(sampler, check=CompletionCheck(9, 7, 20)))
-    rows = generation.result()
+    check = CompletionCheck(max_tokens=9, version=7, vocabulary=20)
+    rows = serve(engine, requested, partial(sampler, check=check)).result()
     sampler.close()
-    bodies = [body for path, body in stub.requested if path.endswith("generate")]
-    assert len(bodies) == 2 * len(requested)
+    assert len(stub.bodies()) == 2 * len(requested)
+    sent = {body["sampling_params"]["seed"]: body for body in stub.bodies()}
     for request, row in zip(requested, rows, strict=True):
-        instance = [body for body in bodies if body["token_ids"][0] == request.prompt.token_ids[0]]
-        first, second = sorted(instance, key=lambda body: body["sampling_params"]["seed"])
-        assert tuple(body["sampling_params"]["seed"] for body in (first, second)) == request.turn_seeds
-        assert second["token_ids"] == [*request.prompt.token_ids, *row.token_ids[: row.sampled.index(False) + 2]]
-        assert (first["sampling_params"]["max_tokens"], second["sampling_params"]["max_tokens"]) == (4, 4)
-        assert (row.policy_version, row.conversation.turn_ends, row.sampled.count(False)) == (7, [3, 8], 2)
+        first, second = (sent[seed] for seed in request.turn_seeds)
+        assert first["token_ids"] == request.prompt.token_ids
+        assert second["token_ids"] == [*request.prompt.token_ids, *turn, *reply]
+        assert first["sampling_params"]["max_tokens"] == second["sampling_params"]["max_tokens"] == 4
+        assert row.token_ids == [*turn, *reply, *turn]
+        assert row.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
+        assert row.conversation.turn_ends == [3, 8]
+        assert row.policy_version == 7
 
 
 def test_server_that_was_restarted_gets_the_weights_of_the_last_push_again(engine, stub):
-    stub.version = "default"
+    stub.restart()
     assert generate(engine, [[5]], SAMPLING, [0])[0].policy_version == 7
     assert stub.paths().count("/update_weights") == 2
     assert engine.restarted == 1
@@ -158,40 +176,29 @@ def test_server_to_which_another_run_pushes_is_rejected(engine, stub):
 
 
 def test_answer_that_started_with_old_weights_is_rejected(engine, stub):
-    answer = stub.answers[GENERATE]
-
-    def mixed(body):
-        status, result = answer(body)
-        result["choices"][0]["weight_versions"].insert(0, {"version": "old", "start": 0, "end": 0})
-        return status, result
-
-    stub.answers[GENERATE] = mixed
+    old = {"version": "old", "start": 0, "end": 0}
+    stub.changes_answer(lambda response: response["choices"][0]["weight_versions"].insert(0, old))
     with pytest.raises(EngineDied, match=r"generated with the weights \['old', 'run"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
-def test_generation_before_the_first_push_raises(make):
-    engine = make()
+def test_generation_before_the_first_push_raises(start_engine, stub):
+    engine = start_engine(stub.url)
     engine.wait()
     with pytest.raises(RunError, match="have no weights yet: call update_weights"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_aborted_response_raises(engine, stub):
-    answer = stub.answers[GENERATE]
-
-    def aborted(body):
-        status, result = answer(body)
-        result["choices"][0]["finish_reason"] = "abort"
-        return status, result
-
-    stub.answers[GENERATE] = aborted
+    stub.changes_answer(lambda response: response["choices"][0].update(finish_reason="abort"))
     with pytest.raises(EngineDied, match=r"aborted a response \(abort\)"):
         generate(engine, [[5]], SAMPLING, [0])
 
 
 def test_broken_connection_raises_immediately(engine, stub):
-    stub.answers[GENERATE] = lambda body: None if body["token_ids"] == [1] else time.sleep(3)
+    slowly(stub, 3)
+    slow = stub.answers[GENERATE]
+    stub.answers[GENERATE] = lambda body: None if body["token_ids"] == [1] else slow(body)  # None breaks the connection
     began = time.monotonic()
     with pytest.raises(EngineDied, match=f"the vLLM server at {stub.url} cannot be reached"):
         generate(engine, [[0], [1], [2]], SAMPLING, range(3))
@@ -204,10 +211,10 @@ def test_hanging_server_raises_after_the_timeout_and_waiting_is_logged(engine, s
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     monkeypatch.setattr(engine._running.members[0].server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")
-    stub.answers[GENERATE] = lambda body: time.sleep(2)
+    slowly(stub, 2)
     with pytest.raises(EngineDied, match="no response for 1 s"):
         generate(engine, [[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 completions for 0 s; the vLLM servers are {stub.url}." in caplog.text
+    assert re.search(rf"Waiting for 2 of 2 completions for \d+ s; the vLLM servers are {stub.url}\.", caplog.text)
 
 
 @pytest.mark.parametrize(

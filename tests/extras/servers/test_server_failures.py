@@ -9,8 +9,18 @@ import pytest
 from lightning_rlhf.expected_errors import EngineDied
 from lightning_rlhf.rollout.generation import generate, submit
 from lightning_rlhf.types import TokenPrompt
-from tests.extras.servers.several import PARAMETERS, SAMPLING, all_used, members, prompts, shares, slowly, until
-from tests.extras.servers.stub_server import GENERATE, valid_server
+from tests.extras.servers.several import (
+    PARAMETERS,
+    SAMPLING,
+    VOCABULARY,
+    all_used,
+    members,
+    prompts,
+    shares,
+    slowly,
+    until,
+)
+from tests.extras.servers.stub_server import GENERATE
 
 
 def test_a_server_that_ends_costs_its_share_and_no_response(cluster, stubs):
@@ -30,27 +40,20 @@ def test_a_server_that_ends_costs_its_share_and_no_response(cluster, stubs):
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(make_cluster, stubs):
-    engine = make_cluster([stub.url for stub in stubs], silent_seconds=0.3)
-    hangs = threading.Event()
-
-    def hang():
-        if hangs.is_set():
-            time.sleep(4)
-
+def test_a_server_that_hangs_is_left_out_and_its_requests_are_sent_again(ready_engine, stubs):
+    engine = ready_engine([stub.url for stub in stubs], silent_seconds=0.3)
+    usual = dict(stubs[0].answers)
     for path in (GENERATE, "/weight_info"):
-        stubs[0].before_answers(path, hang)
-    hangs.set()
+        slowly(stubs[0], 4, path)
     began = time.monotonic()
     assert len(generate(engine, prompts(40), SAMPLING, range(40))) == 40
     assert time.monotonic() - began < 3
-    hangs.clear()
+    stubs[0].answers = usual
     until(lambda: all_used(engine))
 
 
-def test_one_server_that_ends_is_awaited(make_cluster, tmp_path):
-    stub = valid_server(tmp_path / "first")
-    engine = make_cluster(stub.url, timeout=0.5)
+def test_one_server_that_ends_is_awaited(ready_engine, stub):
+    engine = ready_engine(stub.url, timeout=0.5)
     assert len(generate(engine, prompts(3), SAMPLING, range(3))) == 3
     stub.close()
     began = time.monotonic()
@@ -102,9 +105,12 @@ def test_nonsense_of_one_server_is_answered_by_the_other(cluster, stubs, nonsens
     assert cluster.restarted == 1
 
 
-@pytest.fixture(params=[[61], [-1], [5] * 5], ids=str)
-def invalid(request, stubs):
-    """A response whose tokens cannot be those of a response: outside the vocabulary, or too many."""
+@pytest.fixture(
+    params=[[VOCABULARY], [-1], [5] * (SAMPLING.max_tokens + 1)],
+    ids=["above the vocabulary", "negative", "too many"],
+)
+def invalid(request, cluster, stubs):
+    """A response whose tokens cannot be those of a response, with the label of the weights that were pushed."""
     content = [{"logprob": -1.0}] * len(request.param)
     version = {"start": 0, "version": stubs[0].version}
     choice = {"token_ids": request.param, "logprobs": {"content": content}, "weight_versions": [version]}
@@ -129,41 +135,42 @@ def test_tokens_of_all_servers_that_cannot_be_a_response_end_the_run(cluster, st
         generate(cluster, prompts(20), SAMPLING, range(20))
 
 
-def test_a_server_fails_max_restarts_times(make_cluster, stubs):
-    engine = make_cluster([stub.url for stub in stubs], max_restarts=2)
+def test_a_server_is_given_up_after_max_restarts_failures(ready_engine, stubs):
+    engine = ready_engine([stub.url for stub in stubs], max_restarts=2)
     for count in (1, 2):
         stubs[0].restart()
         until(lambda count=count: engine.restarted == count)
         until(lambda: members(engine)[0].is_used)
     stubs[0].restart()
     until(lambda: engine.restarted == 3)
-    time.sleep(0.2)  # twice the time after which a server is looked at again
+    time.sleep(0.2)  # a failed server that is not given up is looked at every 0.02 s, and gets the weights
     assert members(engine)[0].given_up
     assert stubs[0].version == "default"
     assert len(generate(engine, prompts(9), SAMPLING, range(9))) == 9
 
 
-def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make_cluster, tmp_path):
+def test_a_run_whose_servers_are_killed_at_random_has_all_responses(ready_engine, stubs, stub):
     """Servers end at random; others with their addresses start with other weights."""
-    stubs = [valid_server(tmp_path / str(number)) for number in range(3)]
-    engine = make_cluster([stub.url for stub in stubs], max_restarts=100)
-    for stub in stubs:
-        slowly(stub, 0.01)
+    killed = [*stubs, stub]
+    engine = ready_engine([each.url for each in killed], max_restarts=100)
+    for each in killed:
+        slowly(each, 0.01)
     draw, ended = random.Random(1), threading.Event()
 
     def kill():
         while not ended.wait(0.05):
-            stub = draw.choice(stubs)
-            stub.breaks = True
+            server = draw.choice(killed)
+            server.breaks = True
             time.sleep(0.05)
-            stub.restart()
-            stub.breaks = False
+            server.restart()
+            server.breaks = False
 
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        version = 1
+        version, deadline = 1, time.monotonic() + 60
         while version < 7 or engine.restarted <= 5:  # a quick machine has fewer failures in a step
+            assert time.monotonic() < deadline
             version += 1
             engine.update_weights(PARAMETERS, version)
             completions = generate(engine, prompts(60), SAMPLING, range(60))
@@ -172,8 +179,6 @@ def test_a_run_whose_servers_are_killed_at_random_has_all_responses(make_cluster
     finally:
         ended.set()
         killer.join()
-    for stub in stubs:
-        stub.close()
 
 
 def test_requests_of_a_closed_engine_are_not_sent_again(cluster, stubs):

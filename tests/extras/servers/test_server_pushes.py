@@ -92,15 +92,11 @@ def test_a_server_that_may_still_be_paused_after_a_push_is_used_when_it_was_resu
 
 
 def test_servers_that_compute_differently_with_equal_weights_end_the_run(cluster, stubs):
-    answer = stubs[1].answers[GENERATE]
-
-    def other(body):
-        status, response = answer(body)
+    def compute_differently(response):
         for position in response.get("prompt_logprobs", [None])[1:]:
             position.update({token: {"logprob": -1.5} for token in position})
-        return status, response
 
-    stubs[1].answers[GENERATE] = other
+    stubs[1].changes_answer(compute_differently)
     with pytest.raises(RunError, match=r"differ by 0\.5 nats .* it has damaged them, or has other settings"):
         cluster.update_weights(PARAMETERS, 2)
 
@@ -135,16 +131,9 @@ def test_weights_that_a_restarted_server_gets_have_their_own_label(cluster, stub
         assert total == float(pushed[0][1].sum())
 
 
-def test_a_restarted_server_that_hangs_does_not_stop_the_run(make_cluster, stubs):
-    engine = make_cluster([stub.url for stub in stubs], silent_seconds=0.3)
-    hangs = threading.Event()
-
-    def hang():
-        if hangs.is_set():
-            time.sleep(3)
-
-    stubs[0].before_answers("/pause", hang)
-    hangs.set()
+def test_a_restarted_server_that_hangs_does_not_stop_the_run(ready_engine, stubs):
+    engine = ready_engine([stub.url for stub in stubs], silent_seconds=0.3)
+    slowly(stubs[0], 3, "/pause")
     stubs[0].restart()
     until(lambda: not members(engine)[0].is_used)
     began = time.monotonic()
@@ -152,4 +141,3 @@ def test_a_restarted_server_that_hangs_does_not_stop_the_run(make_cluster, stubs
         engine.update_weights(PARAMETERS, version)
     assert time.monotonic() - began < 5  # less than the 3 s of both pushes
     assert {each.policy_version for each in generate(engine, prompts(9), SAMPLING, range(9))} == {3}
-    hangs.clear()

@@ -12,7 +12,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 3
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-core test-all test-gpu docs mutants benchmark lint release lock clean
+.PHONY: help install quickstart test test-core test-all test-v2 test-gpu docs mutants benchmark lint release lock clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,8 +35,23 @@ CORE_TESTS = $(addprefix tests/,batching callbacks calls data environments funct
 test-core: install  ## the quick tests of the core's rooms, without those that start vLLM, in five and a half minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(CORE_TESTS) $(PARALLEL) $(ARGS)
 
-test-all: install  ## all tests that need no GPU, properties with more examples
+test-all: install .triton  ## all tests that need no GPU, properties with more examples
 	PROPERTY_EXAMPLES=$${PROPERTY_EXAMPLES:-100} $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
+	$(TEST_ASYNC)
+
+# Triton's interpreter runs vLLM's kernels for GPUs on a CPU. Beside the other packages, vLLM would believe in a GPU.
+.triton: constraints/gpu.lock | install
+	rm -rf .triton .triton.new
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --target .triton.new \
+		"$$(sed -n 's/^\(triton==[^ ]*\).*/\1/p' $<)"
+	mv .triton.new .triton && touch .triton
+
+TEST_ASYNC = VLLM_PROGRAM=async PYTHONPATH=tests/gpu_program/hook \
+	$(BIN)/python -m pytest -m "vllm and not gpu" tests/rollout $(ARGS)
+
+test-v2: .triton  ## the engine's tests with the program that vLLM runs on a GPU, in half an hour
+	$(TEST_ASYNC)
+	$(BIN)/python -m pytest tests/gpu_program $(ARGS)
 
 test-gpu: install  ## doctor --try, then, even if it finds faults, the tests that need an NVIDIA GPU
 	@$(BIN)/lightning-rlhf doctor --try || faults=1; \

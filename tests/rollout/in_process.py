@@ -70,7 +70,7 @@ class InProcessVLLMEngine(VLLMEngine):
         """See :meth:`RolloutEngine.wait`."""
         import vllm
 
-        size = self._core.cache_size
+        size = self._core.facts
         cache = f"{size['blocks']} blocks of {size['block_size']} tokens"
         return f"vLLM {vllm.__version__} inside the trainer's process in {self._dtype}, cache of {cache}"
 

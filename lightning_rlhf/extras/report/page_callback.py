@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.records.run_files import RUN_END
 from lightning_rlhf.callbacks.records.run_reader import RunReader
 from lightning_rlhf.extras.report.page import report_page
-from lightning_rlhf.extras.report.run_directory import RunDirectory
+from lightning_rlhf.extras.report.run_directory import ENGINE, RunDirectory
 
 log = logging.getLogger(__name__)
 _LONGEST_ERROR = 4000  # characters
@@ -29,6 +30,15 @@ class ReportPage(RunReader):
         """Remove the end of the run that this run continues."""
         if trainer.is_global_zero and not trainer.fast_dev_run:
             (Path(trainer.default_root_dir) / RUN_END).unlink(missing_ok=True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write which engine and program generate the rollouts, for the page's table of the environment."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        callbacks: list[Any] = trainer.callbacks
+        found = [callback.engine_description for callback in callbacks if hasattr(callback, "engine_description")]
+        if found:
+            (Path(trainer.default_root_dir) / ENGINE).write_text(json.dumps({"engine": found[0]}) + "\n")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page of a run that has ended."""

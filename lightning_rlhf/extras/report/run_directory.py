@@ -23,6 +23,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.report.check_states import check_states
 
 log = logging.getLogger(__name__)
+ENGINE = "engine.json"  # description of the engine of the rollouts
 _FILES = ("metrics.csv", "config.yaml", "env.json", HEALTH_SETTINGS, RUN_END)
 _TOKENS = b', "tokens": {"ids": ['  # outside of a text, whose quotation marks have a backslash
 _MAX_SETTINGS = 100_000  # of a configuration; aliases of YAML can make a small file endless
@@ -110,8 +111,8 @@ class RunDirectory:
             return dict(islice(_flat("", settings), _MAX_SETTINGS))
 
     def environment(self) -> dict[str, Any]:
-        """Return ``env.json``: command, Python, packages and devices; empty without the file."""
-        return self._json("env.json")
+        """Return ``env.json``: command, Python, packages and devices, with the engine; empty without the files."""
+        return self._json("env.json") | self._json(ENGINE)
 
     def state(self) -> dict[str, Any]:
         """Return whether the run has ended.

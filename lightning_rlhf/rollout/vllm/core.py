@@ -37,10 +37,15 @@ class VLLMCore:
         self._begin_version(DIRECTORY_VERSION)
 
     @property
-    def cache_size(self) -> dict[str, int]:
-        """Number of cache blocks, ``blocks``, and tokens in each, ``block_size``."""
-        cache = self._engine.vllm_config.cache_config
-        return {"blocks": cache.num_gpu_blocks, "block_size": cache.block_size}
+    def facts(self) -> dict[str, Any]:
+        """Number of cache blocks, tokens in each, and which of its programs vLLM chose for this machine and model."""
+        config = self._engine.vllm_config
+        return {
+            "blocks": config.cache_config.num_gpu_blocks,
+            "block_size": config.cache_config.block_size,
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+            "scheduling": "asynchronous" if config.scheduler_config.async_scheduling else "synchronous",
+        }
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache; :meth:`load` allocates it again."""

@@ -305,11 +305,10 @@ class VLLMEngine(RolloutEngine):
     @override
     def wait(self) -> str:
         (ready,) = self._running.results([self._running.ready], _START)
-        device = "CPU"
-        if torch.cuda.is_available():
-            device = torch.cuda.get_device_name()
-        cache = f"{ready['blocks']} blocks of {ready['block_size']} tokens"
-        return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        program = f"model runner {ready['runner']} with {ready['scheduling']} scheduling"
+        cache = f"cache of {ready['blocks']} blocks of {ready['block_size']} tokens"
+        return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, {program}, {cache}"
 
     @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -45,7 +45,7 @@ def main(descriptor: int) -> int:
         from lightning_rlhf.rollout.vllm.core import VLLMCore
 
         core = VLLMCore(arguments)
-        send("ready", version=version, pid=os.getpid(), **core.cache_size)
+        send("ready", version=version, pid=os.getpid(), **core.facts)
         commands = deque[Any]()
         shown = time.monotonic()
         while True:
@@ -73,39 +73,32 @@ def _needs_idle_engine(message: dict[str, Any]) -> bool:
 
 def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
     """Execute one command; send its error to the trainer and keep the engine running."""
-    if message["kind"] == "add":
-        ids = [request["id"] for request in message["requests"]]
-    else:
-        ids = [message["id"]]
+    kind, reply = message["kind"], {}
+    ids = [request["id"] for request in message["requests"]] if kind == "add" else [message["id"]]
     try:
-        if message["kind"] == "add":
+        if kind == "add":
             core.add(message["requests"])
-        elif message["kind"] == "images":
+            return  # each completion is an answer
+        if kind == "images":
             core.keep_images(message["new"], message["dropped"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "load":
+        elif kind == "load":
             if message.get("cut"):
                 for completion in core.cut():
                     send("finished", **completion)
             core.load(message["weights"], message["version"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "open_buffers":
+        elif kind == "open_buffers":
             core.open_buffers(message["buffers"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "load_part":
+        elif kind == "load_part":
             core.load_part(message["layout"], message["is_first"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "finish_parts":
+        elif kind == "finish_parts":
             core.finish_parts(message["version"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "swap":
+        elif kind == "swap":
             core.swap(message["adapter"], message["version"])
-            send("reply", id=message["id"])
-        elif message["kind"] == "sleep":
+        elif kind == "sleep":
             core.sleep()
-            send("reply", id=message["id"])
-        elif message["kind"] == "trace":
-            send("reply", id=message["id"], lost=core.first_lost(message["weights"]))
+        elif kind == "trace":
+            reply["lost"] = core.first_lost(message["weights"])
+        send("reply", id=message["id"], **reply)
     except Exception as error:
         for identity in ids:
             send("error", id=identity, message=f"{type(error).__name__}: {error}")

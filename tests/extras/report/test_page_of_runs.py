@@ -21,6 +21,7 @@ def test_run_has_a_page_with_its_metrics_and_responses(run, tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert '"reward/mean": [' in page
     assert '"samples": [{"step": 1, "rows": [{"prompt": "' in page
+    assert '"engine": "a script"' in page
 
 
 def test_failed_run_has_a_page_up_to_its_last_step_and_its_error(run, tmp_path):

@@ -14,11 +14,12 @@ class GivenOptions:
 
     Args:
         given: options that are set, without those that set nothing.
-        defaults: defaults that decide what a run learns.
+        defaults: values of options that are not set; one that is set to its default is not listed.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.given = dict(given)
+        self.defaults = dict(defaults)
         self.values = {**defaults, **given}
         self.notes: list[str] = []
         self._used: set[str] = set()
@@ -29,6 +30,11 @@ class GivenOptions:
         self._used.add(name)
         value = self.values.get(name)
         return default if value is None else value
+
+    def is_set(self, name: str) -> bool:
+        """Return whether an option is given, with another value than its default; without any, the default is False."""
+        value = self.given.get(name, self.defaults.get(name, False))
+        return bool(value != self.defaults[name]) if name in self.defaults else value is not False
 
     def settle(self, *names: str) -> None:
         """Count options as carried over whose values need nothing here."""
@@ -57,8 +63,8 @@ class GivenOptions:
         lines = list(self.notes)
         for name, value in self.given.items():
             entry = counterpart(name)
-            needs_none = entry is not None and not entry.option and not entry.is_missing
-            if name in self._used or value is False or (needs_none and name not in self._reasons):
+            needs_none = entry is not None and not entry.option and not entry.is_missing and name not in self._reasons
+            if name in self._used or needs_none or (entry is not None and not self.is_set(name)):
                 continue
             reason = self._reasons.get(name) or (entry.sentence() if entry else _unknown(name, program, known))
             lines.append(f"{name}: {value!r:.80} ({reason})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ PARTS = {
     "kto": ("lightning_rlhf.objectives.preference_losses.KTOLoss", "`loss` of `KTOModule`"),
     "pairs": ("lightning_rlhf.objectives.pairwise_loss.PairwiseLoss", "`loss` of `RewardModule`"),
 }
+_FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of files, as datasets.load_dataset names them
 SECTIONS = ("seed_everything", "ckpt_path")  # options of the command
 # Options of a module or strategy that not every one has, with one that has it.
 OWNERS = {
@@ -76,16 +78,21 @@ class Counterpart(NamedTuple):
 
 
 @cache
+def documents(name: str) -> list[dict[str, Any]]:
+    """Return the documents of ``<name>.yaml``: the options, then further tables that the conversion needs."""
+    return list(yaml.safe_load_all(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+@cache
 def table(name: str) -> dict[str, dict[str, Counterpart]]:
     """Return the counterparts of a program's options by their section, such as ``GRPOConfig``.
 
     Args:
         name: program whose options ``<name>.yaml`` has.
     """
-    content = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
     return {
         section: {option: _counterpart(text) for option, text in options.items()}
-        for section, options in content.items()
+        for section, options in documents(name)[0].items()
     }
 
 
@@ -107,3 +114,23 @@ def vllm_engine(options: dict[str, Any]) -> dict[str, Any]:
         return engine
     shared = {"engine": engine, "ranks": ranks}
     return {"class_path": "lightning_rlhf.rollout.shared.SharedEngine", "init_args": shared}
+
+
+def rows_of(path: str, split: str, name: str | None = None, files: Any = None) -> Any:
+    """Return a source of rows: a data set of the hub, some of its files, or files of this machine; None without any.
+
+    Args:
+        path: id of a data set, or the format of files of this machine, such as ``json``.
+        split: split of the data set.
+        name: configuration of the data set.
+        files: a file or several, which are those of training, or the files of each split.
+    """
+    if files:
+        part = split.partition("[")[0]  # without a slice such as [:10%]
+        names = (files if isinstance(files, Mapping) else {"train": files}).get(part)
+        folder = "" if path in _FORMATS else f"hf://datasets/{path}/"
+        return [folder + file for file in names] if isinstance(names, list) else folder + names if names else None
+    if split == "train" and not name:
+        return path
+    options = {"path": path, "split": split, **({"name": name} if name else {})}
+    return {"class_path": "lightning_rlhf.data.rows.HubDataset", "init_args": options}

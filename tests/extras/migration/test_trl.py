@@ -168,7 +168,7 @@ def built(entry):
         ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "importance_sampling_level: 'sequence' (sapo"),
         ({"lora_dropout": 0.1}, "lora_dropout: 0.1 (importance ratios compare two passes"),
         ({"num_generatons": 4}, "num_generatons: 4 (TRL 1.16 has no such option; did you mean num_generations?)"),
-        ({"vllm_mode": "server"}, "vllm_mode: 'server' (`engine` of `RolloutLoop`: VLLMServerEngine for a server)"),
+        ({"vllm_mode": "server"}, "vllm_mode: 'server' (start the server with the command of docs/rollouts.md"),
         ({"model_name_or_path": None}, "model_name_or_path: the file names no model"),
         ({"dataset_name": None}, "dataset_name: the file names no data"),
     ],
@@ -285,7 +285,7 @@ def test_names_of_earlier_releases_are_read():
     assert left == []
     model, *_, left = parts(options, "sft")  # bfloat16 weights would hardly move
     assert model["actor"] == "x/y"
-    assert left == ["dtype: bfloat16: trained weights are float32 here, computed in bf16-mixed"]
+    assert left == ["torch_dtype: bfloat16: trained weights are float32 here, computed in bf16-mixed"]
 
 
 def test_losses_without_a_reference():

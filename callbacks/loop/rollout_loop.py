@@ -207,20 +207,14 @@ class RolloutLoop(RolloutSettings, Callback):
     @property
     def engine_description(self) -> str:
         """Description of the engine; empty before it is ready."""
-        if self._engine is None:
-            return ""
-        return self._engine.description
+        return "" if self._engine is None else self._engine.description
 
     @property
     def validation(self) -> Validation | None:
         """The last validation; None before it."""
-        if self._validation is None:
-            return None
-        return self._validation.validation
+        return None if self._validation is None else self._validation.validation
 
     @property
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
-        if self.validation is None:
-            return []
-        return self.validation.samples
+        return [] if self.validation is None else self.validation.samples

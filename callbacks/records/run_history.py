@@ -47,16 +47,12 @@ class RunHistory:
     def mean(self, metric: str, count: int) -> float:
         """Return the mean of a metric over the last ``count`` steps; NaN if it has fewer values or NaN."""
         values = self.last(metric, count)
-        if values:
-            return fmean(values)
-        return math.nan
+        return fmean(values) if values else math.nan
 
     def at_start(self, metric: str) -> float:
         """Return the mean of a metric over the first steps; NaN before their end."""
         values = values_of(self.first, metric)
-        if len(values) == FIRST_STEPS:
-            return fmean(values)
-        return math.nan
+        return fmean(values) if len(values) == FIRST_STEPS else math.nan
 
     def has_risen(self, reward: float) -> bool:
         """Return whether a mean reward exceeds that of the first steps by half its standard deviation there.

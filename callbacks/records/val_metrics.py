@@ -44,9 +44,7 @@ def with_interval(name: str, metrics: Mapping[str, float]) -> str:
 
 def number(value: float) -> str:
     """Return a number with three digits, or all digits before the point."""
-    if abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def is_bound(name: str, metrics: Mapping[str, float]) -> bool:

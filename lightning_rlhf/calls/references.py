@@ -112,9 +112,7 @@ def _suggestion(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    if known:
-        return f"; available: {', '.join(sorted(known)[:8])}"
-    return ""
+    return f"; available: {', '.join(sorted(known)[:8])}" if known else ""
 
 
 def arguments_of(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

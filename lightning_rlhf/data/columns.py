@@ -345,9 +345,7 @@ def _hint(column: str, row: Row, mapping: Mapping[str, str]) -> str:
     likely = next((known[name] for name in (column, *_COMMON_NAMES.get(column, ())) if name in known), None)
     if likely is None:
         near = difflib.get_close_matches(column, map(str, row), n=1)
-        if near:
-            return f"; did you mean {near[0]!r}?"
-        return ""
+        return f"; did you mean {near[0]!r}?" if near else ""
     entries = ", ".join(f"{field}: {source}" for field, source in {**mapping, column: likely}.items())
     return f"; to use {likely!r}, set data.init_args.columns: {{{entries}}}"
 
@@ -417,9 +415,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    return type(value).__name__
+    return "null" if value is None else type(value).__name__
 
 
 def _ambiguity_message(candidates: FieldCandidates, pairs: Sequence[tuple[str, str]]) -> str:

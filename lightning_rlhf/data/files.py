@@ -233,9 +233,7 @@ def _json(path: str) -> LocatedRows:
 def _skip_separators(text: str, position: int) -> int:
     """Return the position after whitespace and commas."""
     match = _SEPARATORS.match(text, position)
-    if match is None:
-        return position
-    return match.end()
+    return position if match is None else match.end()
 
 
 def _tsv(path: str) -> LocatedRows:

@@ -89,9 +89,7 @@ def effective_fraction(mean: float, deviation: float) -> float:
         deviation: their standard deviation (divisor n).
     """
     square = mean**2 + deviation**2
-    if square != 0:
-        return mean**2 / square
-    return 0.0
+    return mean**2 / square if square != 0 else 0.0
 
 
 def mismatch_metrics(

@@ -252,6 +252,4 @@ def mean_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[
 
 def number_or_nan(value: float | None) -> float:
     """Return a number as a float, and NaN for None."""
-    if value is None:
-        return math.nan
-    return float(value)
+    return math.nan if value is None else float(value)

@@ -97,9 +97,7 @@ def without_tokens(head: Head, tokens: tuple[int, ...]) -> Head:
 
 def _number(config: object, name: str | None, default: float) -> float:
     value = None if name is None else getattr(config, name, None)
-    if value is None:
-        return default
-    return float(value)
+    return default if value is None else float(value)
 
 
 class ShortTextLogprobs(NamedTuple):

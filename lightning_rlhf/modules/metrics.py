@@ -85,9 +85,7 @@ class MeanAccumulator:
         if name not in self._totals:
             return None
         total, count = ranks.sum(self._totals[name]).tolist()
-        if count:
-            return total / count
-        return math.nan
+        return total / count if count else math.nan
 
     def _add_total(self, name: str, total: Tensor) -> None:
         self._totals[name] = self._totals[name] + total if name in self._totals else total

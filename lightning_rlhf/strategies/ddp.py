@@ -65,9 +65,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DD
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
         """Exchange gradients only with the last micro-batch."""
         super().accumulate(name, sync)
-        if sync:
-            return nullcontext()
-        return self._engines[name].no_sync()
+        return nullcontext() if sync else self._engines[name].no_sync()
 
     def teardown(self) -> None:
         """Drop the wrappers."""

@@ -55,9 +55,7 @@ def our_name(strategy: str, processes: int) -> str:
     """
     name = strategy.lower()
     if name == "auto":
-        if processes > 1:
-            return "rlhf_ddp"
-        return "rlhf_single"
+        return "rlhf_ddp" if processes > 1 else "rlhf_single"
     if name in ("single_device", "fsdp", "ddp"):
         return f"rlhf_{name.removesuffix('_device')}"
     if name in ("ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"):

@@ -41,16 +41,12 @@ def group() -> Any:
 
 def rank() -> int:
     """Return the rank of this process, in [0, world_size())."""
-    if is_distributed():
-        return dist.get_rank()
-    return 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
     """Return the number of processes."""
-    if is_distributed():
-        return dist.get_world_size()
-    return 1
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def from_all_ranks(value: T) -> list[T]:

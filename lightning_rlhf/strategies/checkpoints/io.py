@@ -105,9 +105,7 @@ def digest(path: Path) -> str:
 
 def _sums(path: Path) -> list[str]:
     file = path.with_name(path.name + ".sha256")
-    if file.is_file():
-        return file.read_text().split()
-    return []
+    return file.read_text().split() if file.is_file() else []
 
 
 def _write_sums(path: Path, digests: list[str]) -> None:

@@ -229,9 +229,7 @@ def _versions(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _earlier(path: Path) -> dict[str, dict[str, Any]]:
     """Return the versions in a folder's manifest; empty if it is missing or damaged."""
     try:
-        if exists(path):
-            return _versions(read(path))
-        return {}
+        return _versions(read(path)) if exists(path) else {}
     except ValueError:
         return {}
 

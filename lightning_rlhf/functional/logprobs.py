@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Float32, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_rlhf.functional.products import linear, linear_into, part_of
@@ -16,6 +16,16 @@ _GPU_CHUNK_BYTES = 512 << 20
 # Memory of the probabilities that are kept for the backward pass, which computes the others again.
 _CPU_KEEP_BYTES = 64 << 20
 _GPU_KEEP_BYTES = 512 << 20
+
+
+class Float32Logits(nn.Linear):
+    """A linear head whose results are float32 even where its inputs and its weight are bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the (..., V) logits of (..., H) hidden states."""
+        rows, weight, bias = in_one_dtype(input.flatten(0, -2), self.weight, self.bias)
+        out = torch.empty(len(rows), len(weight), device=rows.device, dtype=torch.float32)
+        return linear_into(out, rows, weight, bias).unflatten(0, input.shape[:-1])
 
 
 class ActorScores(Protocol):
@@ -47,16 +57,12 @@ class TokenScores(NamedTuple):
 
 def chunk_bytes_on(device_type: str) -> int:
     """Return the memory of the float32 logits that the head computes at a time on a type of device, bytes."""
-    if device_type == "cpu":
-        return _CPU_CHUNK_BYTES
-    return _GPU_CHUNK_BYTES
+    return _CPU_CHUNK_BYTES if device_type == "cpu" else _GPU_CHUNK_BYTES
 
 
 def keep_bytes_on(device_type: str) -> int:
     """Return the memory of the probabilities that the head keeps for its backward pass on a type of device, bytes."""
-    if device_type == "cpu":
-        return _CPU_KEEP_BYTES
-    return _GPU_KEEP_BYTES
+    return _CPU_KEEP_BYTES if device_type == "cpu" else _GPU_KEEP_BYTES
 
 
 def token_scores(logits: Float[Tensor, "*N V"], targets: Int[Tensor, "*N"], squares: bool = False) -> TokenScores:
@@ -88,19 +94,23 @@ def head_logits(
     scale: float,
     softcap: float | None,
     out: Float[Tensor, "N V"],
+    rounds_to: torch.dtype | None = None,
 ) -> Tensor:
     """Logits of hidden states: linear head, then the tanh cap and the constant scale that some architectures have.
 
     Args:
-        weight: weight of the head, of the dtype of ``hidden``.
+        hidden: of :func:`in_one_dtype`, as ``weight`` and ``bias``.
         scale: multiplies the capped logits: 1 / temperature.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None does not cap.
         out: memory of the result.
+        rounds_to: dtype to which the head's results are rounded; None keeps them in the dtype of ``out``.
 
     Returns:
         ``out``.
     """
     linear_into(out, hidden, weight, bias)
+    if rounds_to is not None:
+        out.copy_(out.to(rounds_to))
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)
     if scale == 1.0:
@@ -117,6 +127,7 @@ def chunked_token_scores(
     scale: float = 1.0,
     softcap: float | None = None,
     squares: bool = False,
+    float32_logits: bool = True,
     chunk_bytes: int | None = None,
     keep_bytes: int | None = None,
 ) -> TokenScores:
@@ -136,6 +147,7 @@ def chunked_token_scores(
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
+        float32_logits: whether a head in bfloat16 has float32 results, which are not rounded to bfloat16.
         chunk_bytes: largest memory of the float32 logits of a chunk; a chunk has at least one token. None is
             that of :func:`chunk_bytes_on`.
         keep_bytes: largest memory of the probabilities that are kept for the backward pass. None is that of
@@ -147,6 +159,7 @@ def chunked_token_scores(
     if len(hidden) != len(targets):
         raise ValueError(f"one target for each hidden state expected, got {len(targets)} for {len(hidden)}")
     device = hidden.device.type
+    rounds_to = None if float32_logits else _dtype_of_head(hidden)
     hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     chunk_bytes = chunk_bytes_on(device) if chunk_bytes is None else chunk_bytes
     keep_bytes = keep_bytes_on(device) if keep_bytes is None else keep_bytes
@@ -154,7 +167,7 @@ def chunked_token_scores(
     stored_tokens = 0
     if torch.is_grad_enabled() and softcap is None:
         stored_tokens = keep_bytes // (4 * len(weight))
-    options = (scale, softcap, squares, chunk, stored_tokens)
+    options = (scale, softcap, rounds_to, squares, chunk, stored_tokens)
     logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
     return TokenScores(logprobs, entropy, sums)
 
@@ -162,11 +175,19 @@ def chunked_token_scores(
 def in_one_dtype(
     hidden: Float[Tensor, "N H"], weight: Float[Tensor, "V H"], bias: Float[Tensor, "V"] | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states and a head in the dtype of the states, or in that of autocast."""
-    device, dtype = hidden.device.type, hidden.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    """Return hidden states and a head, rounded to the dtype of the states, or to that of autocast.
+
+    On a CPU, narrower values are in float32 memory: torch multiplies bfloat16 with float32 results on a GPU alone.
+    """
+    dtype = _dtype_of_head(hidden)
+    memory = torch.promote_types(dtype, torch.float32) if hidden.device.type == "cpu" else dtype
+    rounded = [None if tensor is None else tensor.to(dtype).to(memory) for tensor in (hidden, weight, bias)]
+    return rounded[0], rounded[1], rounded[2]  # type: ignore[return-value]
+
+
+def _dtype_of_head(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 class _HeadScores(torch.autograd.Function):
@@ -181,6 +202,7 @@ class _HeadScores(torch.autograd.Function):
         targets: Tensor,
         scale: float,
         softcap: float | None,
+        rounds_to: torch.dtype | None,
         squares: bool,
         chunk: int,
         stored_tokens: int,
@@ -194,7 +216,7 @@ class _HeadScores(torch.autograd.Function):
         for first in range(0, max(1, len(hidden)), chunk):
             part = slice(first, first + chunk)
             states, ids = hidden[part], targets[part]
-            logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
+            logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)], rounds_to=rounds_to)
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
             chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -216,7 +238,7 @@ class _HeadScores(torch.autograd.Function):
         logprobs, entropies, squared = zip(*parts, strict=True)
         outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(squared) if squares else None
         ctx.save_for_backward(hidden, weight, bias, targets, outputs[1])
-        ctx.options = scale, softcap, chunk
+        ctx.options = scale, softcap, rounds_to, chunk
         ctx.stored = stored
         ctx.set_materialize_grads(False)
         if squares:
@@ -228,7 +250,7 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: Tensor | None) -> Any:
         """Compute the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        scale, softcap, chunk = ctx.options
+        scale, softcap, rounds_to, chunk = ctx.options
         stored, ctx.stored = ctx.stored, None  # this pass overwrites it; a second one computes all again
         stored_tokens = 0 if stored is None else len(stored)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -245,7 +267,7 @@ class _HeadScores(torch.autograd.Function):
                 gradient = memory[part.start - begin : part.stop - begin]
                 slope = None
                 if first >= stored_tokens:
-                    logits = head_logits(hidden[part], weight, bias, scale, softcap, out=gradient)
+                    logits = head_logits(hidden[part], weight, bias, scale, softcap, out=gradient, rounds_to=rounds_to)
                     if softcap is not None:
                         slope = 1 - (logits / (scale * softcap)).square()
                     logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
@@ -271,7 +293,7 @@ class _HeadScores(torch.autograd.Function):
                 weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None, None
 
 
 def _memory(hidden: Tensor, weight: Tensor, tokens: int) -> Tensor:

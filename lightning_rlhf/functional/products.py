@@ -66,6 +66,10 @@ def linear_into(
         for begin in range(0, len(weight), width):
             part = slice(begin, begin + width)
             out[:, part].copy_(_onednn(states, weight[part], part_of(bias, part)))
+    elif states.device.type != "cpu" and out.itemsize > states.itemsize:
+        torch.mm(states, weight.T, out_dtype=out.dtype, out=out)  # sums in float32, which are not rounded to bfloat16
+        if bias is not None:
+            out.add_(bias)
     elif out.dtype != states.dtype:
         out.copy_(linear(states, weight, bias))
     elif bias is None:
@@ -77,9 +81,7 @@ def linear_into(
 
 def part_of(values: Tensor | None, part: slice) -> Tensor | None:
     """Return a part of values; None without values."""
-    if values is None:
-        return None
-    return values[part]
+    return None if values is None else values[part]
 
 
 def uses_onednn(states: Tensor, weight: Tensor) -> bool:

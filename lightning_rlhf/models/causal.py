@@ -32,18 +32,19 @@ class CausalLM(nn.Module):
 
     Args:
         lm: model, for example ``Qwen2ForCausalLM``.
+        float32_logits: argument of :func:`~lightning_rlhf.functional.logprobs.chunked_token_scores`.
 
     Raises:
         ValueError: the model has no output head.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, float32_logits: bool = True) -> None:
         super().__init__()
         if lm.get_output_embeddings() is None or backbone_of(lm) is None:
             raise UsageError(
                 f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
             )
-        self.lm = lm
+        self.lm, self.float32_logits = lm, float32_logits
         self.adapter_metadata: dict[str, str] = {}  # texts to store with adapters
         self.never_sampled: tuple[int, ...] = ()  # tokens that have no probability, such as those of images
         self.image_features: FeatureCache | None = None  # of a frozen image encoder
@@ -105,7 +106,8 @@ class CausalLM(nn.Module):
         if head.transform is not None:
             states = head.transform(states)
         scale = head.scale / temperature
-        tokens = Targets(states, targets.flatten()[scored], head, scale=scale, positions=scored, mask=mask, ranks=ranks)
+        wanted = targets.flatten()[scored]
+        tokens = Targets(states, wanted, head, self.float32_logits, scale, positions=scored, mask=mask, ranks=ranks)
         if of_targets is not None:
             return of_targets(tokens)
         scores = tokens.scores(slice(None), squares)
@@ -130,6 +132,7 @@ class Targets:
     Args:
         states: (N, H) hidden states.
         targets: (N,) int64 token ids.
+        float32_logits: argument of :func:`~lightning_rlhf.functional.logprobs.chunked_token_scores`.
         scale: factor of the logits.
         positions: (N,) int64 positions in the flat mask.
         mask: (B, T) bool.
@@ -139,6 +142,7 @@ class Targets:
     states: Tensor
     targets: Tensor
     head: Head
+    float32_logits: bool
     scale: float
     positions: Tensor
     mask: Tensor
@@ -163,6 +167,7 @@ class Targets:
             scale=self.scale,
             softcap=self.head.softcap,
             squares=squares,
+            float32_logits=self.float32_logits,
         )
 
     def spread(self, values: Tensor) -> Tensor:

@@ -80,6 +80,8 @@ class Pretrained:
         quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
             stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
         train_vision: whether the image encoder of a vision-language model is trained too, and not its text model only.
+        float32_logits: whether a head in bfloat16 has float32 results, here and in the engine, instead of such that are
+            rounded to bfloat16. The log-probabilities of the two then differ less.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
             for architectures with which it was not tested.
     """
@@ -91,6 +93,7 @@ class Pretrained:
     adapter: str | None = None
     quantization: Quantization | None = None
     train_vision: bool = False
+    float32_logits: bool = True
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
@@ -153,7 +156,8 @@ class Pretrained:
 
     def causal(self) -> CausalLM:
         """Load the language model."""
-        return CausalLM(self._with_adapters(self._load(language_model_class, self.hf_config(), optional=())))
+        lm = self._with_adapters(self._load(language_model_class, self.hf_config(), optional=()))
+        return CausalLM(lm, self.float32_logits)
 
     def scalar(self) -> ScalarModel:
         """Load the scalar model with the head in its files; for a language model, a head of zeros: all scores are 0.
@@ -287,6 +291,7 @@ class FromConfig:
         dtype: dtype of the parameters; None as for :class:`Pretrained`.
         lora: adapters to train in place of the weights; None trains the weights.
         train_vision: argument of :class:`Pretrained`.
+        float32_logits: argument of :class:`Pretrained`.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -294,6 +299,7 @@ class FromConfig:
     dtype: Dtype | None = None
     lora: LoRA | None = None
     train_vision: bool = False
+    float32_logits: bool = True
 
     def __post_init__(self) -> None:
         _check_vision(self)
@@ -327,7 +333,8 @@ class FromConfig:
 
     def causal(self) -> CausalLM:
         """Build the language model."""
-        return CausalLM(_adapted(self._build(language_model_class, self.hf_config()), self.lora, self.train_vision))
+        lm = _adapted(self._build(language_model_class, self.hf_config()), self.lora, self.train_vision)
+        return CausalLM(lm, self.float32_logits)
 
     def scalar(self) -> ScalarModel:
         """Build the scalar model with a zero head."""
@@ -384,9 +391,7 @@ def with_dtype(source: ModelSource, is_trained: bool, mixed: bool) -> ModelSourc
 
 def as_source(source: str | ModelSource) -> ModelSource:
     """Convert a string to ``Pretrained(path=...)``; return a source unchanged."""
-    if isinstance(source, str):
-        return Pretrained(source)
-    return source
+    return Pretrained(source) if isinstance(source, str) else source
 
 
 def save_architecture(source: ModelSource, directory: str | Path) -> None:
@@ -398,6 +403,7 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
     """
     config = source.hf_config()
     config.dtype = torch_dtype(source)
+    config.head_dtype = "float32" if source.float32_logits else "model"  # read by vLLM
     config.save_pretrained(directory)
 
 

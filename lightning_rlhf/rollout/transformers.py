@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     GenerationConfig,
@@ -20,6 +20,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from typing_extensions import override
 
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.functional.logprobs import Float32Logits
 from lightning_rlhf.images import ImageProcessor, TextImages, reader
 from lightning_rlhf.models.attention import set_attention
 from lightning_rlhf.models.classes import language_model_class
@@ -51,6 +52,9 @@ class TransformersEngine(RolloutEngine):
         with torch.random.fork_rng(devices=[]):
             auto = language_model_class(config)
             model = auto.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
+        head = model.get_output_embeddings()
+        if setup.dtype != "float32" and config.head_dtype == "float32" and type(head) is nn.Linear:
+            head.__class__ = Float32Logits
         model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 

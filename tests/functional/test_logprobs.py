@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_rlhf.functional import logprobs as module
 from lightning_rlhf.functional.logprobs import (
+    Float32Logits,
     chunk_bytes_on,
     chunked_token_scores,
     head_logits,
@@ -191,9 +192,9 @@ def chunk_sizes(monkeypatch):
     """The number of rows of logits in each call of the head."""
     sizes = []
 
-    def spy(hidden, *arguments, out):
+    def spy(hidden, *arguments, **options):
         sizes.append(len(hidden))
-        return head_logits(hidden, *arguments, out=out)
+        return head_logits(hidden, *arguments, **options)
 
     monkeypatch.setattr(module, "head_logits", spy)
     return sizes
@@ -249,13 +250,49 @@ def test_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     assert hidden.grad.isfinite().all()
 
 
+def test_head_in_bfloat16_has_the_float32_log_probabilities_of_its_rounded_values():
+    """Peaked distributions: where logits are rounded to bfloat16, one of 20 is up to 0.06 off."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 32, generator=generator), torch.randn(200, 32, generator=generator)
+    targets = (hidden @ weight.T).argmax(-1)
+    low = [tensor.bfloat16() for tensor in (hidden, weight)]
+    exact = (low[0].double() @ low[1].double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    scores = chunked_token_scores(*low, None, targets)
+    assert_close(scores.logprobs, exact, rtol=0, atol=2e-5)
+    rounded = (low[0].float() @ low[1].float().T).bfloat16()
+    expected = rounded.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (expected - exact).abs().max() > 0.01
+    scores = chunked_token_scores(*low, None, targets, float32_logits=False)
+    assert_close(scores.logprobs, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_in_bfloat16_writes_no_bfloat16_logits_on_a_gpu(bias, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it does not know "meta"
+    with Dtypes(200) as dtypes:
+        hidden = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+        weight = torch.empty(200, 32, dtype=torch.bfloat16, device="meta")
+        bias = torch.empty(200, dtype=torch.bfloat16, device="meta") if bias else None
+        with torch.no_grad():
+            chunked_token_scores(hidden, weight, bias, torch.empty(64, dtype=torch.long, device="meta"))
+    assert dtypes.of_logits == {torch.float32}
+
+
+def test_plain_head_with_float32_results():
+    head = torch.nn.Linear(32, 50).bfloat16().requires_grad_(False)
+    head.__class__ = Float32Logits
+    states = torch.randn(2, 3, 32).bfloat16()
+    expected = torch.nn.functional.linear(*(tensor.double() for tensor in (states, head.weight, head.bias)))
+    assert_close(head(states), expected, atol=1e-6)
+
+
 def test_head_under_autocast_computes_in_bfloat16_and_adds_gradients_in_float32():
     hidden, weight, bias, targets = _head(64, seed=8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(4, weight)).logprobs
     assert actual.dtype == torch.float32
     low = [tensor.detach().bfloat16() for tensor in (hidden, weight, bias)]
-    logits = torch.nn.functional.linear(*low).float()
+    logits = torch.nn.functional.linear(*(tensor.float() for tensor in low))
     assert_close(actual, token_scores(logits, targets).logprobs, atol=1e-5)
     gradients = torch.autograd.grad(actual.sum(), (hidden, weight, bias))
     rounded = [tensor.double().requires_grad_() for tensor in low]
@@ -301,6 +338,20 @@ def test_entropies_of_a_large_vocabulary_are_accurate():
     assert_close(scores.sum_pi_squared, (2 * every).exp().sum(-1), rtol=2e-6, atol=0)
 
 
+class Dtypes(TorchDispatchMode):
+    """Collects the dtypes of (64, V) tensors that kernels write."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.shape, self.of_logits = (64, vocabulary), set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        outputs = function(*arguments, **(keywords or {}))
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        self.of_logits |= {tensor.dtype for tensor in tensors if tensor.shape == self.shape}
+        return outputs
+
+
 class MovedBytes(TorchDispatchMode):
     """Counts the bytes that kernels read and write; views and allocations move none."""
 
@@ -320,15 +371,16 @@ class MovedBytes(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_head_is_read_for_chunks_of_hundreds_of_tokens_on_a_gpu():
+def test_head_is_read_for_chunks_of_hundreds_of_tokens_on_a_gpu(monkeypatch):
     """Counted for a 7B model and 16,384 tokens in bfloat16 without a backward pass, which needs a GPU."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it does not know "meta"
     tokens, vocabulary, width = 16_384, 152_064, 3_584
     moved = {}
-    for device in ("cpu", "cuda"):
+    for device, place in (("cpu", "cpu"), ("cuda", "meta")):  # torch for CPUs has no graph of tensors on a GPU
         with FakeTensorMode():
-            hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-            weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
-            targets = torch.empty(tokens, dtype=torch.long)
+            hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device=place, requires_grad=True)
+            weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device=place, requires_grad=True)
+            targets = torch.empty(tokens, dtype=torch.long, device=place)
             sizes = {"chunk_bytes": chunk_bytes_on(device), "keep_bytes": keep_bytes_on(device)}
             with MovedBytes() as counted:
                 chunked_token_scores(hidden, weight, None, targets, **sizes).logprobs.sum().backward()

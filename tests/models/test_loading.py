@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,9 @@ def test_architecture_is_sufficient_to_build_the_model(tmp_path, dtype):
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert written["dtype"] == dtype
     assert written["head_dim"] == 32
+    assert written["head_dtype"] == "float32"
+    save_architecture(replace(TinyModel(dtype=dtype), float32_logits=False), tmp_path / "rounded")
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["head_dtype"] == "model"
 
 
 @pytest.mark.parametrize("shown", [True, False])

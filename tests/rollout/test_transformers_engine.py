@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import SeededSampler, TransformersEngine
 from lightning_rlhf.types import SamplingParams
-from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
+from tests.rollout.engines import (
+    ARCHITECTURE,
+    END,
+    greedy,
+    largest_gap,
+    parameters_of,
+    prompts_of,
+    pushed,
+    setup_of,
+    source_of,
+)
 
 
 @pytest.fixture
@@ -191,6 +202,20 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path):
     assert engine.first_difference(parameters_of(actor)) is None
     completions = generate(engine, [[5, 6]] * 4, SamplingParams(8), range(4))
     assert largest_gap(actor, [[5, 6]] * 4, completions) < 0.1
+
+
+@pytest.mark.parametrize("float32_logits", [True, False])
+def test_logits_of_engine_and_actor_are_rounded_alike(tmp_path, float32_logits):
+    """Peaked distributions, whose log-probs are 0.01 nats and more off where one of the two rounds its logits."""
+    architecture = {**ARCHITECTURE, "initializer_range": 0.5}
+    source = FromConfig(architecture, seed=0, dtype="bfloat16", float32_logits=float32_logits)
+    engine = TransformersEngine()
+    engine.start(setup_of(source, tmp_path))
+    actor, prompts = pushed(engine, source), [[first, 3, 60 - first] for first in range(3, 51)]  # nothing is padded
+    completions = generate(engine, prompts, SamplingParams(1), range(48))
+    gap = largest_gap(actor, prompts, completions)
+    actor.float32_logits = not float32_logits
+    assert gap < largest_gap(actor, prompts, completions) / 2
 
 
 def test_engine_can_be_restarted_and_closed_twice(engine, tmp_path):

@@ -23,7 +23,7 @@ import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.expected_errors import EngineDied
-from lightning_rlhf.models.loading import save_architecture
+from lightning_rlhf.models.loading import FromConfig, save_architecture
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
@@ -34,6 +34,7 @@ from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import (
+    ARCHITECTURE,
     END,
     MAX_TOKENS,
     greedy,
@@ -289,6 +290,15 @@ def test_close_leaves_no_process(engines):
     assert not any(member.is_running() for member in family)
     with pytest.raises(RuntimeError, match="not running"):
         generate(engine, [[5]], SamplingParams(1), [0])
+
+
+@pytest.mark.parametrize(("float32_logits", "dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_vllm_reads_the_dtype_of_the_logits(float32_logits, dtype, tmp_path):
+    config = pytest.importorskip("vllm.config")
+    source = FromConfig(ARCHITECTURE, dtype="bfloat16", float32_logits=float32_logits)
+    setup_of(source, tmp_path)
+    model = config.ModelConfig(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    assert model.head_dtype == getattr(torch, dtype)
 
 
 # -- further engines, each started separately --------------------------------------------------------------------------

@@ -221,6 +221,7 @@ class VLLMServerEngine(RolloutEngine):
         if remedy is not None:
             raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {remedy}")
         self._compare_models(server, model)
+        self._compare_heads(server, config["model_config"])
         if self._push is None:
             self._backend = backend
             self._push = WeightPush(TRANSPORTS[backend](), has_images=self._setup.processor is not None)
@@ -286,6 +287,23 @@ class VLLMServerEngine(RolloutEngine):
                     f"the vLLM server at {server.url} serves another model, {name}: its {key} is {theirs.get(key)}, "
                     f"but the actor's is {ours.get(key)}; start it with the actor's model"
                 )
+
+    def _compare_heads(self, server: VLLMServer, model: dict[str, Any]) -> None:
+        """Warn if a server in bfloat16 rounds its logits, and the actor does not, or the reverse.
+
+        Args:
+            model: settings of its model.
+        """
+        ours = getattr(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "head_dtype", "model")
+        overrides = model.get("hf_overrides") or {}
+        theirs = overrides.get("head_dtype", "model") if isinstance(overrides, dict) else ours
+        if self._setup.dtype != "float32" and theirs != ours:
+            log.warning(
+                "The head of the vLLM server at %s has logits of another dtype (%s) than the actor's (%s), so that "
+                "their log-probabilities differ more than they need to: start it with --hf-overrides "
+                "'{\"head_dtype\": \"%s\"}', or set float32_logits of the actor",
+                server.url, theirs, ours, ours,
+            )  # fmt: skip
 
     @override
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:

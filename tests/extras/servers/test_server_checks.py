@@ -49,6 +49,19 @@ def test_server_with_long_rope_factors_for_long_texts_is_rejected(stub, tmp_path
         engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=ORIGINAL + 1))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "warns"),
+    [("bfloat16", {}, True), ("bfloat16", {"head_dtype": "float32"}, False), ("float32", {}, False)],
+)
+def test_server_that_rounds_logits_is_named_with_the_option(stub, tmp_path, caplog, dtype, overrides, warns):
+    stub.config["model_config"] |= {"dtype": f"torch.{dtype}", "hf_overrides": overrides}
+    engine = VLLMServerEngine(stub.url, timeout=20)
+    engine.start(setup_of(replace(source_of(), dtype=dtype), tmp_path / "ours"))
+    engine.wait()
+    engine.close()
+    assert ('start it with --hf-overrides \'{"head_dtype": "float32"}\'' in caplog.text) == warns
+
+
 def test_server_that_accepts_no_weights_is_rejected(start_engine, stub):
     stub.config["weight_transfer_config"] = None
     with pytest.raises(ValueError, match="the backend shared_memory or nccl, not None"):

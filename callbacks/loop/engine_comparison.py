@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,20 @@ from lightning_rlhf.rollout.sampler import ResponseSampler
 from lightning_rlhf.rollout.source import StepRequests
 from lightning_rlhf.types import Completion, Prompt, PromptBatch, PromptImages, Rollout, SamplingParams, TokenPrompt
 
+log = logging.getLogger("lightning_rlhf")
 _MEAN_SHARE = 1 / 20  # bound of the mean difference of log-probs, as a fraction of the bound for 99 of 100 tokens
-# Bounds for 99 of 100 tokens and of the mean, nats. Those of float32 on a GPU were not measured. On a CPU, SmolLM2-135M
-# in bf16-mixed differs from the engine's bfloat16 by 0.037 to 0.057 on average, and by 0.23 or more if one of the
-# matrices of its layers is lost.
-_BOUNDS = {("float32", "cpu"): (1e-3, 5e-5), ("bfloat16", "cpu"): (1.0, 0.1), ("float32", "cuda"): (1e-2, 5e-4)}
-_BFLOAT16_BOUNDS = (1.0, 0.05)
+# Differences for 99 of 100 tokens and of the mean, nats: above the first pair the transfer of the weights is proven
+# again, above the second the run ends in any case. On a CPU, SmolLM2-135M in bf16-mixed differs from the engine's
+# bfloat16 by 0.03 to 0.06 on average, and by 0.23 or more if one of the matrices of its layers is lost. Nothing was
+# measured on a GPU, where a right run must not end because of a guess.
+_BOUNDS = {
+    ("float32", "cpu"): ((1e-3, 5e-5), (1e-3, 5e-5)),
+    ("float32", "cuda"): ((1e-2, 5e-4), (1.0, 0.05)),
+    ("bfloat16", "cpu"): ((1.0, 0.1), (5.0, 0.5)),
+    ("bfloat16", "cuda"): ((1.0, 0.1), (5.0, 0.5)),
+}
+_OTHER_BOUNDS = ((1.0, 0.1), (5.0, 0.5))  # of other devices
+_LARGER = 1.5  # a mean this many times that of the last proof asks for another
 _IMAGE_TEXT_TOKENS = 512  # longest text with images
 _TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
 _COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
@@ -74,50 +83,60 @@ def check_first_rows(
 def check_gaps(
     engine: RolloutEngine, module: RLHFModule, gaps: Tensor, max_logprob_diff: float | None, version: int
 ) -> None:
-    """Raise an error if log-probabilities of engine and actor differ too much. All ranks.
+    """Prove the transfer of weights at the first push and where log-probs differ unusually. All ranks.
 
     Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
-    nat, while a lost weight changes most tokens.
+    nat, while a lost weight changes most tokens. An engine that holds all weights may compute differently: up to a
+    gross bound, the difference is logged, and the run continues.
 
     Args:
         engine: engine, to which the actor's current weights were pushed.
         module: module with the actor.
         gaps: (N,) absolute differences of the log-probs of engine and actor of this rank's tokens, nats.
-        max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
-            both by dtype and device.
+        max_logprob_diff: bound of the 99th percentile, nats, above which the run ends; the bound of the mean is a
+            twentieth of it. None selects both by dtype and device.
         version: version of the policy that both computed with: the number of steps before its push.
 
     Raises:
-        RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
+        RuntimeError: the engine does not hold the actor's weights, or the gross bound is exceeded on any rank; the
+            message names the first parameter that differs.
     """
     # Reduced over ranks, so that all ranks raise or none does.
     mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps).to(module.device)).tolist()
     dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
-    bound, mean_bound = _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUNDS)
+    usual, gross = _BOUNDS.get((dtype, module.device.type), _OTHER_BOUNDS)
     if max_logprob_diff is not None:
-        bound, mean_bound = max_logprob_diff, max_logprob_diff * _MEAN_SHARE
-    if mean <= mean_bound and percentile <= bound:
+        usual = gross = (max_logprob_diff, max_logprob_diff * _MEAN_SHARE)
+
+    def within(bounds: tuple[float, float]) -> bool:
+        return percentile <= bounds[0] and mean <= bounds[1]
+
+    if engine.proven_gap is not None and (within(usual) or (within(gross) and mean <= _LARGER * engine.proven_gap)):
         return
-    roles = module.role_strategy
-    if engine.traits.swaps_adapters:
-        parameters = roles.iter_adapters("actor")
-    else:
-        parameters = roles.iter_full_params("actor")
+    adapters = engine.traits.swaps_adapters
+    parameters = (module.role_strategy.iter_adapters if adapters else module.role_strategy.iter_full_params)("actor")
     name = engine.first_difference(parameters)
     deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
-    if name:
-        cause = f"the first parameter that differs is {name}"
-    else:
-        cause = (
-            "all weights of the last push were transferred correctly, so the engine damaged them or computes "
-            "differently: set precision to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is "
-            "allowed a twentieth of it)"
-        )
-    raise RunError(
-        f"engine and actor have the same weights, but after the push of step {version} their log-probabilities of the "
-        f"same tokens differ by {mean:.3g} nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th "
-        f"percentile (allowed: {bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
+    engine.proven_gap = mean
+    figures = (
+        f"after the push of step {version} their log-probabilities of the same tokens differ by {mean:.3g} nats on "
+        f"average (allowed: {gross[1]:g}) and {percentile:.3g} at the 99th percentile (allowed: {gross[0]:g}, "
+        f"max_logprob_diff), {largest:.3g} at most"
     )
+    if name is not None:
+        raise RunError(
+            f"the engine does not hold the actor's weights: {figures}: the first parameter that differs is {name}"
+        )
+    if not within(gross):
+        raise RunError(
+            f"engine and actor have the same weights, but {figures}: all weights of the last push were transferred "
+            f"correctly, so the engine computes differently: set precision to 32-true to compare, or raise "
+            f"max_logprob_diff of RolloutLoop (the mean is allowed a twentieth of it)"
+        )
+    if not within(usual):
+        log.warning(
+            "Engine and actor have the same weights, but %s; usual is at most %g on average.", figures, usual[1]
+        )
 
 
 def gap_statistics(gaps: Tensor) -> Tensor:

@@ -50,9 +50,10 @@ class RolloutLoop(RolloutSettings, Callback):
         validate_at_ends: whether to validate before the first and after the last step.
         check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
             sync; 0 disables the check.
-        max_logprob_diff: bound of that difference for 99 of 100 tokens, nats; the mean over all tokens must be at most
-            a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 on a GPU; 1 in bfloat16, where the mean may be
-            0.1 on a CPU. Raise it for a mixture of experts, whose routers amplify rounding.
+        max_logprob_diff: bound of that difference for 99 of 100 tokens, nats, above which the run ends; the mean over
+            all tokens must be at most a twentieth of it. None is 1e-3 in float32 on a CPU; in bfloat16 and on a GPU a
+            mean difference above 0.1 (in float32 0.0005) is logged if the engine holds the actor's weights, and ends
+            the run from 0.5 (0.05) on. Raise it for a mixture of experts, whose routers amplify rounding.
         stop_token_ids: tokens that end a response in addition to the tokenizer's end token.
         dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
         max_staleness: number of steps by which the weights that sampled a token may be older than those that the step

@@ -269,13 +269,13 @@ def _clipping(history: RunHistory) -> _Failure | None:
 
 def _engine(history: RunHistory) -> _Failure | None:
     difference = history.mean("rollout/logprob_diff_mean", 3)
-    if not difference > 0.05:
+    if not difference > 0.1:
         return None
     return (
         "rollout/logprob_diff_mean",
         difference,
-        0.05,
-        f"log-probabilities of engine and actor differ by {difference:.2g} nats per token in 3 steps (above 0.05): the "
+        0.1,
+        f"log-probabilities of engine and actor differ by {difference:.2g} nats per token in 3 steps (above 0.1): the "
         "engine samples from another policy than the one that learns",
         "Set the same dtype for both, or a correction (correction: RolloutCorrection)",
     )

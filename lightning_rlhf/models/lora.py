@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -73,6 +74,11 @@ class LoRA:
             raise UsageError(f"lora: dropout must be at least 0 and below 1, got {self.dropout}")
         if importlib.util.find_spec("peft") is None:
             raise MissingPackageError("lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'")
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def add_to(self, lm: PreTrainedModel) -> None:
         """Freeze a model and add float32 adapters to the linear layers of its backbone.

@@ -482,6 +482,4 @@ def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:
 
 
 def _indented(trace: str) -> str:
-    if trace:
-        return f"\n{trace}"
-    return ""
+    return f"\n{trace}" if trace else ""

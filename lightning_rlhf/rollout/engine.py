@@ -133,6 +133,7 @@ class RolloutEngine(ABC):
     """
 
     serves_several_ranks = False  # whether an engine of this class can be shared by ranks by itself
+    proven_gap: float | None = None  # mean gap of log-probs, nats, when a run last proved the transfer of weights
     group: RankGroup | None = None  # the ranks that share the engine, from start() on; None for one rank
 
     @property

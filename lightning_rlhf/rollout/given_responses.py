@@ -51,9 +51,7 @@ class GivenResponses:
         """Return the fraction of the prompts of a source whose responses are sampled."""
         if not isinstance(self.on_policy, dict):
             return self.on_policy
-        if source is None:
-            return 1.0
-        return self.on_policy.get(source, 1.0)
+        return 1.0 if source is None else self.on_policy.get(source, 1.0)
 
     def check(self, data: PromptDataModule, max_response_tokens: int) -> None:
         """Validate the sources, and the responses in the training rows.

@@ -148,7 +148,7 @@ def test_lost_weight_raises_an_error_with_its_name(run):
     name = "model.layers.1.self_attn.v_proj.weight"
     made = run(loop={"engine": Stale(name), "check_rows": 2})
     with pytest.raises(
-        RuntimeError, match=r"engine and actor have the same weights, but after the push of step 1 their"
+        RuntimeError, match=r"the engine does not hold the actor's weights: after the push of step 1 their"
     ) as error:
         made.fit()
     assert "(allowed: 0.001, max_logprob_diff)" in str(error.value)

@@ -103,7 +103,7 @@ def test_engine_check_of_a_run_reports_the_lost_weight(engines, fault, tmp_path,
     fault.write_text(f"skip {name}")
     engine = VLLMEngine(arguments={"worker_extension_cls": "tests.rollout.forgetful.Forgetful"})
     try:
-        with pytest.raises(RuntimeError, match="engine and actor have the same weights, but") as error:
+        with pytest.raises(RuntimeError, match="the engine does not hold the actor's weights: after") as error:
             Run(tmp_path, loop={"engine": engine, "check_rows": 2, "validate_at_ends": False}).fit()
     finally:
         fault.write_text("nothing")

@@ -1,6 +1,7 @@
 """vLLM for an actor with adapters, merged or swapped: it computes the same as the merged model in transformers."""
 
 import copy
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -150,6 +151,28 @@ def test_wrong_adapter_is_reported(start):
     actor.lm.get_parameter(name).data[3, 1] += 1e-6
     assert engine.first_difference(named_tensors(actor, is_adapter)) == name
     assert engine.first_difference([]) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lost", ["nothing", "scale", "layer"])
+def test_adapters_that_vllm_loses_in_part_are_noticed(lost, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGETFUL", lost)
+    source = replace(TIED, dtype=dtype)
+    engine = VLLMAdapterEngine(
+        arguments={"worker_extension_cls": "tests.rollout.forgetful_adapters.ForgetfulOfAdapters"}
+    )
+    engine.start(replace(setup_of(source, tmp_path), lora=LORA))
+    actor = adapted(source, 1)
+    try:
+        engine.update_weights(base_of(adapted(source, 0)), 0)
+        engine.update_adapters(named_tensors(actor, is_adapter), 1)
+        generate(engine, [[5, 6]], GREEDY, [0])  # vLLM uses an adapter from the first request on
+        found = engine.first_difference(named_tensors(actor, is_adapter))
+    finally:
+        engine.close()
+    assert (found is None) == (lost == "nothing")
+    assert found is None or re.match(r"the adapters' lora_[AB], of which vLLM holds a sum of", found)
 
 
 @pytest.mark.slow

@@ -144,16 +144,23 @@ class VLLMCore:
         self._engine.set_weight_version(str(version))
 
     def first_lost(self, weights: dict[str, Any]) -> str | None:
-        """Load the same weights again and check that all of them are read.
+        """Load the same weights again and check that all of them are read, and were there before.
 
         Returns:
-            Name of the first parameter that is not read completely; None if all are, as far as known.
+            Name of the first parameter that is not read completely, or vLLM's name of one whose value changed; None if
+            all are right, as far as known.
         """
-        counts = self._llm.collective_rpc("trace_weights", kwargs=weights)
+        counts, changed = zip(*self._llm.collective_rpc("trace_weights", kwargs=weights), strict=True)
         slots = [Slot(**slot) for slot in weights["layout"]]
         # Tensor-parallel workers each read a part of a parameter, and replicate some parameters.
         complete = [sum(by_worker) >= slot.numel for slot, *by_worker in zip(slots, *counts, strict=True)]
-        return next((slot.name for slot, is_read in zip(slots, complete, strict=True) if not is_read), None)
+        lost = next((slot.name for slot, is_read in zip(slots, complete, strict=True) if not is_read), None)
+        return lost or next(filter(None, changed), None)
+
+    def adapter_sums(self) -> list[float]:
+        """Return the sums of absolute values of the adapters in the first worker."""
+        sums: list[float] = self._llm.collective_rpc("adapter_sums")[0]
+        return sums
 
     def add(self, requests: list[dict[str, Any]]) -> None:
         """Queue requests; if one is rejected, abort all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,7 @@ from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check
 from lightning_rlhf.types import Completion, SamplingParams, TokenPrompt
 
 log = logging.getLogger(__name__)
+_ADAPTER_ROUNDING = 1e-3  # of the sum of all adapters in bfloat16; one of 300 layers is a third of a percent
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
 
 
@@ -509,9 +511,22 @@ class VLLMAdapterEngine(VLLMEngine):
         self._swapped = None
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Return the name of the first adapter tensor that differs from the last push; None if all are equal."""
+        """Return the name of the first adapter tensor that differs from the last push; None if all are equal.
+
+        What vLLM holds is compared by sums of all adapters, unless tensor-parallel workers have parts of them.
+        """
         pushed = dict(self._pushed)
         for name, tensor in parameters:
             if name not in pushed or not torch.equal(pushed.pop(name), tensor.cpu()):
                 return name
-        return next(iter(pushed), None)
+        if pushed or self._tensor_parallel_size > 1:
+            return next(iter(pushed), None)
+        asked = self._running.command("adapter_sums")
+        (reply,) = self._running.results([asked], "the sums of the engine's adapters")
+        scale, dtype = self._lora.scaling, getattr(torch, self._dtype)
+        for kind, factor, held in zip(("lora_A", "lora_B"), (1.0, scale), reply["sums"], strict=True):
+            tensors = [tensor.to(dtype) * factor for name, tensor in self._pushed.items() if f".{kind}." in name]
+            expected = sum(float(tensor.abs().sum(dtype=torch.float64)) for tensor in tensors)
+            if not math.isclose(held, expected, rel_tol=_ADAPTER_ROUNDING):
+                return f"the adapters' {kind}, of which vLLM holds a sum of {held:.6g} instead of {expected:.6g}"
+        return None

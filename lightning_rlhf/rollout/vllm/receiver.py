@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_rlhf.entry_points import the_offered
 from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
 
+_STACKS = ("lora_a_stacked", "lora_b_stacked")  # of vLLM's layers with adapters: a tensor for each part of a layer
 _PROBED_COLUMNS = 64  # enough to detect a copy of old weights, which differ in every column
 
 
@@ -20,6 +21,7 @@ class WeightReceiver:
     """Methods that vLLM adds to its worker class."""
 
     model_runner: Any
+    compute_weight_checksums: Any  # method of vLLM's worker: SHA-256 of each weight by its name
     reload_weights: Any  # method of vLLM's worker; it also activates vLLM's configuration, which some kernels read
     device: torch.device
     vllm_config: Any
@@ -83,17 +85,25 @@ class WeightReceiver:
         repack(runner.model)
         self._buffer = None
 
-    def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:
-        """Load all parameters again and count the elements that are read.
+    def adapter_sums(self) -> list[float]:
+        """Return the sums of the absolute values of A and of the scaled B of all adapters."""
+        layers = list(self.model_runner.model.modules())
+        stacks = [[part for layer in layers for part in getattr(layer, name, ())] for name in _STACKS]
+        return [sum(float(part.abs().sum(dtype=torch.float64)) for part in parts) for parts in stacks]
+
+    def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> tuple[list[int], str | None]:
+        """Load all parameters again, count the elements that are read, and compare the weights of before and after.
 
         Returns:
-            Number of elements read of each parameter.
+            Number of elements read of each parameter, and vLLM's name of the first weight that was another before.
         """
         assert self._memory is not None
+        held = self.compute_weight_checksums()
         trace = _Trace(self.model_runner.model, self._memory, [slot["offset"] for slot in layout])
         with trace:
             self.receive_weights(path, nbytes, layout)
-        return trace.counts()
+        loaded = self.compute_weight_checksums()
+        return trace.counts(), next((name for name in loaded if held.get(name) != loaded[name]), None)
 
 
 class _Trace(TorchDispatchMode):

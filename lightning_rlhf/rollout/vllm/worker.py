@@ -5,9 +5,9 @@ wait for them, so the completions of a request do not depend on when later weigh
 are loaded at once: unfinished responses continue with them, or end if ``cut`` is set.
 
 Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffers``, ``load_part``,
-``finish_parts``, ``swap``, ``sleep``, ``trace``, ``images``, ``add``, ``close``. To the trainer: ``ready``,
-``finished``, ``reply``, ``error`` (a command failed), ``alive`` (at intervals while it computes), ``fatal`` (the engine
-failed and the process ends).
+``finish_parts``, ``swap``, ``sleep``, ``trace``, ``adapter_sums``, ``images``, ``add``, ``close``. To the trainer:
+``ready``, ``finished``, ``reply``, ``error`` (a command failed), ``alive`` (at intervals while it computes), ``fatal``
+(the engine failed and the process ends).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from lightning_rlhf.processes.child import end_with_parent
 
 _ALIVE_SECONDS = 10.0
-_NEED_IDLE_ENGINE = ("load", "open_buffers", "load_part", "finish_parts", "swap", "sleep", "trace")
+_NEED_IDLE_ENGINE = ("load", "open_buffers", "load_part", "finish_parts", "swap", "sleep", "trace", "adapter_sums")
 
 
 def main(descriptor: int) -> int:
@@ -96,6 +96,8 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
             core.swap(message["adapter"], message["version"])
         elif kind == "sleep":
             core.sleep()
+        elif kind == "adapter_sums":
+            reply["sums"] = core.adapter_sums()
         elif kind == "trace":
             reply["lost"] = core.first_lost(message["weights"])
         send("reply", id=message["id"], **reply)

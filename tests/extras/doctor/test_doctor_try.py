@@ -50,7 +50,7 @@ def test_engine_that_loses_weights_is_a_fault(without_vllm, monkeypatch):
     for name in ("PPO in 32-true", "PPO in bf16-mixed"):
         _, finding, fault = doctor_try.run_check(name)
         assert finding == "failed"
-        assert "RunError: engine and actor have the same weights, but" in fault
+        assert "RunError: the engine does not hold the actor's weights: after" in fault
 
 
 @pytest.mark.parametrize("error", [TypeError, AssertionError, KeyError, AttributeError, RuntimeError])

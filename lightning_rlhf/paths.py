@@ -35,9 +35,7 @@ def describe_missing_path(text: str) -> str:
     if "$" in text:
         message += "; variables are not replaced by their values"
     similar = _similar_path(path, text)
-    if similar:
-        return f"{message}; did you mean {similar!r}?"
-    return message
+    return f"{message}; did you mean {similar!r}?" if similar else message
 
 
 def hub_error_message(text: str, error: Exception) -> str:

@@ -67,6 +67,4 @@ class RunHistory:
 def values_of(rows: Sequence[Row], metric: str) -> list[float]:
     """Return the values of a metric; an empty list if one is missing or NaN."""
     values = [row.get(metric, math.nan) for row in rows]
-    if any(math.isnan(value) for value in values):
-        return []
-    return values
+    return [] if any(math.isnan(value) for value in values) else values

@@ -14,9 +14,7 @@ _DEEPEST = 50  # levels of nested lists and mappings in a file; more than this i
 def finite(value: Any) -> Any:
     """Replace NaN and infinite numbers by None, also in nested lists and mappings, whose names become texts."""
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(name): finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -59,9 +57,7 @@ def number(value: Any) -> float | None:
         converted = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:  # an integer beyond the range of floats
         return None
-    if math.isfinite(converted):
-        return converted
-    return None
+    return converted if math.isfinite(converted) else None
 
 
 def rounded(value: float | None) -> float | None:

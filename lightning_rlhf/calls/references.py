@@ -60,9 +60,7 @@ def as_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ValueError: as of :func:`load_function`.
     """
-    if isinstance(function, str):
-        return load_function(function)
-    return function
+    return load_function(function) if isinstance(function, str) else function
 
 
 def _load_module(name: str) -> ModuleType:

@@ -42,9 +42,7 @@ def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
         except ExpectedError as error:
             if message := unprinted(str(error)):
                 print(f"lightning-rlhf: {message}", file=sys.stderr)
-            if isinstance(error, CLIError):
-                return error.code
-            return 2
+            return error.code if isinstance(error, CLIError) else 2
 
     return run
 

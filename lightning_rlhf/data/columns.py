@@ -101,9 +101,7 @@ class Fields:
 
     def get(self, field: str) -> Any:
         """Return the value of a field, or None if the row does not have it."""
-        if field in self.names:
-            return self[field]
-        return None
+        return self[field] if field in self.names else None
 
     def text(self, field: str) -> str:
         """Return the text of a field.

@@ -53,9 +53,7 @@ def without_nulls(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def has_nulls(value: Any) -> bool:

@@ -302,6 +302,4 @@ def _unicode(text: str) -> str:
 
 def _shown(value: Any) -> str:
     shown = repr(value)
-    if len(shown) <= 80:
-        return shown
-    return shown[:80] + "..."
+    return shown if len(shown) <= 80 else shown[:80] + "..."

@@ -262,9 +262,7 @@ async def _evaluate_within_limit(
     if not done:
         call.cancel()
         return _timeout_failure(function)
-    if call.cancelled():
-        return RewardFailure("cancelled itself")
-    return call.result()
+    return RewardFailure("cancelled itself") if call.cancelled() else call.result()
 
 
 def _timeout_failure(function: RewardFunction) -> RewardFailure:
@@ -272,9 +270,7 @@ def _timeout_failure(function: RewardFunction) -> RewardFailure:
 
 
 def _rows_per_call(function: RewardFunction, count: int) -> int:
-    if function.scores_singly:
-        return 1
-    return count
+    return 1 if function.scores_singly else count
 
 
 def _raise_if_fatal(

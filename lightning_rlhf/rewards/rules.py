@@ -66,16 +66,12 @@ def _expected_number(answer: str) -> str:
 
 def _marked(text: str) -> str | None:
     numbers = _MARKED.findall(plain_signs(text))
-    if numbers:
-        return numbers[-1]
-    return None
+    return numbers[-1] if numbers else None
 
 
 def _last_number(text: str) -> str | None:
     numbers = _NUMBER.findall(plain_signs(text))
-    if numbers:
-        return numbers[-1]
-    return None
+    return numbers[-1] if numbers else None
 
 
 def _is_equal(number: str | None, expected: str) -> bool:

@@ -55,9 +55,7 @@ def kept_versions(path: Path) -> list[str]:
 def step_of(path: Path) -> int | None:
     """Return the step of the current version; None without a readable manifest."""
     try:
-        if exists(path):
-            return read(path).get("step")
-        return None
+        return read(path).get("step") if exists(path) else None
     except ValueError:
         return None
 

@@ -323,9 +323,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     @override
     def optimizer_device(self) -> torch.device:
         offloaded = "offload_optimizer" in self.config["zero_optimization"]  # type: ignore[index]
-        if offloaded:
-            return torch.device("cpu")
-        return self.root_device
+        return torch.device("cpu") if offloaded else self.root_device
 
     def _zero_optimizer(self, name: str) -> Any:
         if self._fitting:

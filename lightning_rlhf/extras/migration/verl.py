@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,59 +12,30 @@ import yaml
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
-from lightning_rlhf.extras.migration.parts import Counterpart, table, vllm_engine
+from lightning_rlhf.extras.migration.parts import Counterpart, documents, table, vllm_engine
 from lightning_rlhf.extras.schema.known import SCHEDULE
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_ESTIMATORS = {
-    "gae": "PPOModule", "grpo": "GRPOModule", "rloo": "RLOOModule", "remax": "ReMaxModule", "opo": "OPOModule",
-    "reinforce_plus_plus": "ReinforcePlusPlusModule", "gpg": "GPGModule",
-    "reinforce_plus_plus_baseline": "ReinforcePlusPlusModule",
-}  # fmt: skip
-_LOSS_MODES = {"gspo": "GSPOModule", "sapo": "SAPOModule", "geo_mean": "GMPOModule", "cispo": "CISPOModule"}
-_AGGREGATIONS = {
-    "token-mean": "TokenMean", "seq-mean-token-sum": "SequenceMeanTokenSum",
-    "seq-mean-token-mean": "SequenceMeanTokenMean",
-}  # fmt: skip
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_TRUNCATION = {"error": "bad_row", "left": "cut_start", "right": "cut_end", "middle": "cut_middle"}
-_LOGGERS = {"wandb": "lightning.pytorch.loggers.WandbLogger", "mlflow": "lightning.pytorch.loggers.MLFlowLogger"}
-# Defaults of verl that decide what a run learns.
-_DEFAULTS: dict[str, Any] = {
-    "algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0, "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.kl_coef": 0.001, "critic.cliprange_value": 0.5,
-    "critic.optim.lr": 1e-5, "data.max_prompt_length": 512,
-    "data.max_response_length": 512, "data.train_batch_size": 1024, "data.truncation": "error",
-    "trainer.total_epochs": 30, f"{_ACTOR}.optim.lr": 1e-6, f"{_ACTOR}.optim.weight_decay": 0.01,
-    f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ACTOR}.ppo_epochs": 1, f"{_ACTOR}.clip_ratio": 0.2,
-    f"{_ACTOR}.clip_ratio_c": 3.0, f"{_ACTOR}.entropy_coeff": 0.0, f"{_ACTOR}.kl_loss_coef": 0.001,
-    f"{_ACTOR}.kl_loss_type": "low_var_kl", f"{_ACTOR}.grad_clip": 1.0, f"{_ACTOR}.loss_agg_mode": "token-mean",
-    f"{_ROLLOUT}.n": 1, f"{_ROLLOUT}.temperature": 1.0,
-}  # fmt: skip
-
-
+_MODEL = "actor_rollout_ref.model"
+_OBJECTIVES = "lightning_rlhf.objectives"
+_FSDP = "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy"
+_SINGLE = "lightning_rlhf.strategies.single.RLHFSingleDeviceStrategy"
+_NO_MODEL = "set the model"
 _AS_ACTOR = ("critic", "actor_rollout_ref.ref")  # sections whose further options are those of the actor
-_MOVED = {
-    "reward.custom_reward_function.": "custom_reward_function.",
-    "reward.reward_manager.name": "reward_model.reward_manager",
-    "reward.reward_model.": "reward_model.", "reward.reward_kwargs.": "reward_model.reward_kwargs.",
-}  # fmt: skip
+_TOP = "without a section"  # of options whose names have no dot
 # Values that change nothing.
-_NEUTRAL: dict[str, Any] = {
-    f"{_ROLLOUT}.top_p": 1.0, f"{_ROLLOUT}.top_k": -1, f"{_ACTOR}.kl_loss_coef": 0.0,
-    "actor_rollout_ref.model.use_remove_padding": True, "critic.model.use_remove_padding": True,
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    f"{_ACTOR}.kl_loss_coef": (0.0,), f"{_ACTOR}.strategy": ("fsdp2",), f"{_ROLLOUT}.val_kwargs.temperature": (1.0,),
+    "model.strategy": ("fsdp", "fsdp2"), "trainer.resume_mode": ("disable",), "model_engine": ("dp", "fsdp", "fsdp2"),
+    "engine": ("fsdp",), "model.use_remove_padding": (True,), "use_remove_padding": (True,),
 }  # fmt: skip
 _UNSET: tuple[Any, ...] = (None, "", [], {})
 _NEVER = 1_000_000_000  # steps between validations, of which a run has none
-_SUPERVISED: dict[str, Any] = {
-    "data.train_batch_size": 256, "data.max_length": 1024, "data.truncation": "error", "trainer.total_epochs": 4,
-    "optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.01, "optim.clip_grad": 1.0,
-    "optim.lr_warmup_steps_ratio": 0.1, "trainer.n_gpus_per_node": 1,
-}  # fmt: skip
 
 
 def counterpart(option: str) -> Counterpart | None:
     """Return what an option of verl is here; None for an unknown option."""
+    option = option if "." in option else f"{_TOP}.{option}"
     for section, options in table("verl").items():
         if not option.startswith(f"{section}."):
             continue
@@ -86,23 +58,64 @@ def converted(options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
         UsageError: they are not those of verl's ``main_ppo``.
     """
     if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in options):
-        return _Conversion(options, _DEFAULTS).result()
-    if "model.partial_pretrain" in options or "optim.lr" in options:
-        return _Supervised(options, _SUPERVISED).result()
+        return _Conversion(options, "main_ppo").result()
+    if "model.partial_pretrain" in options:
+        return _Supervised(options, "fsdp_sft_trainer").result()
+    if "model.path" in options or "optim.lr" in options:
+        return _Supervised(options, "sft_trainer").result()
     raise UsageError(
         "the script has no options of verl's main_ppo or of its SFT trainer, such as actor_rollout_ref.model.path or "
-        "model.partial_pretrain"
+        "model.partial_pretrain; those in a file that --config-name names are not read"
     )
 
 
 class _Conversion:
-    def __init__(self, options: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-        given = {_earlier_name(name): _value(text) for name, text in options.items()}
-        self._options = GivenOptions({name: value for name, value in given.items() if value not in _UNSET}, defaults)
+    """The conversion of one script.
+
+    Reading an option by ``_carry`` marks it as carried over, with the value of verl's default if the script does not
+    set it; every other option of the script is listed. So an option must be read wherever, and only where, its value
+    counts.
+    """
+
+    def __init__(self, options: Mapping[str, str], trainer: str) -> None:
+        self._names: dict[str, str] = {}  # in the script, of options that the table has by another name
+        given = {}
+        for option, text in options.items():
+            for name, value in _values(option, _value(text)):
+                if value not in _UNSET:
+                    given[_table_name(name)] = value
+                    self._names[_table_name(name)] = name
+        self._options = GivenOptions(given, documents("verl")[1][trainer])
         self._carry = self._options.carry
 
     def _actor(self, name: str, default: Any = None) -> Any:
         return self._carry(f"{_ACTOR}.{name}", default)
+
+    def _plain(self, place: str, section: str = "") -> dict[str, Any]:
+        """Return the options of a place whose values are the same here.
+
+        Args:
+            place: their place in the configuration.
+            section: beginning of their names in verl.
+        """
+        options = {}
+        for ours, (theirs, *without) in documents("verl")[8][place].items():
+            value = self._carry(section + theirs)
+            if value is None or value in without:
+                continue
+            if isinstance(value, str) and without and not isinstance(without[0], str):
+                self._options.leave(section + theirs)  # such as after_each_epoch in place of a number
+            else:
+                options[ours] = value
+        return options
+
+    def _word(self, kind: str, name: str) -> str:
+        """Return what the value of an option is here; that of its default, and the option is listed, if none is."""
+        words: dict[str, str] = documents("verl")[5][kind]
+        if (word := str(self._carry(name))) in words:
+            return words[word]
+        self._options.leave(name)
+        return words[str(self._options.defaults[name])]
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
         module = self._module_name()
@@ -115,145 +128,191 @@ class _Conversion:
         return config, self._left()
 
     def _left(self) -> list[str]:
-        """Return the notes, and a line for each option that was given and not used."""
-        for name, value in _NEUTRAL.items():
-            if self._options.given.get(name) == value:
+        """Return the notes, and a line for each option that was given and not used, by its name in the script."""
+        for name, values in _NEUTRAL.items():
+            if self._options.given.get(name) in values:
                 self._options.settle(name)
-        known = [f"{section}.{name}" for section, options in table("verl").items() for name in options]
-        return self._options.left(counterpart, "the table of verl's example scripts", known)
+        sections = table("verl").items()
+        known = [name if section == _TOP else f"{section}.{name}" for section, options in sections for name in options]
+        left = self._options.left(counterpart, "the table of verl's example scripts", known)
+        lines = (line.partition(": ") for line in left)
+        return [f"{self._names.get(name, name)}{colon}{rest}" for name, colon, rest in lines]
 
     def _module_name(self) -> str:
-        mode = str(self._actor("policy_loss.loss_mode", "vanilla"))
-        estimator = str(self._carry("algorithm.adv_estimator"))
-        if mode in _LOSS_MODES and estimator == "grpo":
-            return _LOSS_MODES[mode]
-        if mode != "vanilla":
+        mode, estimator = str(self._actor("policy_loss.loss_mode")), str(self._carry("algorithm.adv_estimator"))
+        self._loss = documents("verl")[4].get(mode, documents("verl")[4]["vanilla"])
+        self._estimator = {"name": estimator, **documents("verl")[3].get(estimator, {"module": "GRPOModule"})}
+        if mode not in documents("verl")[4]:
             self._options.leave(f"{_ACTOR}.policy_loss.loss_mode")
-        if estimator not in _ESTIMATORS:
+        if estimator not in documents("verl")[3]:
             self._options.leave("algorithm.adv_estimator")
-        return _ESTIMATORS.get(estimator, "GRPOModule")
+        return str(self._loss.get("module", "GRPOModule") if estimator == "grpo" else self._estimator["module"])
 
     def _module(self, module: str) -> dict[str, Any]:
-        group = int(self._carry(f"{_ROLLOUT}.n"))
-        options: dict[str, Any] = {"actor": self._source()}
-        if module == "PPOModule":
-            options["critic"] = self._path("critic.model.path") or "actor"
-            decay = float(self._carry("critic.optim.weight_decay", 0.01))
-            options["critic_optimizer"] = {"lr": float(self._carry("critic.optim.lr")), "weight_decay": decay}
-            gamma, lam = float(self._carry("algorithm.gamma")), float(self._carry("algorithm.lam"))
-            options["advantages"] = {"gamma": gamma, "gae_lambda": lam}
-            if (warmup := int(self._carry("trainer.critic_warmup", 0))) > 1:
-                options["critic_warmup_steps"] = warmup - 1  # verl updates the actor in the last of them
-            if (change := float(self._carry("critic.cliprange_value"))) != 0.5:
-                options["value_loss"] = {"clip_range": change}
-            for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip", "loss_agg_mode"):
-                self._as_actor(name)
-        elif int(self._carry("trainer.critic_warmup", 0)):
-            self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
-        rate, decay = float(self._actor("optim.lr")), float(self._actor("optim.weight_decay"))
-        options["optimizer"] = {"lr": rate, "weight_decay": decay}
-        if schedule := self._schedule():
-            options["lr_scheduler"] = schedule
-        options["minibatch_size"] = int(self._actor("ppo_mini_batch_size")) * group
-        options["update_epochs"] = int(self._actor("ppo_epochs"))
-        options["max_grad_norm"] = float(self._actor("grad_clip"))
+        options: dict[str, Any] = {"actor": self._source(), **(self._critic() if module == "PPOModule" else {})}
+        if module != "PPOModule":
+            self._options.settle(*(name for name in self._options.given if name.startswith("critic.")))
+            if int(self._carry("trainer.critic_warmup")):
+                self._options.leave("trainer.critic_warmup", "the algorithm has no critic")
+        options |= {"optimizer": self._plain("optimizer", f"{_ACTOR}.optim."), **self._schedule(f"{_ACTOR}.optim")}
+        options["minibatch_size"] = int(self._actor("ppo_mini_batch_size")) * int(self._carry(f"{_ROLLOUT}.n"))
         if tokens := self._actor("ppo_max_token_len_per_gpu"):
-            options["micro_batch_tokens"] = int(tokens)
-        if entropy := float(self._actor("entropy_coeff")):
-            options["ent_coef"] = entropy
-        options["aggregation"] = self._aggregation()
-        if module in ("PPOModule", "GRPOModule"):
-            options["policy_loss"] = self._clip()
-        loss = bool(self._actor("use_kl_loss", False))
-        kind = _KL.get(str(self._actor("kl_loss_type")), "k3")
-        options["kl_loss"] = {"coef": float(self._actor("kl_loss_coef")) if loss else 0.0, "estimator": kind}
-        if self._carry("algorithm.use_kl_in_reward", False):
-            kind = _KL.get(str(self._carry("algorithm.kl_penalty")), "k1")
-            if self._carry("algorithm.kl_ctrl.type", "fixed") != "fixed":
-                reason = "target_kl is nats per token in verl, per response in KLControl, a callback"
-                self._options.leave("algorithm.kl_ctrl.type", reason)
-            options["kl_reward"] = {"coef": float(self._carry("algorithm.kl_ctrl.kl_coef")), "estimator": kind}
-        else:
-            self._options.settle("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef")
-            if module in ("PPOModule", "RLOOModule", "ReMaxModule", "ReinforcePlusPlusModule"):
-                options["kl_reward"] = {"coef": 0.0}
-        if module == "GRPOModule" and self._carry("algorithm.norm_adv_by_std_in_grpo", True) is False:
-            options["advantages"] = {"normalize_std": False}
+            options["micro_batch_tokens"] = int(tokens) * int(self._actor("ulysses_sequence_parallel_size"))
+        options |= {**self._plain("module"), "aggregation": self._aggregation(), "policy_loss": self._policy_loss()}
+        options |= self._kl(module) | self._advantages(module)
+        if correction := self._plain("correction"):
+            options["correction"] = {"bypass": True} if "bypass" in correction else correction
         if self._carry("reward_model.enable", False) and (path := self._path("reward_model.model.path")):
             options["reward_model"] = path
+            self._options.note(
+                f"reward_model: {path} must have the policy's tokenizer here, else write a LearnedReward"
+            )
         return options
 
-    def _schedule(self) -> dict[str, Any]:
-        ratio = float(self._actor("optim.lr_warmup_steps_ratio", 0.0))
-        is_cosine = "cosine" in (self._actor("optim.warmup_style"), self._actor("optim.lr_scheduler_type"))
-        if not ratio and not is_cosine:
-            return {}
-        schedule: dict[str, Any] = {"kind": "cosine" if is_cosine else "constant_with_warmup", "warmup_ratio": ratio}
-        if is_cosine and (least := self._actor("optim.min_lr_ratio")):
-            schedule |= {"kind": "cosine_with_min_lr", "arguments": {"min_lr_rate": float(least)}}
-        return {"class_path": SCHEDULE, "init_args": schedule}
+    def _critic(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"critic": self._path("critic.model.path") or "actor"}
+        options["critic_optimizer"] = self._plain("optimizer", "critic.optim.")
+        options |= {f"critic_{name}": value for name, value in self._schedule("critic.optim").items()}
+        if (warmup := int(self._carry("trainer.critic_warmup"))) > 1:
+            options["critic_warmup_steps"] = warmup - 1  # verl updates the actor in the last of them
+        if (change := float(self._carry("critic.cliprange_value"))) != 0.5:
+            options["value_loss"] = {"clip_range": change}
+        for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip", "loss_agg_mode"):
+            if self._carry(f"critic.{name}") not in (None, actor := self._actor(name)):
+                self._options.leave(f"critic.{name}", f"critic and actor have one value: {actor}")
+        return options
 
-    def _as_actor(self, name: str) -> None:
-        """List an option of the critic that is not the actor's."""
-        if self._carry(f"critic.{name}") not in (None, actor := self._actor(name)):
-            self._options.leave(f"critic.{name}", f"critic and actor have one value: {actor}")
+    def _advantages(self, module: str) -> dict[str, Any]:
+        estimator, path = self._estimator["name"], self._estimator.get("advantages")
+        arguments: dict[str, Any] = {}
+        if module == "PPOModule":
+            gamma, lam = float(self._carry("algorithm.gamma")), float(self._carry("algorithm.lam"))
+            return {"advantages": {"gamma": gamma, "gae_lambda": lam}}
+        if estimator.startswith("grpo") and self._carry("algorithm.norm_adv_by_std_in_grpo") is False:
+            path, arguments = path or f"{_OBJECTIVES}.group_advantages.GRPO", {"normalize_std": False}
+        elif estimator == "reinforce_plus_plus" and (gamma := float(self._carry("algorithm.gamma"))) != 1.0:
+            path, arguments = f"{_OBJECTIVES}.return_advantages.ReinforcePlusPlus", {"gamma": gamma}
+        return {"advantages": _of_class(path, arguments)} if path else {}
+
+    def _kl(self, module: str) -> dict[str, Any]:
+        coef = float(self._actor("kl_loss_coef")) if self._actor("use_kl_loss", False) else 0.0
+        options: dict[str, Any] = {"kl_loss": {"coef": coef, "estimator": self._word("kl", f"{_ACTOR}.kl_loss_type")}}
+        coef, kind = float(self._carry("algorithm.kl_ctrl.kl_coef")), self._word("kl", "algorithm.kl_penalty")
+        if self._carry("algorithm.use_kl_in_reward", False):
+            if self._carry("algorithm.kl_ctrl.type") != "fixed":
+                reason = "target_kl is nats per token in verl, per response in KLControl, a callback"
+                self._options.leave("algorithm.kl_ctrl.type", reason)
+            options["kl_reward"] = {"coef": coef, "estimator": kind}
+        elif module in ("PPOModule", "RLOOModule", "ReMaxModule", "ReinforcePlusPlusModule"):
+            options["kl_reward"] = {"coef": 0.0}
+        return options
+
+    def _schedule(self, section: str) -> dict[str, Any]:
+        ratio = float(self._carry(f"{section}.lr_warmup_steps_ratio"))
+        kind = self._word("schedule", f"{section}.lr_scheduler_type")
+        total = self._carry("trainer.total_training_steps")
+        if (steps := int(self._carry(f"{section}.lr_warmup_steps"))) > 0:
+            ratio = steps / int(total) if total else 0.0
+            if not total:
+                self._options.leave(f"{section}.lr_warmup_steps", "warmup_ratio is a fraction of the run's steps")
+        if not ratio and kind == "constant_with_warmup":
+            return {}
+        schedule: dict[str, Any] = {"kind": kind, "warmup_ratio": ratio}
+        if kind == "cosine" and (least := self._carry(f"{section}.min_lr_ratio")):
+            schedule |= {"kind": "cosine_with_min_lr", "arguments": {"min_lr_rate": float(least)}}
+        return {"lr_scheduler": _of_class(SCHEDULE, schedule)}
 
     def _aggregation(self) -> dict[str, Any]:
-        mode = str(self._actor("loss_agg_mode"))
-        path = "lightning_rlhf.objectives.aggregation."
+        name, path = f"{_ACTOR}.loss_agg_mode", f"{_OBJECTIVES}.aggregation."
+        mode, fixed = self._carry(name), self._loss.get("aggregation")
+        if fixed and mode not in (None, fixed):
+            self._options.leave(name, f"verl computes {fixed} with this loss_mode")
+        if mode is None and self._loss.get("module") == "GSPOModule":
+            fixed = "seq-mean-token-mean"
+            self._options.note(f"loss_agg_mode: {fixed}, as in verl until August 2026; its default is token-mean since")
+        mode = str(fixed or mode or "token-mean")
         if mode == "seq-mean-token-sum-norm":
             scale = float(self._actor("loss_scale_factor") or self._carry("data.max_response_length"))
             self._options.note(f"loss_agg_mode: {mode}: a mean over responses here, their sum in a micro-batch in verl")
-            return {"class_path": f"{path}SequenceMeanTokenSum", "init_args": {"scale": scale}}
-        if mode not in _AGGREGATIONS:
-            self._options.leave(f"{_ACTOR}.loss_agg_mode")
-        return {"class_path": f"{path}{_AGGREGATIONS.get(mode, 'TokenMean')}"}
+            return _of_class(f"{path}SequenceMeanTokenSum", {"scale": scale})
+        words = documents("verl")[5]["aggregation"]
+        if mode not in words:
+            self._options.leave(name)
+        return {"class_path": path + words.get(mode, "TokenMean")}
 
-    def _clip(self) -> dict[str, float]:
-        both = float(self._actor("clip_ratio"))
-        sides = [f"{_ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
-        if both != 0.2 and self._options.given.keys().isdisjoint(sides):
+    def _policy_loss(self) -> dict[str, Any]:
+        both, sides = float(self._actor("clip_ratio")), ("clip_ratio_low", "clip_ratio_high")
+        if both != 0.2 and self._options.given.keys().isdisjoint(f"{_ACTOR}.{side}" for side in sides):
             self._options.note(f"clip_ratio: {both} bounds both sides here; in verl, clip_ratio_low and _high stay 0.2")
-        low, high = float(self._actor("clip_ratio_low", both)), float(self._actor("clip_ratio_high", both))
-        return {"clip_range_low": low, "clip_range_high": high, "dual_clip": float(self._actor("clip_ratio_c"))}
+        arguments = {
+            ours: float(self._actor(theirs, both if theirs in sides else None))
+            for ours, theirs in self._loss["options"].items()
+        }
+        if arguments.get("clip_range_low", 0.0) > 1.0 and self._loss.get("module") != "GMPOModule":
+            arguments["clip_range_low"] = 1.0  # ratios are at least 0
+        for name in ("clip_ratio_c", *sides):  # which other losses do not read
+            self._options.settle(f"{_ACTOR}.{name}")
+        return _of_class(self._loss["class_path"], arguments)
 
     def _path(self, name: str) -> str:
         return str(self._carry(name, ""))
 
     def _source(self) -> Any:
-        path = self._path("actor_rollout_ref.model.path") or "set the model"
-        if path == "set the model":
-            self._options.note("actor_rollout_ref.model.path: the script names no model; write it to run.yaml, twice")
-        rank = int(self._carry("actor_rollout_ref.model.lora_rank", 0))
-        if not rank:
-            return path
-        alpha = self._carry("actor_rollout_ref.model.lora_alpha", 16)
-        lora: dict[str, Any] = {"rank": rank, "alpha": alpha}
-        targets = self._carry("actor_rollout_ref.model.target_modules", "all-linear")
-        if targets != "all-linear":
-            lora["target_modules"] = targets
-        return {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": path, "lora": lora}}
+        source = self._pretrained(self._path(f"{_MODEL}.path"), _MODEL)
+        seen = {"data.image_key", f"{_ACTOR}.freeze_vision_tower"} & self._options.given.keys()
+        if seen and not self._actor("freeze_vision_tower", False) and isinstance(source, str):
+            return _of_class("lightning_rlhf.Pretrained", {"path": source, "train_vision": True})  # verl's default
+        return source
+
+    def _pretrained(self, path: str, section: str) -> Any:
+        """Return the source of the trained model, with its adapters."""
+        if not path:
+            self._options.note(f"{section}.path: the script names no model; write it to run.yaml, twice")
+        source: dict[str, Any] = {"path": path or _NO_MODEL}
+        lora = self._plain("lora", f"{section}.")
+        if adapter := self._carry(f"{section}.lora_adapter_path"):
+            source["adapter"] = adapter  # with its own rank
+        elif lora.get("rank"):
+            source["lora"] = {"alpha": 16, **lora}
+        return _of_class("lightning_rlhf.Pretrained", source) if len(source) > 1 else source["path"]
 
     def _data(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"tokenizer": self._path("actor_rollout_ref.model.path") or "set the model"}
-        data["train"] = self._carry("data.train_files", "set the rows of training")
-        if (val := self._carry("data.val_files")) is not None:
-            data["val"] = val
-        data["batch_size"] = self._prompts()
-        if size := self._carry("data.val_batch_size"):
-            data["val_batch_size"] = int(size)
-        data["max_tokens"] = int(self._carry("data.max_prompt_length"))
-        too_long = _TRUNCATION.get(str(self._carry("data.truncation")), "bad_row")
-        data["too_long"] = "drop" if self._carry("data.filter_overlong_prompts", False) else too_long
-        if (key := self._carry("data.prompt_key", "prompt")) != "prompt":
-            data["columns"] = {"prompt": key}
-        if self._carry("data.shuffle", True) is False:
-            data["shuffle"] = False
+        tokenizer = self._path(f"{_MODEL}.tokenizer_path") or self._path(f"{_MODEL}.path")
+        data = self._rows(tokenizer, "data") | {"batch_size": self._prompts()}
+        if self._carry("data.filter_overlong_prompts", False):
+            data["too_long"] = "drop"
+        columns = {
+            ours: self._carry(f"data.{theirs}_key") for ours, theirs in (("prompt", "prompt"), ("images", "image"))
+        }
+        if columns := {ours: column for ours, column in columns.items() if column != ours}:
+            data["columns"] = columns
         return data
+
+    def _rows(self, tokenizer: str, place: str) -> dict[str, Any]:
+        """Return the options of the data that all trainers have."""
+        train = self._carry("data.train_files", "set the rows of training")
+        data = {"tokenizer": tokenizer or _NO_MODEL, "train": train, **self._plain(place)}
+        data["too_long"] = self._word("truncation", "data.truncation")
+        if variables := self._within("data.apply_chat_template_kwargs."):
+            data["chat_template_kwargs"] = variables
+        return data
+
+    def _within(self, section: str) -> dict[str, Any]:
+        """Return the options of a section whose names are the script's own."""
+        names = [name for name in self._options.given if name.startswith(section)]
+        return {name.removeprefix(section): self._carry(name) for name in names}
+
+    def _step(self) -> int:
+        """Return the prompts that a step trains on."""
+        if step := int(self._carry("data.train_batch_size")):
+            return step
+        return int(self._actor("ppo_mini_batch_size")) * int(self._carry("async_training.require_batches", 1))
 
     def _prompts(self) -> int:
         """Return the prompts of a batch; with groups that are filtered, those that a step may try."""
-        step = int(self._carry("data.train_batch_size"))
+        step = self._step()
+        if not self._carry("data.train_batch_size"):
+            self._options.note(f"data.train_batch_size: 0: a step has the {step} prompts of an update of verl")
         if not self._carry("algorithm.filter_groups.enable", False):
             return step
         self._options.settle("algorithm.filter_groups.max_num_gen_batches")
@@ -264,201 +323,199 @@ class _Conversion:
         return tried
 
     def _run(self) -> dict[str, Any]:
-        run: dict[str, Any] = {}
-        if steps := self._carry("trainer.total_training_steps"):
-            run["max_steps"] = int(steps)
-            self._options.settle("trainer.total_epochs")
-        else:
-            run["max_epochs"] = int(self._carry("trainer.total_epochs"))
-        run |= {"devices": int(self._carry("trainer.n_gpus_per_node", 8)), "precision": "bf16-mixed"}
-        if (nodes := int(self._carry("trainer.nnodes", 1))) > 1:
-            run["num_nodes"] = nodes
-        run["strategy"] = self._strategy()
-        run |= self._validations()
-        loggers = self._carry("trainer.logger", [])
-        loggers = [loggers] if isinstance(loggers, str) else loggers
-        if name := next((each for each in loggers if each in _LOGGERS), None):
-            arguments = {"project": str(self._carry("trainer.project_name", "")), "name": str(self._name())}
-            run["logger"] = {"class_path": _LOGGERS[name], "init_args": arguments if name == "wandb" else {}}
-            self._options.settle("trainer.project_name")
-        else:
-            self._options.settle("trainer.project_name", "trainer.logger")
-        saves: dict[str, int] = {}
-        if (frequency := int(self._carry("trainer.save_freq", -1))) > 0:
-            saves["every_n_steps"] = frequency
-        if keep := self._carry("trainer.max_actor_ckpt_to_keep"):
-            saves["keep_last"] = int(keep)
-        callbacks = [
-            {"class_path": "lightning_rlhf.callbacks.RolloutLoop", "init_args": self._rollout()},
-            {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": saves},
-        ]
-        directory = self._carry("trainer.default_local_dir", f"runs/{self._name()}")
-        return {**run, "callbacks": callbacks, "default_root_dir": str(directory)}
-
-    def _validations(self) -> dict[str, int]:
-        """Return when the Trainer validates; the loop does before the first and after the last step."""
-        if (frequency := int(self._carry("trainer.test_freq", -1))) > 0:
-            return {"val_check_interval": frequency}
-        if self._carry("trainer.val_before_train", True):
-            if "data.val_files" in self._options.given:
-                self._options.note("trainer.test_freq: -1: the model is validated before and after the run")
-            return {"val_check_interval": _NEVER}
-        return {"limit_val_batches": 0}
-
-    def _name(self) -> Any:
-        return self._carry("trainer.experiment_name", "verl")
-
-    def _strategy(self) -> Any:
+        saves = self._plain("checkpoint")
+        if self._carry("trainer.max_critic_ckpt_to_keep") != saves.get("keep_last"):
+            self._options.leave("trainer.max_critic_ckpt_to_keep")
         weights, moments = (self._actor(f"fsdp_config.{each}_offload", False) for each in ("param", "optimizer"))
+        strategy = self._plain("strategy") | ({"cpu_offload": True} if moments else {})
         if moments and not weights:
             self._options.note(f"{_ACTOR}.fsdp_config.optimizer_offload: cpu_offload keeps the weights there as well")
-        options: dict[str, Any] = {"cpu_offload": True} if weights or moments else {}
-        if self._carry("actor_rollout_ref.model.enable_gradient_checkpointing", False):
-            options["activation_checkpointing"] = True
-        if (size := int(self._actor("ulysses_sequence_parallel_size", 1))) > 1:
-            options["sequence_parallel_size"] = size
-        if (size := int(self._actor("fsdp_config.fsdp_size", -1))) > 0:
-            options["shard_size"] = size
-        if not options:
-            return "rlhf_fsdp"
-        return {"class_path": "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy", "init_args": options}
+        run = {"strategy": _of_class(_FSDP, strategy) if strategy else "rlhf_fsdp", **self._validations()}
+        return self._trainer(run, {"RolloutLoop": self._rollout(), "RunCheckpoint": saves})
+
+    def _trainer(self, further: Mapping[str, Any], callbacks: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of the Trainer: those that all trainers of verl have, and further ones."""
+        name = self._carry("trainer.experiment_name", "verl")
+        directory = str(self._carry("trainer.default_local_dir", f"runs/{name}"))
+        entries = [
+            {"class_path": f"lightning_rlhf.callbacks.{callback}", "init_args": options}
+            for callback, options in callbacks.items()
+        ]
+        run = {**self._plain("trainer"), "precision": "bf16-mixed", **further, **self._loggers(directory)}
+        return {**run, "callbacks": entries, "default_root_dir": directory}
+
+    def _loggers(self, directory: str) -> dict[str, Any]:
+        """Return the loggers; TensorBoard is named only beside others, because each run has it by default."""
+        known, names = documents("verl")[6], self._carry("trainer.logger", [])
+        names = [name for name in (names if isinstance(names, list) else [names]) if name != "console"]
+        if unknown := [str(name) for name in names if name not in known]:
+            self._options.leave("trainer.logger", f"without {', '.join(unknown)}: set logger to one of Lightning's")
+        self._options.settle("trainer.project_name", "trainer.experiment_name")
+        loggers = []
+        for name in [name for name in names if name in known]:
+            arguments = {"save_dir": directory} if name == "tensorboard" else {}
+            options = {
+                ours: str(self._carry(theirs, "verl")) for ours, theirs in known[name].get("options", {}).items()
+            }
+            loggers.append(_of_class(known[name]["class_path"], known[name].get("init_args", {}) | arguments | options))
+        if not loggers or names == ["tensorboard"]:
+            return {}
+        return {"logger": loggers if len(loggers) > 1 else loggers[0]}
+
+    def _validations(self) -> dict[str, Any]:
+        """Return when the Trainer validates; the loop does before the first and after the last step."""
+        at_start, interval = self._carry("trainer.val_before_train"), self._plain("validation")
+        if interval and not at_start:
+            self._options.note("trainer.val_before_train: the last step is only validated where test_freq is due")
+        if not interval and at_start and "data.val_files" in self._options.given:
+            self._options.note("trainer.test_freq: -1: the model is validated before and after the run")
+        return interval or ({"val_check_interval": _NEVER} if at_start else {"limit_val_batches": 0})
 
     def _rollout(self) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "group_size": int(self._carry(f"{_ROLLOUT}.n")),
-            "max_response_tokens": int(self._carry("data.max_response_length")),
-            "temperature": float(self._carry(f"{_ROLLOUT}.temperature")),
-        }
+        options = self._plain("rollout")
         if rewards := self._rewards():
             options["rewards"] = rewards
         if self._carry("algorithm.filter_groups.enable", False):
-            options["dynamic_sampling"] = {"prompts_per_step": int(self._carry("data.train_batch_size"))}
+            options["dynamic_sampling"] = {"prompts_per_step": self._step()}
             if (metric := self._carry("algorithm.filter_groups.metric", "score")) not in ("score", "seq_reward"):
                 self._options.leave("algorithm.filter_groups.metric", f"the sum of the rewards decides, not {metric}")
-        if samples := int(self._carry(f"{_ROLLOUT}.val_kwargs.n", 0)):
-            options["val_samples"] = samples
-        if self._carry("trainer.val_before_train", True) is False:
-            options["validate_at_ends"] = False
-            if int(self._carry("trainer.test_freq", -1)) > 0:
-                self._options.note("trainer.val_before_train: the last step is only validated where test_freq is due")
-        engine = {
-            ours: self._carry(f"{_ROLLOUT}.{theirs}")
-            for ours, theirs in (
-                ("gpu_memory_utilization", "gpu_memory_utilization"),
-                ("tensor_parallel_size", "tensor_model_parallel_size"),
-            )
-            if self._carry(f"{_ROLLOUT}.{theirs}") is not None
-        }
-        if self._carry(f"{_ROLLOUT}.name", "vllm") != "vllm":
-            self._options.leave(f"{_ROLLOUT}.name")
-        elif engine:
-            options["engine"] = vllm_engine(engine)
+        if engine := self._engine():
+            options["engine"] = engine
         return options
+
+    def _engine(self) -> Any:
+        """Return the engine; None lets the machine decide."""
+        if (name := self._carry(f"{_ROLLOUT}.name")) == "hf":
+            return "transformers"
+        if name != "vllm":
+            self._options.leave(f"{_ROLLOUT}.name", f"VLLMEngine takes the place of {name}")
+        longest = int(self._carry("data.max_prompt_length")) + int(self._carry("data.max_response_length"))
+        if int(self._carry(f"{_ROLLOUT}.max_model_len", longest)) < longest:
+            self._options.leave(f"{_ROLLOUT}.max_model_len", f"prompt and response may have {longest} tokens here")
+        engine = self._plain("engine")
+        if arguments := self._plain("arguments"):
+            engine["arguments"] = arguments
+        return vllm_engine(engine) if engine.keys() - {"sleep_while_learning"} else None
 
     def _rewards(self) -> list[dict[str, Any]]:
         rewards: list[dict[str, Any]] = []
         path, name = self._carry("custom_reward_function.path"), self._carry("custom_reward_function.name")
         has_model = bool(self._carry("reward_model.enable", False) and self._path("reward_model.model.path"))
+        manager, managers = str(self._carry("reward_model.reward_manager")), documents("verl")[5]["manager"]
+        if needs := managers.get(manager, "write what it computes into the function of rewards"):
+            self._options.leave("reward_model.reward_manager", needs)
         if path:
-            rewards.append({"function": f"{path}:{name or 'compute_score'}"})
+            reward: dict[str, Any] = {"function": f"{path}:{name or 'compute_score'}"}
+            if arguments := self._within("custom_reward_function.reward_kwargs."):
+                reward["arguments"] = arguments
+            rewards.append(reward | ({"timeout_s": 300.0, "on_error": "zero"} if manager == "prime" else {}))
             self._options.note(f"custom_reward_function: copy {path} to where the path in run.yaml leads")
             if has_model:
                 self._options.note("reward_model and custom_reward_function are added up here; verl takes one of them")
         elif not has_model:
-            rewards.append({"function": "lightning_rlhf.rewards.rules.gsm8k_strict"})
-            self._options.note(
-                "rewards: verl chooses a rule by data_source; the one of GSM8K is written here, see BySource"
-            )
+            rewards.append({"function": self._rule()})
         for place in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+            self._options.settle(*(f"{place}.{each}" for each in ("len", "penalty_factor", "log")))
             if self._carry(f"{place}.enable", False):
-                longest = self._carry(
-                    "reward_model.reward_kwargs.max_resp_len", self._carry("data.max_response_length")
-                )
-                sizes = {"max_tokens": int(longest), "buffer_tokens": int(self._carry(f"{place}.len"))}
-                penalty = {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": sizes}
-                rewards.append({"function": penalty, "weight": float(self._carry(f"{place}.penalty_factor", 1.0))})
-                self._options.settle(f"{place}.log")
+                rewards.append(self._overlong(place))
+                if manager != "dapo":
+                    self._options.note(f"{place}: a reward here; in verl the reward manager {manager} does not read it")
         return rewards
+
+    def _rule(self) -> Any:
+        """Return the reward of a script without a function."""
+        files = self._carry("data.train_files", "")
+        if all("gsm8k" in str(file).lower() for file in (files if isinstance(files, list) else [files])):
+            self._options.note(
+                "rewards: verl chooses a rule by data_source; that of GSM8K is written here, see BySource"
+            )
+            return documents("verl")[7]["openai/gsm8k"]
+        self._options.note(
+            "rewards: verl chooses a rule by data_source; BySource has those of GSM8K, MATH, AIME and search (pip "
+            "install 'lightning-rlhf[math]'): add those of your sources"
+        )
+        return _of_class("lightning_rlhf.extras.rewards.sources.BySource", {"functions": documents("verl")[7]})
+
+    def _overlong(self, place: str) -> dict[str, Any]:
+        """Return the reward that responses lose near the length limit."""
+        longest = self._carry("reward_model.reward_kwargs.max_resp_len", self._carry("data.max_response_length"))
+        sizes = {"max_tokens": int(longest), "buffer_tokens": int(self._carry(f"{place}.len"))}
+        penalty = _of_class("lightning_rlhf.rewards.shaping.OverlongPenalty", sizes)
+        return {"function": penalty, "weight": float(self._carry(f"{place}.penalty_factor", 1.0))}
 
 
 class _Supervised(_Conversion):
     """The conversion of a script of verl's SFT trainer."""
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
-        path = self._path("model.partial_pretrain") or self._path("model.path") or "set the model"
-        source: Any = path
-        if rank := int(self._carry("model.lora_rank", 0)):
-            lora: dict[str, Any] = {"rank": rank, "alpha": self._carry("model.lora_alpha", 16)}
-            if (targets := self._carry("model.target_modules", "all-linear")) != "all-linear":
-                lora["target_modules"] = targets
-            source = {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": path, "lora": lora}}
-        betas = [float(each) for each in self._carry("optim.betas")]
-        rate, decay = float(self._carry("optim.lr")), float(self._carry("optim.weight_decay"))
-        schedule = {"kind": "cosine", "warmup_ratio": float(self._carry("optim.lr_warmup_steps_ratio"))}
-        model = {
-            "actor": source,
-            "optimizer": {"lr": rate, "weight_decay": decay, "betas": betas},
-            "lr_scheduler": {"class_path": "lightning_rlhf.modules.schedules.RunSchedule", "init_args": schedule},
-            "max_grad_norm": float(self._carry("optim.clip_grad")),
-        }
-        run: dict[str, Any] = {"precision": "bf16-mixed"}
-        if steps := self._carry("trainer.total_training_steps"):
-            run["max_steps"] = int(steps)
-            self._options.settle("trainer.total_epochs")
-        else:
-            run["max_epochs"] = int(self._carry("trainer.total_epochs"))
-        if (devices := int(self._carry("trainer.n_gpus_per_node"))) > 1:
-            run |= {"devices": devices, "strategy": "rlhf_fsdp"}
-        self._options.note("trainer.devices: torchrun starts the processes of verl; set the number of yours")
-        self._options.settle("trainer.project_name", "trainer.logger")
-        run["default_root_dir"] = str(self._carry("trainer.default_local_dir", f"runs/{self._name()}"))
+        path = self._path("model.partial_pretrain") or self._path("model.path")
+        model = {"actor": self._pretrained(path, "model"), "optimizer": self._plain("optimizer", "optim.")}
+        model |= self._schedule("optim") | {"max_grad_norm": float(self._carry("optim.clip_grad"))}
+        if tokens := self._carry("data.max_token_len_per_gpu"):
+            model["micro_batch_tokens"] = int(tokens) * int(self._carry("ulysses_sequence_parallel_size"))
+        if "trainer.n_gpus_per_node" not in self._options.given:
+            self._options.note("trainer.devices: torchrun starts the processes of verl; set the number of yours")
+        processes = (self._carry("trainer.n_gpus_per_node"), self._carry("trainer.nnodes"))
+        strategy, run = self._plain("sft strategy"), self._plain("validation")
+        if processes != (1, 1) or strategy.keys() - {"activation_checkpointing"}:
+            run["strategy"] = _of_class(_FSDP, strategy) if strategy else "rlhf_fsdp"
+        elif strategy:
+            run["strategy"] = _of_class(_SINGLE, strategy)
         config = {
-            "seed_everything": int(self._carry("data.seed", 42)),
+            "seed_everything": int(self._carry("trainer.seed")),
             "model": {"class_path": "lightning_rlhf.SFTModule", "init_args": model},
-            "data": {"class_path": "lightning_rlhf.ConversationDataModule", "init_args": self._rows(path)},
-            "trainer": run,
+            "data": {"class_path": "lightning_rlhf.ConversationDataModule", "init_args": self._texts(path)},
+            "trainer": self._trainer(run, {"RunCheckpoint": self._plain("sft checkpoint")}),
         }
         return config, self._left()
 
-    def _rows(self, model: str) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "tokenizer": model,
-            "train": self._carry("data.train_files", "set the rows of training"),
-        }
-        if (val := self._carry("data.val_files")) is not None:
-            data["val"] = val
-        data["batch_size"] = int(self._carry("data.train_batch_size"))
-        data["max_tokens"] = int(self._carry("data.max_length"))
-        data["too_long"] = _TRUNCATION.get(str(self._carry("data.truncation")), "bad_row")
+    def _texts(self, model: str) -> dict[str, Any]:
+        data = self._rows(model, "sft data")
+        if (messages := self._carry("data.messages_key")) or self._carry("data.multiturn.enable", False):
+            return data | ({} if messages in (None, "messages") else {"columns": {"messages": messages}})
         columns = {}
-        if "data.prompt_key" in self._options.given:
-            data["as_messages"] = True  # verl renders the texts with the chat template
         for ours, theirs in (("prompt", "prompt"), ("completion", "response")):
-            column, parts = self._carry(f"data.{theirs}_key"), self._carry(f"data.{theirs}_dict_keys", [])
-            if column is not None:
-                columns[ours] = ".".join([str(column), *map(str, parts)])
-        if columns:
-            data["columns"] = columns
-        return data
+            parts = [self._carry(f"data.{theirs}_key"), *self._carry(f"data.{theirs}_dict_keys", [])]
+            columns[ours] = ".".join(map(str, parts))
+        return data | {"as_messages": True, "columns": columns}  # verl renders the texts with the chat template
 
 
-def _earlier_name(name: str) -> str:
-    """Return the name that an option had before verl moved the rewards to a section ``reward``."""
-    for later, earlier in _MOVED.items():
-        if name.startswith(later):
-            return earlier + name.removeprefix(later)
+def _of_class(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"class_path": path, "init_args": dict(arguments)} if arguments else {"class_path": path}
+
+
+def _table_name(name: str) -> str:
+    """Return the name by which the table has an option; verl moved some, and reads others in two places."""
+    for given, known in documents("verl")[2].items():
+        if name == given or (given.endswith(".") and name.startswith(given)):
+            return str(known) + name.removeprefix(given)
     return name
 
 
+def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an option with its value; those of a mapping ``{a: 1, b: 2}`` are the options ``name.a`` and ``name.b``."""
+    if isinstance(value, dict):
+        for part, inner in value.items():
+            yield from _values(f"{name}.{part}", inner)
+    else:
+        yield name, value
+
+
 def _value(text: str) -> Any:
-    """Return the value of a text as Hydra reads it: a number, a truth value, a list, null, or the text."""
+    """Return the value of a text as Hydra reads it: a number, a truth value, a list, a mapping, null, or the text."""
+    if text in ("", "null", "None"):
+        return None
+    for number in (int, float):
+        try:
+            if text[0] in "0123456789.-":
+                return number(text)
+        except ValueError:
+            continue
+    if text[0] == "{":
+        text = re.sub(r"([{,]\s*[\w.]+):(?=\S)", r"\1: ", text)  # YAML needs a space there
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):
-        try:
-            return float(value) if value[:1] in "0123456789.-" else value
-        except ValueError:
-            return value
-    return value
+    is_plain = not isinstance(value, bool | list) and text[0] not in "{'\""  # dates and times stay texts, too
+    return text if is_plain else value

@@ -54,7 +54,8 @@ def test_script_becomes_a_run(tmp_path, monkeypatch, capsys):
     assert model["actor"]["init_args"] == {"path": "Qwen/Qwen2.5-0.5B-Instruct", "lora": {"rank": 32, "alpha": 16}}
     assert (model["minibatch_size"], model["micro_batch_tokens"]) == (32 * 8, 3072)
     assert (model["optimizer"]["lr"], model["kl_loss"]) == (3e-6, {"coef": 0.001, "estimator": "k3"})
-    assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": 3.0}
+    assert model["policy_loss"]["class_path"].endswith(".ClippedPolicyLoss")
+    assert model["policy_loss"]["init_args"] == {"clip_range_low": 0.2, "clip_range_high": 0.28, "dual_clip": 3.0}
     assert data["train"] == ["~/verl/data/gsm8k/train.parquet", "~/verl/data/math/train.parquet"]
     assert (data["batch_size"], data["max_tokens"], data["too_long"]) == (64, 2048, "drop")
     assert (loop["group_size"], loop["max_response_tokens"]) == (8, 1024)
@@ -143,7 +144,7 @@ def test_groups_overlong_answers_and_sums_of_dapo():
         "algorithm.filter_groups.metric": "acc", "algorithm.filter_groups.max_num_gen_batches": "3",
         "data.train_batch_size": "16", "data.gen_batch_size": "40", "data.max_response_length": "100",
         "reward_model.overlong_buffer.enable": "True", "reward_model.overlong_buffer.len": "20",
-        "reward_model.overlong_buffer.penalty_factor": "0.5",
+        "reward_model.overlong_buffer.penalty_factor": "0.5", "reward_model.reward_manager": "dapo",
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
     }  # fmt: skip
     config, left = listed(options)
@@ -216,7 +217,8 @@ def test_names_of_today_and_words_for_schedules():
     schedule = {"kind": "cosine_with_min_lr", "warmup_ratio": 0.0, "arguments": {"min_lr_rate": 0.1}}
     assert model["lr_scheduler"]["init_args"] == schedule
     assert model["critic_optimizer"]["weight_decay"] == 0.02
-    copied, added = left
+    tokenizer, copied, added = left
+    assert tokenizer.startswith("reward_model: x/reward must have the policy's tokenizer")
     assert copied.startswith("custom_reward_function: copy mine.py")
     assert added == "reward_model and custom_reward_function are added up here; verl takes one of them"
 

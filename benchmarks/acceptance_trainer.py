@@ -1,11 +1,11 @@
-"""Points 13 to 18 of the acceptance: the packed path of training, the head, CUDA IPC, and FSDP."""
+"""Points 13 to 19 of the acceptance: the packed path of training, the head, CUDA IPC, and FSDP."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_rlhf.models.packed_attention import packed_attention
 from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.rollout.ranks import RankGroup
 from lightning_rlhf.rollout.vllm.sync import Slot, map_memory
+from lightning_rlhf.strategies.activations import ActivationOffload
 from tests.distributed.launch import free_port
 
 # Query heads, key heads, their width, width of the values
@@ -295,6 +296,26 @@ def _layers(device: str) -> Figures:
     figures["peak_gib_above_weights"] = round((peak_bytes(device) - before) / GIB, 2)
     finite = all(bool(parameter.isfinite().all()) for parameter in worker.model.parameters())
     return {"ok": finite and figures["adamw_is_fused"], **figures}
+
+
+def activation_offload(device: str, folder: Path) -> Figures:
+    """Compare memory, seconds and gradients of eight layers of a 7B model with their activations on GPU and host."""
+    source = FromConfig(_SEVEN_BILLION if device == "cuda" else _SMALL, seed=0, dtype="bfloat16")
+    worker = Worker(device, source=source, rows=8, lengths=(512, 960), per_prompt=8)
+    figures: Figures = {"tokens": worker.tokens}
+    sums, peaks = {}, {}
+    for place in ("gpu", "host"):
+        offload = ActivationOffload(torch.device(device), worker.model.parameters())
+        with nullcontext() if place == "gpu" else offload:
+            worker.model.zero_grad()
+            peak_bytes(device, reset=True)
+            before = peak_bytes(device)  # now what is allocated
+            figures[f"on_{place}_s"] = round(timed(device, worker.forward_backward, 1), 3)
+        peaks[place] = peak_bytes(device) - before
+        figures[f"on_{place}_gib_above_weights"] = round(peaks[place] / GIB, 2)
+        sums[place] = [float(p.grad.double().square().sum()) for p in worker.model.parameters() if p.grad is not None]
+    figures["same_gradients"] = sums["gpu"] == sums["host"]
+    return {"ok": figures["same_gradients"] and (device == "cpu" or peaks["host"] < 0.7 * peaks["gpu"]), **figures}
 
 
 def loops(device: str, folder: Path) -> Figures:

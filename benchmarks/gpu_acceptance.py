@@ -1,4 +1,4 @@
-"""Check and measure a machine with an NVIDIA GPU: eighteen points, and one block to send back.
+"""Check and measure a machine with an NVIDIA GPU: nineteen points, and one block to send back.
 
     .venv/bin/python -m benchmarks.gpu_acceptance
 
@@ -44,9 +44,10 @@ POINTS = {
     16: ("ipc", 100),
     17: ("layers", 120),
     18: ("loops", 60),
+    19: ("activation_offload", 90),
 }
 # The files of the points, each with the number of its last one.
-_PARTS = {"acceptance_points": 6, "acceptance_measurements": 12, "acceptance_trainer": 18}
+_PARTS = {"acceptance_points": 6, "acceptance_measurements": 12, "acceptance_trainer": 19}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

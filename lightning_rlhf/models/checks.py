@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
@@ -148,4 +149,8 @@ def memory_error(error: RuntimeError, name: str) -> ValueError | None:
     """
     if "allocate" not in str(error):
         return None
-    return UsageError(f"{name} needs more memory than this machine has: {str(error).splitlines()[0]}")
+    place = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+    return UsageError(
+        f"{name} needs more memory than {place} has: {str(error).splitlines()[0]}; lightning-rlhf plan, with the "
+        f"options of this run, lists what needs the memory"
+    )

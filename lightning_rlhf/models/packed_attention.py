@@ -286,6 +286,10 @@ def _attend_block(
     """Compute attention of (B, H, L, D) queries to (B, K, M, D) keys; a mask is added, None is causal attention."""
     if softcap is None or mask is None:
         shares_keys = q.shape[1] != k.shape[1]
+        if shares_keys and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
+            # The only kernel that would share them keeps the weights of all pairs of tokens for the backward pass.
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+            shares_keys = False
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys
         )

@@ -94,7 +94,8 @@ class RLHFModule(RoleModule):
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
         minibatch_size: responses per optimizer step, over all ranks, at least 1; None: all responses of a step.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        micro_batch_tokens: most tokens in one forward pass; None chooses by the memory of the
+            device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
         packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
         keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
         max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.

@@ -60,8 +60,8 @@ class RoleModule(LightningModule):
     ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
 
     Args:
-        micro_batch_tokens: most tokens in one forward pass, positive, padding included unless rows are packed; None is
-            2,048 on a CPU and 16,384 on a GPU.
+        micro_batch_tokens: most tokens in one forward pass, positive, padding included unless rows are packed; None
+            chooses by the memory of the device: 2,048 on a CPU, 4,096 on a GPU of 24 GiB, 16,384 from 70 GiB on.
         max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
         packing: whether the texts of a forward pass are laid out in one row without padding. Texts do not attend to
             each other, and gradients are the same up to rounding. Architectures that do not allow it are padded.

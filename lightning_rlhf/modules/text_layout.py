@@ -29,8 +29,15 @@ from lightning_rlhf.types import Rollout, RolloutImages, TensorBatch
 
 log = logging.getLogger(__name__)
 CPU_TOKENS = 2048
-GPU_TOKENS = 16384
+_GPU_TOKENS = 2048, 16384  # fewest and most
+_BYTES_PER_TOKEN = 70 << 16  # of a GPU: 16,384 tokens from 70 GiB on
 _TEST_TOKENS = 12
+
+
+def tokens_for(gpu_bytes: int) -> int:
+    """Return the default of ``micro_batch_tokens`` on a GPU: the power of two that its memory suggests."""
+    fewest, most = _GPU_TOKENS
+    return min(most, max(fewest, 1 << (gpu_bytes // _BYTES_PER_TOKEN).bit_length() - 1))
 
 
 class ModelsModule(Protocol):
@@ -62,7 +69,8 @@ class TextLayout:
 
     Args:
         module: module that evaluates the texts.
-        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU, and on a GPU
+            a power of two by its memory: 4,096 for 24 GiB, 16,384 for 80 GiB.
         packed: whether the texts of a forward pass are laid out in one row without padding.
     """
 
@@ -74,7 +82,10 @@ class TextLayout:
     @property
     def token_budget(self) -> int:
         """Most tokens in one forward pass; small on a CPU, whose caches are small."""
-        return self.micro_batch_tokens or (CPU_TOKENS if self.module.device.type == "cpu" else GPU_TOKENS)
+        device = self.module.device
+        if self.micro_batch_tokens is None and device.type == "cuda":
+            return tokens_for(torch.cuda.get_device_properties(device).total_memory)
+        return self.micro_batch_tokens or CPU_TOKENS
 
     @property
     def shares_prompts(self) -> bool:

@@ -28,6 +28,12 @@ from lightning_rlhf.strategies.names import OURS
 
 T = TypeVar("T")
 
+FULL_GPU = (
+    "lightning-rlhf: the GPU's memory is full. Lower model.init_args.micro_batch_tokens, set activation_checkpointing "
+    "of the strategy, or lower gpu_memory_utilization of the engine; lightning-rlhf plan, with the options of this "
+    "run, lists what needs the memory and which change suffices"
+)
+
 
 class RoleStrategy:
     """Builds and runs the roles of a module; this base class supports a single process.
@@ -62,6 +68,12 @@ class RoleStrategy:
         """
         check_range("mlp_tokens", mlp_tokens, "positive or null")
         self.activation_offload, self.mlp_tokens = activation_offload, mlp_tokens
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to an error about the GPU's memory what to change; Lightning calls this for all errors of a run."""
+        if isinstance(exception, torch.OutOfMemoryError):
+            exception.add_note(FULL_GPU)
+        super().on_exception(exception)  # type: ignore[misc]
 
     @property
     def module(self) -> Any:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_rlhf import FromConfig
 from lightning_rlhf.batching.packing import PackedLengths, pack_responses, pack_texts
+from lightning_rlhf.models import packed_attention as module
 from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, packed_attention, runs_of_equal_length
 from tests.helpers import assert_close
 from tests.stand_ins import VOCABULARY
@@ -157,6 +159,32 @@ def test_attention_in_blocks_of_queries_equals_that_of_all_at_once(length, befor
         *(torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (actual, expected)), strict=True
     ):
         assert_close(one, other, rtol=0, atol=1e-5 if single else 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "repeats"),
+    [
+        ("cuda", torch.float32, False, True),  # only torch's math kernel shares keys in float32
+        ("cuda", torch.bfloat16, False, False),
+        ("cuda", torch.bfloat16, True, True),
+        ("cpu", torch.float32, False, False),
+    ],
+)
+def test_keys_are_repeated_where_the_kernel_that_shares_them_keeps_all_weights(
+    monkeypatch, device, dtype, masked, repeats
+):
+    heads = []
+
+    def noted(q, k, v, enable_gqa=False, **options):
+        heads.append((k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(module.functional, "scaled_dot_product_attention", noted)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, count, 300, 32, dtype=dtype, device=device) for count in (4, 2))
+        mask = torch.empty(300, 300, dtype=dtype, device=device) if masked else None
+        module._attend_block(q, k, k, mask, scale=1.0)
+    assert set(heads) == {(4, False) if repeats else (2, True)}
 
 
 def test_masks_cover_a_text_and_start_at_aligned_addresses(monkeypatch):

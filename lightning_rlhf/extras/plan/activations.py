@@ -49,6 +49,10 @@ class Pass:
             layers = sum(self.layer_bytes(layer) for layer in self.model.layers)
         return self.tokens * (layers + (_FLOAT + 3 * compute) * self.model.hidden)
 
+    def layer_kept_bytes(self) -> int:
+        """Compute the most bytes that one layer keeps: with activation_offload, those on the GPU at a time."""
+        return self.tokens * max(self.layer_bytes(layer) for layer in self.model.layers)
+
     def backward_bytes(self) -> int:
         """Compute the additional bytes of the backward pass in a layer: gradients, and recomputed activations."""
         per_token = [

@@ -203,7 +203,8 @@ def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
         cluster: its GPUs.
     """
     assert run.engine is not None
-    engine, work, model = run.engine, run.work, run.actor.model
+    engine, work = run.engine, run.work
+    model = run.actor.model
     engines = max(1, cluster.gpus // engine.tensor_parallel_size)
     rounds = -(-work.responses // (engines * max(1, cached_texts)))
     read = engine.element_bytes(run.actor) * (model.elements - _idle_experts(model))

@@ -31,7 +31,7 @@ from lightning_rlhf.extras.plan.setup import NODE_GPUS, Engine, Role, Run, Strat
 from lightning_rlhf.models.loading import Pretrained, with_dtype
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.modules.text_layout import GPU_TOKENS
+from lightning_rlhf.modules.text_layout import tokens_for
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -181,11 +181,13 @@ def run_of(config: Namespace) -> Run:
     if loop is not None:
         settings = loop["init_args"]
         engine = engine_of(settings["engine"])
+    capacity = int(config["gpu_memory_gib"] * GIB)
     work = work_of(module, data, settings, mixed)
+    if module.layout.micro_batch_tokens is None:
+        work = replace(work, micro_batch_tokens=tokens_for(capacity))
     if engine is not None and engine.dtype is None:
         actor = module.sources["actor"].dtype
         engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))
-    capacity = int(config["gpu_memory_gib"] * GIB)
     return Run(
         roles=roles_of(module, chosen, mixed),
         strategy=chosen,
@@ -278,7 +280,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
             minibatch_size=texts,
             update_epochs=1,
             longest=longest,
-            micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
+            micro_batch_tokens=module.layout.token_budget,
             evaluates_old=False,
             mixed=mixed,
             pairs=pairs,
@@ -294,7 +296,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         minibatch_size=module.minibatch_size,
         update_epochs=module.update_epochs,
         longest=longest + loop["max_response_tokens"],
-        micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
+        micro_batch_tokens=module.layout.token_budget,
         evaluates_old=not module.correction.bypass,
         mixed=mixed,
         reuses_first=module.reuses_first_forward,
@@ -322,6 +324,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
             ("sequence_parallel_size", "sequence_parallel_size"),
             ("shard_size", "shard_size"),
             ("activation_checkpointing", "checkpointing"),
+            ("activation_offload", "activation_offload"),
             ("reshard_after_forward", "reshards"),
             ("reduce_every_micro_batch", "reduce_every"),
             ("cpu_offload", "offload_optimizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,6 +28,7 @@ TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, 
 # Terms of host memory only.
 PUSHED = "weights pushed to the engine"
 SAVED = "copy that a checkpoint is written from"
+ROUNDED = "rounding of page-locked memory"
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement; an engine on the same GPU needs more
 # vLLM 0.32's largest numbers of tokens and sequences of a pass, on GPUs with at least 70 GiB and on smaller ones. It
 # reserves the memory of such a pass before it sizes the cache.
@@ -307,17 +309,10 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
     for role in run.roles:
         shard = Shard.of(role, run, ranks)
         texts = work.minibatch_size if role.trained else work.responses
-        one_pass = Pass(
-            model=role.model,
-            precision=shard.precision,
-            tokens=-(-work.micro_batch_rows(texts, ranks) * work.row_tokens // strategy.sequence_parallel_size),
-            split=strategy.tensor_parallel_size,
-            length=work.longest,
-            checkpointing=strategy.checkpointing,
-            trains_head=role.trained and not role.lora_rank,
-        )
+        one_pass = pass_of(shard, work, ranks)
         if role.trained:
-            activations, working = one_pass.kept_bytes(), one_pass.backward_bytes()
+            kept = one_pass.layer_kept_bytes() if strategy.activation_offload else one_pass.kept_bytes()
+            activations, working = min(kept, one_pass.kept_bytes()), one_pass.backward_bytes()
         else:
             activations, working = 0, one_pass.forward_bytes()
         gathered = shard.gathered()
@@ -335,6 +330,51 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
             step = {STEP: element * shard.trained_elements, GRADIENTS: shard.update_gradients(1)}
             peaks[f"the optimizer's step of the {role.name}"] = Counter(step)
     return peaks
+
+
+def pass_of(shard: Shard, work: Work, ranks: int) -> Pass:
+    """Return the pass of a micro-batch through a role."""
+    role, strategy = shard.role, shard.strategy
+    texts = work.minibatch_size if role.trained else work.responses
+    return Pass(
+        model=role.model,
+        precision=shard.precision,
+        tokens=-(-work.micro_batch_rows(texts, ranks) * work.row_tokens // strategy.sequence_parallel_size),
+        split=strategy.tensor_parallel_size,
+        length=work.longest,
+        checkpointing=strategy.checkpointing,
+        trains_head=role.trained and not role.lora_rank,
+    )
+
+
+def offloaded_activations(run: Run, ranks: int) -> Counter[str]:
+    """Compute the host memory of the activations of one trained role; only one role computes at a time."""
+    if not run.strategy.activation_offload:
+        return Counter()
+    passes = [pass_of(Shard.of(role, run, ranks), run.work, ranks) for role in run.roles if role.trained]
+    largest = max(passes, key=Pass.kept_bytes)
+    state = largest.tokens * largest.model.hidden * largest.precision.compute
+    size = largest.kept_bytes()
+    return Counter({ACTIVATIONS: size, ROUNDED: size * page_rounding([state]) // state})
+
+
+def page_rounding(sizes: Iterable[int]) -> int:
+    """Return the bytes that torch adds to tensors in page-locked memory: it rounds each to a power of two.
+
+    Args:
+        sizes: bytes of the tensors.
+    """
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+
+
+def _offloaded_rounding(shard: Shard, term: str, size: int) -> int:
+    """Return the bytes of :func:`page_rounding` of a term of a role in host memory."""
+    model, parts = shard.role.model, 2 if term == OPTIMIZER else 1
+    parameters = model.parameters if term == PARAMETERS else model.trained
+    if shard.strategy.kind == "zero" or (shard.role.lora_rank and term != PARAMETERS):  # one tensor for all
+        return page_rounding([size])
+    elements = sum(parameter.elements for parameter in parameters)
+    return parts * page_rounding(size * parameter.elements // elements // parts for parameter in parameters)
 
 
 def teacher_heads(run: Run) -> int:
@@ -409,12 +449,14 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
         if GRADIENTS in shard.offloaded:
             resting[GRADIENTS] += shard.gradients(1).update
         for term in shard.offloaded:
+            host[ROUNDED] += _offloaded_rounding(shard, term, resting[term])
             host[term] += resting.pop(term)
         if run.strategy.offload_idle:
             term, users = PARAMETERS, [role.name]
             if role.trained:
                 term, users = OPTIMIZER, run.trained
             host[term] += resting[term]
+            host[ROUNDED] += _offloaded_rounding(shard, term, resting[term])
             for moment in temporary:
                 if moment.endswith(tuple(f"of the {name}" for name in users)):
                     temporary[moment][term] += resting[term]
@@ -422,6 +464,7 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
         gpu += resting
         if role.trained and (run.background_save or run.strategy.kind == "zero"):
             host[SAVED] += shard.saved_bytes()
+    host += offloaded_activations(run, ranks)
     peak = max(temporary, key=lambda moment: temporary[moment].total())
     training = gpu + temporary[peak]
     if run.engine is None:

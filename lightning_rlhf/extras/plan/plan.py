@@ -193,6 +193,10 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
         yield "strategy: rlhf_fsdp", lambda run: replace(run, strategy=sharded)
     yield "reduce_every_micro_batch: true", of_fsdp(reduce_every=True)
     yield "activation_checkpointing: true", of_strategy(checkpointing=True)
+    yield (
+        "activation_checkpointing and activation_offload: true",
+        of_strategy(checkpointing=True, activation_offload=True),
+    )
     tokens = run.work.micro_batch_tokens
     while tokens >= 2 * run.work.row_tokens:
         tokens //= 2

@@ -53,6 +53,7 @@ class Strategy:
         shard_size: data-parallel ranks over which FSDP shards weights; None is those of a node.
         node_gpus: GPUs of each node, of which there may be several; None is one node of any size.
         checkpointing: whether the backward pass recomputes the activations of a layer.
+        activation_offload: whether kept activations are in host memory until the backward pass.
         reshards: whether FSDP frees a trained role's gathered weights between forward and backward; None frees those of
             layers only.
         reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
@@ -71,6 +72,7 @@ class Strategy:
     shard_size: int | None = None
     node_gpus: int | None = None
     checkpointing: bool = False
+    activation_offload: bool = False
     reshards: bool | None = None
     reduce_every: bool = True
     offload_optimizer: bool = False

@@ -191,7 +191,7 @@ def test_offloading_moves_terms_to_the_host(name, on_the_host):
     options = {"reduce_every": True} if name == "rlhf_fsdp_offload" else {}
     used, host, _ = memory(Run([ACTOR, REF], strategy(name, **options), WORK), 8)
     whole, before, _ = memory(Run([ACTOR, REF], strategy(name.removesuffix("_offload"), **options), WORK), 8)
-    assert set(host) - {terms.SAVED} == on_the_host
+    assert set(host) - {terms.SAVED, terms.ROUNDED} == on_the_host
     assert set(before) <= {terms.SAVED}
     assert all(used[term] == 0 and host[term] == whole[term] for term in on_the_host)
 
@@ -199,7 +199,30 @@ def test_offloading_moves_terms_to_the_host(name, on_the_host):
 def test_only_frozen_roles_can_be_offloaded():
     _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK), 8)
     assert host.pop(terms.SAVED) == 12 * partition.zero3_elements(MODEL.parameters, 8)
-    assert host == {terms.PARAMETERS: held(REF, "rlhf_deepspeed_stage_3")[0]}
+    held_bytes = held(REF, "rlhf_deepspeed_stage_3")[0]
+    assert host == {terms.PARAMETERS: held_bytes, terms.ROUNDED: terms.page_rounding([held_bytes])}
+
+
+def test_page_locked_tensors_are_rounded_to_powers_of_two():
+    assert terms.page_rounding([1, 2, 3, 1024, 1025, 0]) == 0 + 0 + 1 + 0 + 1023 + 0
+    run = Run([ACTOR, REF], strategy("rlhf_single", offload_idle=True), WORK)
+    _, host, _ = memory(run, 1)
+    moments = [4 * parameter.elements for parameter in MODEL.trained] * 2  # of Adam
+    weights = [4 * parameter.elements for parameter in MODEL.parameters]  # of the reference
+    assert host[terms.ROUNDED] == terms.page_rounding([*moments, *weights])
+
+
+def test_offloaded_activations_are_on_the_host_but_those_of_a_layer():
+    run = Run([ACTOR, CRITIC], strategy("rlhf_single", activation_offload=True), WORK)
+    one_pass = terms.pass_of(Shard.of(ACTOR, run, 1), WORK, 1)
+    _, host, _ = memory(run, 1)
+    assert host[terms.ACTIVATIONS] == one_pass.kept_bytes()  # of one role: they compute in turn
+    state = one_pass.tokens * MODEL.hidden * 4
+    assert host[terms.ROUNDED] == one_pass.kept_bytes() * terms.page_rounding([state]) // state
+    loss = terms.moments(run, 1)["the loss of the actor"]
+    assert loss[terms.ACTIVATIONS] == one_pass.layer_kept_bytes() < one_pass.kept_bytes()
+    _, host, _ = memory(replace(run, strategy=strategy("rlhf_single")), 1)
+    assert not host[terms.ACTIVATIONS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -63,26 +63,40 @@ def masked_whiten(values: Float[Tensor, "..."], mask: Tensor, ranks: DataRanks =
 
 
 def discounted_sums(
-    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float = 1.0
+    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], gamma: float | Float64[Tensor, "B"] = 1.0
 ) -> Float64[Tensor, "B T"]:
     """Discounted sum of the rewards from each token on: G_t = r_t + gamma G_{t+1}.
 
-    Positions where the mask is False are skipped: t + 1 is the next token inside the mask.
+    Positions where the mask is False are skipped: t + 1 is the next token inside the mask. The sums of 1, 2, 4, ...
+    positions are added up, so that a GPU runs a few kernels for each doubling of the length, and none for each token.
 
     Args:
         rewards: may be anything where the mask is False.
-        gamma: discount per token, in [0, 1].
+        gamma: discount per token, in [0, 1], of all responses or of each.
 
     Returns:
         0 where the mask is False.
     """
-    rewards = rewards.double()
-    sums = torch.zeros_like(rewards)
-    ahead = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        ahead = torch.where(mask[:, t], rewards[:, t] + gamma * ahead, ahead)
-        sums[:, t] = ahead
+    sums = rewards.double().masked_fill(~mask, 0)
+    each = gamma.unsqueeze(1) if isinstance(gamma, Tensor) else gamma
+    decay = torch.where(mask, each, torch.ones_like(sums))  # of what follows the summed positions
+    summed = 1
+    while summed < sums.shape[1]:
+        sums[:, :-summed] += decay[:, :-summed] * sums[:, summed:]
+        decay[:, :-summed] = decay[:, :-summed] * decay[:, summed:]
+        summed *= 2
     return sums.masked_fill(~mask, 0)
+
+
+def next_values(
+    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], final: Float[Tensor, "B"]
+) -> Float[Tensor, "B T"]:
+    """Value of the next token inside the mask after each position; ``final`` after the last one."""
+    width = values.shape[1]
+    tokens = torch.arange(width, device=mask.device).expand_as(mask).masked_fill(~mask, width)
+    after = tokens.flip(1).cummin(dim=1).values.flip(1) if width else tokens
+    index = torch.cat([after[:, 1:], after.new_full((len(mask), min(width, 1)), width)], dim=1)
+    return torch.cat([values, final.unsqueeze(1)], dim=1).gather(1, index)
 
 
 def rewards_at_tokens(

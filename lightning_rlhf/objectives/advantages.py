@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.data_ranks import ONE_RANK, DataRanks
-from lightning_rlhf.functional.masked import masked_whiten
+from lightning_rlhf.functional.masked import discounted_sums, masked_whiten, next_values
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.ranges import check_ranges
 
@@ -93,16 +93,10 @@ class GAE(AdvantageEstimator):
         """
         mask = inputs.mask
         token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards
-        advantages = torch.zeros_like(token_rewards)
-        next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
+        final = token_rewards.new_zeros(len(token_rewards))
         if self.bootstrap_truncated:
             if inputs.final_values is None:
                 raise UsageError("GAE with bootstrap_truncated needs the critic's final values")
-            next_value = inputs.final_values.to(next_value.dtype)  # 0 for responses that were not cut
-        for t in reversed(range(token_rewards.shape[1])):
-            delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
-            advantage = delta + self.gamma * gae_lambda * next_advantage
-            next_value = torch.where(mask[:, t], values[:, t], next_value)
-            next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-            advantages[:, t] = advantage
-        return advantages.masked_fill(~mask, 0)
+            final = inputs.final_values.to(final.dtype)  # 0 for responses that were not cut
+        deltas = token_rewards + self.gamma * next_values(values, mask, final) - values
+        return discounted_sums(deltas, mask, self.gamma * gae_lambda)

@@ -3,8 +3,9 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_rlhf.functional.masked import discounted_sums
+from lightning_rlhf.functional.masked import discounted_sums, next_values
 from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
 
 
@@ -34,6 +35,36 @@ def test_padding_changes_nothing(mask, columns, seed):
     rewards, wider = normal(*mask.shape, seed=seed), pad_columns(mask, columns)
     sums = discounted_sums(with_garbage(pad_columns(rewards, columns), wider), wider, 0.9)
     assert torch.equal(sums, pad_columns(discounted_sums(rewards, mask, 0.9), columns))
+
+
+def test_each_response_may_have_a_discount():
+    rewards, mask = float64([[1, 2, 4], [1, 2, 4]]), torch.ones(2, 3, dtype=torch.bool)
+    sums = discounted_sums(rewards, mask, float64([0.5, 0.25]))
+    assert_close(sums, [[3, 4, 4], [1.75, 3, 4]], rtol=0, atol=0)
+
+
+def test_next_values_skip_positions_outside_the_mask():
+    mask = torch.tensor([[True, False, True, False], [False, True, False, False], [False] * 4])
+    values = float64([[1, 9, 2, 9], [9, 3, 9, 9], [9] * 4])
+    expected = [[2, 2, 7, 7], [3, 8, 8, 8], [6, 6, 6, 6]]
+    assert_close(next_values(values, mask, float64([7, 8, 6])), expected, rtol=0, atol=0)
+    assert next_values(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2)).shape == (2, 0)
+
+
+def test_a_long_response_needs_few_kernels():
+    with Kernels() as kernels:
+        discounted_sums(torch.ones(2, 20_000), torch.ones(2, 20_000, dtype=torch.bool), 0.99)
+    assert kernels.count < 250  # with the views of their arguments
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += 1
+        return function(*arguments, **(keywords or {}))
 
 
 def test_empty_input_gives_empty_output():

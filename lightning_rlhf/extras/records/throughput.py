@@ -17,10 +17,13 @@ from lightning_rlhf.ranges import check_range
 from lightning_rlhf.rollout.clock import max_over_ranks, sum_over_ranks
 
 GIB = 2.0**30
-# Dense bfloat16 TFLOP/s in the data sheets, by a part of the device's name; the first match counts.
+# Dense bfloat16 TFLOP/s with sums in float32, from the data sheets, by a part of the device's name; the first match
+# counts. GeForce cards are half as fast with sums in float32 as with those in float16.
 PEAKS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
-    "L40": 181.0, "L4": 121.0,
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "H20": 148.0,
+    "A100": 312.0, "A800": 312.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
+    "RTX 6000 Ada": 364.2, "A6000": 154.8, "A5000": 111.1, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2,
+    "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5, "RTX 3090 Ti": 80.0, "RTX 3090": 71.0,
 }  # fmt: skip
 
 

@@ -130,7 +130,6 @@ def test_roles_without_an_update_have_no_operations():
         ("NVIDIA GeForce RTX 4090", "bf16-mixed", 165.2),
         ("NVIDIA GeForce RTX 3090", "bf16-mixed", 71.0),
         ("NVIDIA A10G", "bf16-mixed", 70.0),
-        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312.0),
         ("NVIDIA H200", "bf16-mixed", 989.0),
         ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312.0),
         ("NVIDIA A100-SXM4-80GB", "32-true", None),

@@ -174,6 +174,14 @@ VARIABLES = (
         reason="The end of the engine's log is shown when it dies, and should contain the cause.",
     ),
     Variable(
+        name="VLLM_USE_FLASHINFER_SAMPLER",
+        reader="vLLM",
+        process="engine",
+        condition="with a GPU",
+        value=lambda machine: "0" if machine.has_gpu else None,
+        reason="Log-probabilities need vLLM's own sampler, and FlashInfer's would compile with a CUDA toolkit.",
+    ),
+    Variable(
         name="TRITON_F32_DEFAULT",
         reader="Triton",
         process="engine",
@@ -271,9 +279,7 @@ def origin(variable: Variable, environ: Mapping[str, str], machine: Machine) -> 
     if variable.name in environ:
         return environ[variable.name], "us" if variable.name in _set_by_us(environ) else "you"
     value = variable.value(machine) if variable.process == "engine" else None
-    if value is not None:
-        return (value, "us")
-    return ("", "not applicable")
+    return (value, "us") if value is not None else ("", "not applicable")
 
 
 def _set_by_us(environ: Mapping[str, str]) -> list[str]:

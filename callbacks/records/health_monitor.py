@@ -465,9 +465,7 @@ def _standard_error(row: Row) -> float:
         error = row.get("reward/std", math.nan) / math.sqrt(tokens / mean)
     else:
         error = math.nan
-    if math.isnan(error):
-        return 0.0
-    return error
+    return 0.0 if math.isnan(error) else error
 
 
 def _has(history: RunHistory, metric: str) -> bool:

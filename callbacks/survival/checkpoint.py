@@ -231,9 +231,7 @@ class RunCheckpoint(ModelCheckpoint):
     def saved_step(self) -> int | None:
         """Step of the newest finished checkpoint of this run; None without one."""
         newest = self._saved_step if self.path.is_file() else manifest.step_of(self.path)
-        if newest in self._own_steps:
-            return newest
-        return None
+        return newest if newest in self._own_steps else None
 
     @property
     def between_steps(self) -> bool:

@@ -88,6 +88,4 @@ def _reason(trainer: Any) -> str:
             return "max_time was reached"
     if trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch:
         return f"max_epochs is {trainer.max_epochs}"
-    if trainer.should_stop:
-        return "a callback stopped it"
-    return "the data ended"
+    return "a callback stopped it" if trainer.should_stop else "the data ended"

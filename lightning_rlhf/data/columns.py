@@ -84,9 +84,7 @@ class Fields:
 
     def __getitem__(self, field: str) -> Any:
         value = self._value(field)
-        if self.transform is None:
-            return value
-        return self.transform(field, value)
+        return value if self.transform is None else self.transform(field, value)
 
     def _value(self, field: str) -> Any:
         """Return the value of a field: messages of JSON text, and Alpaca's instruction with its input."""

@@ -256,9 +256,7 @@ class TemplateBridge(Bridge):
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         ends = [i for i in range(max(1, shared)) if list(turn[-1:]) == ids[i : i + 1]]
         is_end = ends and (ends[0] == 0 or turn[-1] in self._special_ids)  # not a line break after the end token
-        if is_end:
-            return ids[ends[0] + 1 :]
-        return ids
+        return ids[ends[0] + 1 :] if is_end else ids
 
     @cached_property
     def _end_of_answer(self) -> list[int]:

@@ -78,9 +78,7 @@ class Call:
     @property
     def seen(self) -> int:
         """Number of turns that the environment has got before this call; -1 before ``reset``."""
-        if self.stop:
-            return len(self.turns)
-        return len(self.turns) - 1
+        return len(self.turns) if self.stop else len(self.turns) - 1
 
     @property
     def finish_arguments(self) -> dict[str, Any]:

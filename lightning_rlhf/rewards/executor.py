@@ -224,9 +224,7 @@ class RewardExecutor:
         if function.runs_in_worker:
             return self._workers.result(function, call)
         error = call.exception()
-        if error is None:
-            return call.result()
-        return RewardFailure.from_error(error)
+        return call.result() if error is None else RewardFailure.from_error(error)
 
     def close(self) -> None:
         """Stop threads, worker processes and event loop."""

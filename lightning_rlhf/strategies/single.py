@@ -45,9 +45,7 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, OffloadsIdle, SingleDevic
     @property
     def root_device(self) -> torch.device:
         """Device of the Trainer."""
-        if self.parallel_devices:
-            return self.parallel_devices[0]
-        return self._root_device
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
     def setup_environment(self) -> None:
         """Validate that the run has a single process.

@@ -94,7 +94,7 @@ def test_failed_trace_is_logged_and_reports_no_parameter(engines, lose, fault, c
     actor, _ = lose("nothing")
     fault.write_text("fail")
     assert first_difference(engines, actor) is None
-    assert "could not be traced: FloatingPointError: no luck today" in caplog.text
+    assert "could not be traced: RunError: FloatingPointError: no luck today" in caplog.text
 
 
 def test_engine_check_of_a_run_reports_the_lost_weight(engines, fault, tmp_path, monkeypatch):

@@ -403,6 +403,10 @@ def installed(monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
 
 
+def test_gpus_of_an_engine_follow_the_size_in_its_arguments(installed):
+    assert VLLMEngine(arguments={"tensor_parallel_size": 2})._devices(("0", "1", "2")) == ("0", "1")
+
+
 def test_missing_vllm_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-rlhf\[vllm\]'.*TransformersEngine"):

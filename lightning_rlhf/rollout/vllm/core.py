@@ -150,7 +150,9 @@ class VLLMCore:
             Name of the first parameter that is not read completely, or vLLM's name of one whose value changed; None if
             all are right, as far as known.
         """
-        counts, changed = zip(*self._llm.collective_rpc("trace_weights", kwargs=weights), strict=True)
+        counts, changed, faults = zip(*self._llm.collective_rpc("trace_weights", kwargs=weights), strict=True)
+        if fault := next(filter(None, faults), None):
+            raise RunError(fault)
         slots = [Slot(**slot) for slot in weights["layout"]]
         # Tensor-parallel workers each read a part of a parameter, and replicate some parameters.
         complete = [sum(by_worker) >= slot.numel for slot, *by_worker in zip(slots, *counts, strict=True)]

@@ -198,7 +198,7 @@ class VLLMEngine(RolloutEngine):
         """Start the process without waiting until it is ready."""
         environment = self._environment(setup)
         if not torch.cuda.is_available():
-            threads = self._cpu_threads or max(1, setup.threads // self._tensor_parallel_size)  # of each worker
+            threads = self._cpu_threads or max(1, setup.threads // self._size)  # of each worker
             environment["OMP_NUM_THREADS"] = str(threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
@@ -249,7 +249,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ValueError: fewer GPUs than ``tensor_parallel_size`` are available.
         """
-        size = self._tensor_parallel_size
+        size = self._size
         if len(devices) < size and world_size() == 1:
             devices = tuple(
                 gpu for index in range(torch.cuda.device_count()) for gpu in visible_gpu(torch.device("cuda", index))
@@ -519,7 +519,7 @@ class VLLMAdapterEngine(VLLMEngine):
         for name, tensor in parameters:
             if name not in pushed or not torch.equal(pushed.pop(name), tensor.cpu()):
                 return name
-        if pushed or self._tensor_parallel_size > 1:
+        if pushed or self._size > 1:
             return next(iter(pushed), None)
         asked = self._running.command("adapter_sums")
         (reply,) = self._running.results([asked], "the sums of the engine's adapters")

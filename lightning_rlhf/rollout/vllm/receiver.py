@@ -93,19 +93,23 @@ class WeightReceiver:
         stacks = [[part for layer in layers for part in getattr(layer, name, ())] for name in _STACKS]
         return [sum(float(part.abs().sum(dtype=torch.float64)) for part in parts) for parts in stacks]
 
-    def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> tuple[list[int], str | None]:
+    def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> tuple[list[int], str | None, str]:
         """Load all parameters again, count the elements that are read, and compare the weights of before and after.
 
         Returns:
-            Number of elements read of each parameter, and vLLM's name of the first weight that was another before.
+            Number of elements read of each parameter, vLLM's name of the first weight that was another before, and the
+            fault, which is not raised, as in :meth:`open_buffers`.
         """
         assert self._memory is not None
         held = self.compute_weight_checksums()
         trace = _Trace(self.model_runner.model, self._memory, [slot["offset"] for slot in layout])
-        with trace:
-            self.receive_weights(path, nbytes, layout)
+        try:
+            with trace:
+                self.receive_weights(path, nbytes, layout)
+        except Exception as error:
+            return [], None, f"{type(error).__name__}: {error}"
         loaded = self.compute_weight_checksums()
-        return trace.counts(), next((name for name in loaded if held.get(name) != loaded[name]), None)
+        return trace.counts(), next((name for name in loaded if held.get(name) != loaded[name]), None), ""
 
 
 class _Trace(TorchDispatchMode):

@@ -217,6 +217,11 @@ def _written(options: argparse.Namespace) -> str:
     (directory / "README.md").write_text(_readme(kind, directory), encoding="utf-8")
     if "LoRA" in summary and importlib.util.find_spec("peft") is None:
         summary += "LoRA needs peft, which is not installed: pip install 'lightning-rlhf[peft]'\n"
+    if kind != "quickstart" and not _has_chat_template(Path(options.model or _MODEL).expanduser()):
+        summary += (
+            "the tokenizer has no chat template, and the rows are lists of messages, which need one: add "
+            "chat_template.jinja of a chat model to its directory, or write prompts as texts\n"
+        )
     commands = "\n".join(f"  {command}" for command in _commands(directory))
     return f"wrote {directory}: {KINDS[kind]}\n{summary}\n{change}\n{commands}"
 
@@ -291,6 +296,17 @@ def template_values(model: str, size: ModelSize, kind: str = "grpo") -> dict[str
         if row.lora:
             values[f"{name}_source"] = _LORA.format(path=path, full_rate=_yaml(row.full[name]))
     return values
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Return whether a model's directory has a chat template; True for a model of the hub, which is not read."""
+    if not folder.is_dir() or (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def _parameters_in(file: Path) -> int:

@@ -1,6 +1,7 @@
 """``lightning-rlhf new``: each project passes its test and check-data, and trains."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,18 @@ def test_size_of_a_local_model_is_that_of_its_files(tiny_export, tmp_path, capsy
     assert (settings["prompt_tokens"], settings["response_tokens"], settings["text_tokens"]) == ("128", "128", "256")
     assert new.run([str(tmp_path / "p"), "--model", str(tmp_path)]) == 2
     assert "is not the directory of a model: " in capsys.readouterr().err
+
+
+def test_model_without_a_chat_template_is_named(tiny_export, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_export, folder)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    assert new.run([str(tmp_path / "one"), "--model", str(folder)]) == 0
+    assert "the tokenizer has no chat template, and the rows are lists of messages" in capsys.readouterr().out
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert new.run([str(tmp_path / "two"), "--model", str(folder)]) == 0
+    assert "no chat template" not in capsys.readouterr().out
 
 
 def test_learning_rates_and_lora_depend_on_the_model_size():

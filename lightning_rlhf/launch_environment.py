@@ -170,8 +170,8 @@ VARIABLES = (
         reader="vLLM",
         process="engine",
         condition="always",
-        value=_always("ERROR"),
-        reason="The end of the engine's log is shown when it dies, and should contain the cause.",
+        value=_always("INFO"),
+        reason="A start that takes long or hangs shows in the engine's log how far it is.",
     ),
     Variable(
         name="VLLM_USE_FLASHINFER_SAMPLER",

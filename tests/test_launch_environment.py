@@ -103,7 +103,7 @@ def test_engine_has_separate_variables(bare):
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
     instance = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -117,7 +117,7 @@ def test_engine_has_separate_variables(bare):
         for gpu, dtype in ((True, "float32"), (True, "bfloat16"), (True, ""), (False, "float32"))
     ]
     assert ieee == ["ieee", None, None, None]
-    assert origin(BY_NAME["VLLM_LOGGING_LEVEL"], hidden, LAPTOP) == ("ERROR", "us")
+    assert origin(BY_NAME["VLLM_LOGGING_LEVEL"], hidden, LAPTOP) == ("INFO", "us")
     assert origin(BY_NAME["TORCH_COMPILE_DISABLE"], {}, BOX) == ("", "not applicable")
 
 

@@ -154,7 +154,8 @@ def test_engine_that_cannot_start_reports_the_reason(start, tmp_path):
 )
 def test_silent_exit_is_reported_with_the_end_of_the_log(start, arguments, message):
     with pytest.raises(EngineDied, match=rf"died: {message}; its log is .*, and ends:\nout of cheese$"):
-        start(chatter="out of cheese", **arguments).ready.result(WAIT)
+        progress = "(EngineCore pid=7) INFO 11-29 15:00:00 [core.py:1] loading\nINFO 11-29 15:00:01 [core.py:2] loaded"
+        start(chatter=f"{progress}\nout of cheese", **arguments).ready.result(WAIT)
 
 
 def test_temporary_files_are_next_to_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _POLL_SECONDS = 0.5  # between looks at a worker that sends nothing
 _WINDOW_SECONDS = 3600.0  # in which restarts are counted
+_PROGRESS = re.compile(r"\bINFO \d\d-\d\d ")  # a line of vLLM's log that tells no cause
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
@@ -336,7 +337,8 @@ class EngineProcess:
         missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
         if missing and missing[1] not in cause:
             cause = f"{missing[1]} (the first missing module in its log), then {cause}"
-        tail = "" if reason else self.process.log_tail()
+        lines = [] if reason else self.process.log_tail().splitlines()
+        tail = "\n".join(line for line in lines if not _PROGRESS.search(line))
         shown = f", and ends:\n{tail}" if tail else ""
         return EngineDied(f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}")
 

@@ -334,7 +334,7 @@ def test_every_variable_is_shown_with_its_origin(report, monkeypatch):
     assert {f"{variable.name} ({variable.reader})" for variable in VARIABLES} < shown.keys()
     assert shown["TOKENIZERS_PARALLELISM (tokenizers)"].startswith("= true, set by you. ")
     assert shown["NCCL_DEBUG (NCCL)"].startswith("not set here (it is set with a GPU). ")
-    assert shown["VLLM_LOGGING_LEVEL (vLLM)"].startswith("= ERROR, set by us; for the engine's process. ")
+    assert shown["VLLM_LOGGING_LEVEL (vLLM)"].startswith("= INFO, set by us; for the engine's process. ")
     assert shown["CUDA_DEVICE_MAX_CONNECTIONS"].startswith("= 1, set by you. Not set by us: 1 is for Megatron")
 
 

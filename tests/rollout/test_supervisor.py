@@ -153,8 +153,8 @@ def test_engine_that_cannot_start_reports_the_reason(start, tmp_path):
     [({"exit": 3}, "exit code 3"), ({"kill": signal.SIGABRT.value}, r"killed by signal 6 \(SIGABRT\)")],
 )
 def test_silent_exit_is_reported_with_the_end_of_the_log(start, arguments, message):
+    progress = "(EngineCore pid=7) INFO 11-29 15:00:00 [core.py:1] loading\nINFO 11-29 15:00:01 [core.py:2] loaded"
     with pytest.raises(EngineDied, match=rf"died: {message}; its log is .*, and ends:\nout of cheese$"):
-        progress = "(EngineCore pid=7) INFO 11-29 15:00:00 [core.py:1] loading\nINFO 11-29 15:00:01 [core.py:2] loaded"
         start(chatter=f"{progress}\nout of cheese", **arguments).ready.result(WAIT)
 
 

@@ -89,6 +89,7 @@ class RunEngine:
             threads=threads,
             **image_settings(trainer),
         )
+        self.engine.proven_gap = None  # of an earlier run
         self.engine.start(setup)
         if self.engine.traits.shares_cores:
             self._threads = torch.get_num_threads()

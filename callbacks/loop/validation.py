@@ -452,9 +452,7 @@ def sources_in(data: PromptDataModule) -> list[str]:
     if len(sources) > MAX_SOURCES:
         log.info("the validation data has %d sources, too many for separate metrics", len(sources))
         return []
-    if len(sources) > 1:
-        return sorted(str(name) for name in sources)
-    return []
+    return sorted(str(name) for name in sources) if len(sources) > 1 else []
 
 
 def averages_weights(trainer: Trainer) -> bool:

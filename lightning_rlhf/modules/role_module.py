@@ -530,9 +530,7 @@ class RoleModule(LightningModule):
 
 def _without_adapters(source: ModelSource) -> ModelSource:
     """Return the source of a model without its adapters."""
-    if isinstance(source, Pretrained):
-        return source.base
-    return replace(source, lora=None)
+    return source.base if isinstance(source, Pretrained) else replace(source, lora=None)
 
 
 def _starts_at_base(source: ModelSource) -> bool:

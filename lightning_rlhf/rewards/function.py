@@ -141,16 +141,12 @@ class RewardFunction:
                 (signature.bind if is_class else signature.bind_partial)(**self.arguments)
             except TypeError as error:
                 raise UsageError(f"its arguments do not match its signature: {error}") from error
-        if is_class:
-            return self._loaded(**self.arguments)
-        return self._loaded
+        return self._loaded(**self.arguments) if is_class else self._loaded
 
     @cached_property
     def call_arguments(self) -> dict[str, Any]:
         """Configured keyword arguments of every call; empty for a class, whose constructor received them."""
-        if isinstance(self._loaded, type):
-            return {}
-        return self.arguments
+        return {} if isinstance(self._loaded, type) else self.arguments
 
     @cached_property
     def parameters(self) -> list[inspect.Parameter]:

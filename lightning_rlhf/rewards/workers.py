@@ -111,9 +111,7 @@ def _evaluate(
     """
     begin_call()
     result = _load(function, arguments).evaluate(columns, indices)
-    if isinstance(result, RewardFailure):
-        return result.with_text_traceback()
-    return result
+    return result.with_text_traceback() if isinstance(result, RewardFailure) else result
 
 
 def _load(function: Callable[..., Any] | str, arguments: dict[str, Any]) -> RewardFunction:

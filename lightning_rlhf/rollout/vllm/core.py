@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -160,7 +161,13 @@ class VLLMCore:
         return lost or next(filter(None, changed), None)
 
     def adapter_sums(self) -> list[float]:
-        """Return the sums of absolute values of the adapters in the first worker."""
+        """Return the sums of absolute values of the adapters in the first worker; no request may be running.
+
+        vLLM puts an adapter into its layers for the first request that uses it, which is made here.
+        """
+        self._add({"id": "adapter", "prompt": [0], "seed": 0, "sampling": {"max_tokens": 1}})
+        while self.busy:
+            deque(self.step(), maxlen=0)
         sums: list[float] = self._llm.collective_rpc("adapter_sums")[0]
         return sums
 

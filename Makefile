@@ -32,7 +32,7 @@ test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goe
 CORE_TESTS = $(addprefix tests/,batching callbacks calls data environments functional models modules objectives \
 	processes rewards rollout strategies)
 
-test-core: install  ## the quick tests of the core's rooms, without those that start vLLM, in five and a half minutes
+test-core: install  ## the quick tests of the core's rooms, without those that start vLLM, in five minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(CORE_TESTS) $(PARALLEL) $(ARGS)
 
 test-all: install .triton  ## all tests that need no GPU, properties with more examples

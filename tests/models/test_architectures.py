@@ -13,7 +13,7 @@ LISTED = {
     for name in re.findall(r"`(.+?)`", text)
 }
 COMPARED = [name for name, verdict in LISTED.items() if verdict not in ("Rejected", "Not compared")]
-QUICK = ["llama", "gemma2", "falcon_h1", "qwen3_5", "mistral3"]
+QUICK = ["llama", "gemma2", "qwen3_5", "mistral3", "falcon_h1"]
 
 
 def test_page_lists_every_causal_architecture():

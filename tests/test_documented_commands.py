@@ -34,6 +34,7 @@ MODULES = {
         "tests/test_gpu_acceptance.py",
     ),
     "packages_to_carry": "tests/test_packages_to_carry.py",
+    "first_gpu_run": "tests/test_first_gpu_run.py",
     "scaling_tables": "tests/extras/plan/test_scaling_tables.py",
 }
 

@@ -21,6 +21,7 @@ PASSED_ON = {
     "lightning_rlhf/extras/agents/endpoint.py": 1,
     "lightning_rlhf/rollout/generation.py": 3,
     "lightning_rlhf/rollout/vllm/engine.py": 1,
+    "lightning_rlhf/rollout/vllm/receiver.py": 1,
     "lightning_rlhf/rollout/vllm/worker.py": 1,
     "lightning_rlhf/rewards/function.py": 1,
 }

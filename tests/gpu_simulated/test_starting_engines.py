@@ -333,6 +333,7 @@ class Worker(WeightReceiver):
 
     def __init__(self):
         self.model_runner, self.loaded = types.SimpleNamespace(model=torch.nn.Module()), None
+        self.device = torch.device("cpu")
 
     def reload_weights(self, weights_iterator):
         self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}

@@ -336,7 +336,7 @@ def _cut(words: Sequence[str]) -> list[tuple[list[str], str]]:
             statements.append((statement, sign))
             statement, is_array = [], False
     if is_array:
-        raise ValueError("an array without its end")
+        raise UsageError("an array without its end")
     return statements
 
 

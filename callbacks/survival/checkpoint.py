@@ -138,9 +138,7 @@ class RunCheckpoint(ModelCheckpoint):
         """Restore the best so far, with paths in the current run directory, which may have been moved."""
 
         def moved(path: str) -> str:
-            if path:
-                return str(Path(str(self.dirpath)) / Path(path).name)
-            return path
+            return str(Path(str(self.dirpath)) / Path(path).name) if path else path
 
         paths = {
             name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")

@@ -53,7 +53,8 @@ class TransformersEngine(RolloutEngine):
             auto = language_model_class(config)
             model = auto.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
         head = model.get_output_embeddings()
-        if setup.dtype != "float32" and config.head_dtype == "float32" and type(head) is nn.Linear:
+        logits = getattr(config, "head_dtype", "float32")  # absent in the directory of a saved model
+        if setup.dtype != logits == "float32" and type(head) is nn.Linear:
             head.__class__ = Float32Logits
         model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)

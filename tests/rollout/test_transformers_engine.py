@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.generation import generate
 from lightning_rlhf.rollout.transformers import SeededSampler, TransformersEngine
 from lightning_rlhf.types import SamplingParams
@@ -216,6 +217,15 @@ def test_logits_of_engine_and_actor_are_rounded_alike(tmp_path, float32_logits):
     gap = largest_gap(actor, prompts, completions)
     actor.float32_logits = not float32_logits
     assert gap < largest_gap(actor, prompts, completions) / 2
+
+
+def test_directory_of_a_saved_model_has_float32_logits(tmp_path):
+    source = FromConfig(ARCHITECTURE, seed=0, dtype="bfloat16")
+    source.causal().save_pretrained(tmp_path)
+    engine = TransformersEngine()
+    engine.start(EngineSetup(tmp_path, "bfloat16", 64, tmp_path / "engine.log"))
+    actor, prompts = pushed(engine, source), [[first, 3, 60 - first] for first in range(3, 51)]
+    assert largest_gap(actor, prompts, generate(engine, prompts, SamplingParams(1), range(48))) < 1e-5
 
 
 def test_engine_can_be_restarted_and_closed_twice(engine, tmp_path):

@@ -37,8 +37,12 @@ class ReportPage(RunReader):
             return
         callbacks: list[Any] = trainer.callbacks
         found = [callback.engine_description for callback in callbacks if hasattr(callback, "engine_description")]
-        if found:
+        if not found:
+            return
+        try:
             (Path(trainer.default_root_dir) / ENGINE).write_text(json.dumps({"engine": found[0]}) + "\n")
+        except OSError as error:
+            log.warning("%s was not written: %s: %s", ENGINE, type(error).__name__, error)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page of a run that has ended."""

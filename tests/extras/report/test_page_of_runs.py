@@ -67,6 +67,12 @@ def test_error_of_the_page_does_not_fail_a_run(run, tmp_path, caplog):
     assert "report.html was not written: IsADirectoryError" in caplog.text
 
 
+def test_error_of_the_engines_file_does_not_fail_a_run(run, tmp_path, caplog):
+    (tmp_path / "engine.json").mkdir()
+    run(callbacks=[MetricsCSV(), ReportPage()]).fit()
+    assert "engine.json was not written: IsADirectoryError" in caplog.text
+
+
 def test_run_without_metrics_has_no_page(run, tmp_path):
     run(callbacks=[ReportPage()]).fit()
     assert not (tmp_path / "report.html").exists()

@@ -220,6 +220,9 @@ def write_processor(name: str, directory: Path) -> Path:
         file = directory / "preprocessor_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"image_seq_length": 16}))
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": kind, **fields}))
+    if name == "internvl":  # read where torchvision is installed
+        file = directory / "video_preprocessor_config.json"
+        file.write_text(json.dumps({"video_processor_type": "InternVLVideoProcessor"}))
     return directory
 
 

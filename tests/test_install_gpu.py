@@ -29,7 +29,7 @@ def machine(tmp_path):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def machine(smi, compiler=True, headers=True, devices=(), module=None, smi_works=True):
+    def machine(smi, compiler=True, headers=True, devices=(), module=None, smi_works=True, device=None):
         """Run it on a machine with these programs and devices; return the last line on stderr.
 
         ``smi`` is what nvidia-smi prints, "driver, compute capability" for each GPU; None: there is no such program.
@@ -73,7 +73,10 @@ def machine(tmp_path):
         )
         environment = {"PATH": str(programs), "PYTHON": "python", "HOME": os.environ.get("HOME", "/")}
         done = subprocess.run(
-            ["bash", str(tmp_path / "constraints/install.sh")], env=environment, capture_output=True, text=True
+            ["bash", str(tmp_path / "constraints/install.sh")],
+            env=environment | ({"DEVICE": device} if device else {}),
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 1
         assert "integer expression" not in done.stderr  # bash, where a version is compared that is no number
@@ -121,6 +124,19 @@ def test_missing_headers_are_rejected(machine):
 def test_gpu_without_a_known_capability_starts_the_installation(machine, answer):
     assert STARTS in machine(answer)
     assert "constraints/gpu.lock" in machine.output
+
+
+def test_next_lock_is_installed_when_it_is_named(machine):
+    assert STARTS in machine("580.95.05, 9.0", device="gpu-next")
+    assert "constraints/gpu-next.lock" in machine.output
+
+
+def test_next_lock_needs_the_same_driver(machine):
+    assert "needs NVIDIA driver 580 or newer" in machine("570.133.20, 9.0", device="gpu-next")
+
+
+def test_unknown_device_names_the_known_ones(machine):
+    assert "DEVICE is cpu, gpu or gpu-next, not 'tpu'" in machine(None, device="tpu")
 
 
 def test_old_gpu_after_one_without_a_known_capability_is_rejected(machine):

@@ -40,9 +40,7 @@ class RunHistory:
     def last(self, metric: str, count: int) -> list[float]:
         """Return the values of a metric in the last ``count`` steps; empty if it has fewer values or NaN."""
         rows = list(self.recent)[-count:]
-        if len(rows) == count:
-            return values_of(rows, metric)
-        return []
+        return values_of(rows, metric) if len(rows) == count else []
 
     def mean(self, metric: str, count: int) -> float:
         """Return the mean of a metric over the last ``count`` steps; NaN if it has fewer values or NaN."""

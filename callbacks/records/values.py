@@ -62,6 +62,4 @@ def number(value: Any) -> float | None:
 
 def rounded(value: float | None) -> float | None:
     """Return a number with six digits; None for None."""
-    if value is None:
-        return None
-    return float(f"{value:.6g}")
+    return None if value is None else float(f"{value:.6g}")

@@ -332,7 +332,7 @@ def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | 
     if not isinstance(error, ExpectedError) and not is_lightning_error(error, "lightning.pytorch.callbacks."):
         return None
     print_cause(error)
-    return CLIError(str(error), code)
+    return CLIError("\n".join([str(error), *getattr(error, "__notes__", ())]), code)
 
 
 @one_line_errors

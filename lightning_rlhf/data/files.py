@@ -149,9 +149,7 @@ def _extension(path: str) -> str:
 
 def _without_query(path: str) -> str:
     """Remove the query of a web address; elsewhere a question mark is part of a pattern."""
-    if path.startswith(("http://", "https://")):
-        return path.partition("?")[0]
-    return path
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def _open(path: str, mode: str = "rt") -> Any:

@@ -42,9 +42,7 @@ class EpochOrder:
 
     def rows(self, epoch: int) -> Sequence[int]:
         """Return the row numbers of an epoch in order."""
-        if self.shuffle:
-            return shuffle(self.size, self.seed, epoch)
-        return range(self.size)
+        return shuffle(self.size, self.seed, epoch) if self.shuffle else range(self.size)
 
 
 class SamplerOrder(EpochOrder):

@@ -71,7 +71,8 @@ class RoleStrategy:
 
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error about the GPU's memory what to change; Lightning calls this for all errors of a run."""
-        if isinstance(exception, torch.OutOfMemoryError):
+        # The engine's process sends the text of its error.
+        if isinstance(exception, torch.OutOfMemoryError) or "out of memory" in str(exception):
             exception.add_note(FULL_GPU)
         super().on_exception(exception)  # type: ignore[misc]
 

@@ -22,7 +22,10 @@ class StubCore:
     def __init__(self, arguments):
         if "chatter" in arguments:
             print(arguments["chatter"], flush=True)
-        if "refuse" in arguments:
+        starts = Path(arguments.get("starts", os.devnull))  # a character for each start
+        with starts.open("a") as file:
+            file.write("x")
+        if "refuse" in arguments and len(starts.read_text()) <= arguments.get("refused", 1):
             raise ValueError(arguments["refuse"])
         if "child" in arguments:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])

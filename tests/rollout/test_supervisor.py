@@ -483,6 +483,42 @@ def test_worker_that_was_never_ready_is_not_started_again(tmp_path, monkeypatch)
     engine.close()
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "Error in memory profiling. Initial free memory 20.1 GiB, current free memory 31.0 GiB. This happens when",
+        "Free memory on device cuda:0 (30.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.4",
+    ],
+)
+def test_first_start_is_tried_again_when_the_memory_of_its_gpu_changed(tmp_path, monkeypatch, caplog, cause):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MEMORY_SECONDS", 0.1)
+    arguments = {"refuse": cause, "starts": str(tmp_path / "starts")}
+    engine = EngineProcess(
+        "tests.rollout.stub_worker", arguments, {}, tmp_path / "engine.log", Restarts(lambda: [], check)
+    )
+    requests = engine.generate([request(1, 2)])
+    assert engine.ready.result(WAIT)["pid"] == engine.process.pid
+    assert requests[0].result(WAIT)["token_ids"] == [1, 2]
+    assert engine.restarted == 1
+    assert cause in lines(caplog)[0]
+    engine.close()
+
+
+def test_first_start_is_tried_again_only_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._MEMORY_SECONDS", 0.1)
+    cause = "Free memory on device cuda:0 (30.1/79.1 GiB) on startup is less than desired"
+    arguments = {"refuse": cause, "refused": 9, "starts": str(tmp_path / "starts")}
+    engine = EngineProcess(
+        "tests.rollout.stub_worker", arguments, {}, tmp_path / "engine.log", Restarts(lambda: [], check)
+    )
+    with pytest.raises(EngineDied, match="Free memory on device cuda:0"):
+        engine.ready.result(WAIT)
+    assert engine.restarted == 1
+    engine.close()
+
+
 @pytest.mark.slow
 def test_hanging_worker_is_killed_and_replaced(restarted, caplog):
     engine = restarted(silent_seconds=1.5)

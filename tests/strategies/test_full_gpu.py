@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lightning_rlhf.cli.main import _cli_error
+from lightning_rlhf.expected_errors import EngineDied, RunError
 from lightning_rlhf.models.checks import memory_error
 from lightning_rlhf.modules.text_layout import tokens_for
 from lightning_rlhf.strategies.activations import ActivationOffload
@@ -14,6 +16,31 @@ GIB = 1 << 30
 
 def full(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 24 GiB")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RunError("RuntimeError: CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"),
+        EngineDied("the engine process 7 died: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.45 GiB"),
+    ],
+    ids=["wake-up", "death"],
+)
+def test_engine_that_needs_too_much_memory_has_the_same_note(tmp_path, monkeypatch, error):
+    made = Run(
+        tmp_path, loop={"validate_at_ends": False}, trainer={"max_steps": 1, "strategy": RLHFSingleDeviceStrategy()}
+    )
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(made.engine, "update_weights", fails)
+    with pytest.raises(type(error)) as raised:
+        made.fit()
+    (note,) = raised.value.__notes__
+    assert "lower gpu_memory_utilization of the engine" in note
+    shown = str(_cli_error(raised.value, made.trainer, started=False)).splitlines()
+    assert shown == [str(error), note]
 
 
 @pytest.mark.parametrize("place", ["setup", "update", "sync"])

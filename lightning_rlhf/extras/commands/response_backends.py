@@ -328,7 +328,9 @@ def _make_engine(name: str, config: PretrainedConfig, tensor_parallel_size: int)
         name = "vllm" if isinstance(engine, VLLMEngine) else "transformers"
     if name == "transformers":
         return TransformersEngine()
-    return VLLMEngine(0.9, tensor_parallel_size, arguments={"load_format": "safetensors"})
+    # A run writes the dtype of its logits into the config.json of its engine; an export's has none.
+    own_logits = {"hf_overrides": {"head_dtype": getattr(config, "head_dtype", "float32")}}
+    return VLLMEngine(0.9, tensor_parallel_size, arguments={"load_format": "safetensors", **own_logits})
 
 
 def weights_digest(model: str) -> str:

@@ -69,6 +69,7 @@ class ServedModel:
             "served-model-name": self.name,
             "max-model-len": self.max_model_len,
             "load-format": "safetensors",
+            "hf-overrides": json.dumps({"head_dtype": "float32"}),  # logits that are not rounded, as a run's are
             "generation-config": "vllm",  # requests do not inherit the model's sampling parameters
             "override-generation-config": json.dumps({"max_new_tokens": self.max_tokens}),
             "tensor-parallel-size": self.tensor_parallel_size,

@@ -37,6 +37,9 @@ _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are
 _POLL_SECONDS = 0.5  # between looks at a worker that sends nothing
 _WINDOW_SECONDS = 3600.0  # in which restarts are counted
 _PROGRESS = re.compile(r"\bINFO \d\d-\d\d ")  # a line of vLLM's log that tells no cause
+# vLLM ends at its start if free memory is less than its fraction, or grows while it measures its own.
+_CHANGED_MEMORY = re.compile(r"Error in memory profiling|Free memory on device .* on startup")
+_MEMORY_SECONDS = 5.0  # for a process that ends to release its memory
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
@@ -75,7 +78,8 @@ class EngineProcess:
     """A child process that runs a worker module; if it ends, all pending futures raise :class:`EngineDied`.
 
     With restarts, a new process takes its place first: it gets the weights of the last push, and all commands and
-    requests without a reply again, in their order. A process that has never been ready is not started again.
+    requests without a reply again, in their order. A process that has never been ready is started again once, and only
+    if it died because other processes have released or not yet released memory of its GPU.
 
     The process has its own directory for temporary files, beside its log with the suffix ``.tmp``, which is removed
     when it is closed. A killed run leaves it, and the next process with the same log removes it.
@@ -291,8 +295,12 @@ class EngineProcess:
     def _start_again(self, death: EngineDied) -> bool:
         """Start a new worker in place of one that has died; return whether that is possible."""
         restarts = self._restarts
-        if restarts is None or self._closing or not self.ready.done():
+        if restarts is None or self._closing:
             return False
+        if not self.ready.done():
+            if self.restarted or not _CHANGED_MEMORY.search(self._log_text()):
+                return False
+            time.sleep(_MEMORY_SECONDS)
         if restarts.recent >= restarts.most:
             if restarts.most:
                 log.warning("The engine was started again %d times in an hour, and is not again.", restarts.most)
@@ -331,16 +339,20 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill_group()
             cause = "it still ran after the end of the connection, and was killed by the trainer (SIGKILL)"
-        cause, text = reason or cause, ""
-        with contextlib.suppress(OSError):
-            text = self._log.read_text(errors="replace")
-        missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
+        cause = reason or cause
+        # vLLM reports only that it could not inspect the architecture.
+        missing = _MISSING_MODULE.search(self._log_text())
         if missing and missing[1] not in cause:
             cause = f"{missing[1]} (the first missing module in its log), then {cause}"
         lines = [] if reason else self.process.log_tail().splitlines()
         tail = "\n".join(line for line in lines if not _PROGRESS.search(line))
         shown = f", and ends:\n{tail}" if tail else ""
         return EngineDied(f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}")
+
+    def _log_text(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._log.read_text(errors="replace")
+        return ""
 
     def _fail_all(self, death: EngineDied) -> None:
         """Set :class:`EngineDied` on all futures."""

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_rlhf.extras.commands import generate as command
-from lightning_rlhf.extras.commands.response_backends import weights_digest
+from lightning_rlhf.extras.commands.response_backends import _make_engine, weights_digest
 from lightning_rlhf.extras.commands.responses_file import ResponsesFile, read_lines
+from lightning_rlhf.extras.serve.process import ServedModel
+from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -309,3 +311,17 @@ def test_invalid_weights_are_reported_with_their_file(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"^the weights in .*model\.safetensors cannot be read, the file is damaged"):
         weights_digest(str(tmp_path))
+
+
+def test_vllm_does_not_round_the_logits_of_a_saved_model(tmp_path):
+    vllm = pytest.importorskip("vllm.config")
+    LlamaForCausalLM(LlamaConfig(hidden_size=32, num_attention_heads=2, vocab_size=64)).bfloat16().save_pretrained(
+        tmp_path
+    )
+    config = AutoConfig.from_pretrained(tmp_path)
+    setup = EngineSetup(tmp_path, "bfloat16", 64, tmp_path / "log")
+    overrides = _make_engine("vllm", config, 1).llm_arguments(setup)["hf_overrides"]
+    assert f"--hf-overrides={json.dumps(overrides)}" in ServedModel(str(tmp_path), "m", "bfloat16", 64, 8).arguments()
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+    assert vllm.ModelConfig(str(tmp_path), **options).head_dtype == torch.bfloat16
+    assert vllm.ModelConfig(str(tmp_path), hf_overrides=overrides, **options).head_dtype == torch.float32

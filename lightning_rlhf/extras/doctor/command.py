@@ -391,6 +391,9 @@ def compiler_findings(environ: Mapping[str, str]) -> list[Fact]:
         findings.append(("Python.h", str(header), ""))
     else:
         findings.append(("Python.h", "not found", no_header))
+    nvcc = shutil.which("nvcc") or shutil.which(f"{environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc")
+    unused = "not found: only FlashInfer's kernels for Blackwell and DeepSpeedCPUAdam are compiled with it"
+    findings.append(("nvcc", nvcc or unused, ""))
     return findings
 
 

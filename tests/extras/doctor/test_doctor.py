@@ -271,6 +271,18 @@ def test_compiler_and_python_headers_are_required_with_a_gpu(report, monkeypatch
     assert "mycc is not on the PATH" in doctor.compiler_findings(os.environ)[0][2]
 
 
+def test_cuda_compiler_is_shown_and_its_absence_is_no_fault(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    name, shown, fault = doctor.compiler_findings(os.environ)[-1]
+    assert (name, fault) == ("nvcc", "")
+    assert shown.startswith("not found: only FlashInfer's kernels for Blackwell")
+    (tmp_path / "cuda/bin").mkdir(parents=True)
+    (tmp_path / "cuda/bin/nvcc").write_text("")
+    (tmp_path / "cuda/bin/nvcc").chmod(0o755)
+    assert doctor.compiler_findings(os.environ)[-1][1] == str(tmp_path / "cuda/bin/nvcc")
+
+
 def test_gpu_build_of_vllm_without_a_gpu_is_a_fault(report, monkeypatch):
     monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     monkeypatch.setattr(doctor, "unusable_build", lambda: "update the driver")

@@ -30,6 +30,7 @@ from lightning_rlhf.rollout.scorer import check_reward_functions
 from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 
 log = logging.getLogger(__name__)
+NO_REWARD = "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
 TeacherPrompt = str | Callable[..., Sequence[Any]]
 _TEXTS_ONLY = ("teacher_prompt", "given_responses")  # settings that work without images
 
@@ -97,9 +98,7 @@ class RolloutSettings:
         check_loops(type(module).__name__, count, provided=True)
         labels = list(self.reward_weights)
         if not labels and "reward_model" not in module.sources and module.advantages.needs_rewards:
-            raise UsageError(
-                "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
-            )
+            raise UsageError(NO_REWARD)
         if self.environment is not None and ENVIRONMENT in [reward.label for reward in rewards]:
             raise UsageError(
                 f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name"

@@ -17,7 +17,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.callbacks.loop.rollout_settings import check_texts_only
+from lightning_rlhf.callbacks.loop.rollout_settings import NO_REWARD, check_texts_only
 from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.merging import merged_settings
@@ -26,6 +26,7 @@ from lightning_rlhf.data.image_parts import text_of_content
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError, counted, for_terminal
+from lightning_rlhf.extras.algorithms.mixture import MixtureModule
 from lightning_rlhf.extras.commands.data_images import DataImages, ImageSpan
 from lightning_rlhf.extras.commands.preview import example_calls, preview
 from lightning_rlhf.extras.commands.run_config import (
@@ -42,6 +43,7 @@ from lightning_rlhf.extras.schema.inputs import mistakes_of_settings
 from lightning_rlhf.extras.schema.known import find
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import ENVIRONMENT, RewardFunction
 from lightning_rlhf.rollout.scorer import call_reward_functions, missing_columns, read_columns
@@ -265,6 +267,10 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: CheckedData)
     has_environment = loop.get("environment") is not None
     settings = loop.get("rewards") or []
     if not settings and not has_environment:
+        module = make_module(config)
+        is_sampled = bool(loop) and isinstance(module, RLHFModule) and not isinstance(module, MixtureModule)
+        if is_sampled and module.advantages.needs_rewards and "reward_model" not in module.sources:
+            result.warn(f"fit will end: {NO_REWARD}")
         return
     parser = LightningArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])

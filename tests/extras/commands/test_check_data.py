@@ -568,3 +568,18 @@ def test_template_that_ends_turns_with_another_token_is_a_warning(check_data, ti
     assert f"set stop_token_ids: [{end}] in RolloutLoop" in result.out
     assert "ends a message" not in check_data(rows=rows, loop={"stop_token_ids": [end]}, **options).out
     assert "ends a message" not in check_data(rows=[{"prompt": "who?"}], **options).out  # no template is used
+
+
+@pytest.mark.parametrize("loop", [{"rewards": None}, {"rewards": []}])
+def test_run_without_any_reward_is_a_warning(check_data, loop):
+    result = check_data(loop=loop | {"val_metric": None})
+    assert result.code == 0  # the data can be used
+    assert "fit will end: no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment" in result.out
+
+
+@pytest.mark.parametrize("needed", [{"environment": ECHO}, {}])
+def test_run_whose_rewards_come_from_elsewhere_needs_none(check_data, config, needed):
+    inputs = copy.deepcopy(config)
+    if not needed:
+        inputs["model"]["init_args"]["reward_model"] = inputs["model"]["init_args"]["actor"]
+    assert "no reward" not in check_data(inputs=inputs, loop={"rewards": None, "val_metric": None, **needed}).out

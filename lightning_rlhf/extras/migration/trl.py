@@ -426,6 +426,8 @@ class _Conversion:
         if self._eval_strategy() != "steps":
             if self._eval_strategy() == "epoch":
                 self._options.settle("eval_steps")
+            elif self._eval_strategy() != "no":
+                self._options.leave("eval_strategy", "no, steps and epoch are TRL's: each epoch is validated here")
             return {}
         every = float(self._carry("eval_steps") or self._carry("logging_steps"))  # the latter is TRL's default
         if every >= 1:

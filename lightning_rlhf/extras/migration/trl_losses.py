@@ -67,6 +67,8 @@ def _advantages(options: GivenOptions) -> dict[str, Any]:
     scale = options.carry("scale_rewards")
     if scale == "batch":
         options.leave("scale_rewards", "the deviation of the whole batch is not here: that of the group is written")
+    elif scale not in ("group", "none", True, False):
+        options.leave("scale_rewards", "group and none are here: the deviation of the group is written")
     return {"eps": 1e-4} | ({"normalize_std": False} if scale in ("none", False) else {})
 
 

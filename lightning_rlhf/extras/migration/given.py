@@ -10,7 +10,9 @@ from lightning_rlhf.extras.migration.parts import Counterpart
 
 
 class GivenOptions:
-    """Options with the defaults of their program. An option that is read by :meth:`carry` counts as carried over.
+    """Options with the defaults of their program.
+
+    An option that is read by :meth:`carry` counts as carried over, unless :meth:`leave` lists it, before or after.
 
     Args:
         given: options that are set, without those that set nothing.
@@ -23,7 +25,7 @@ class GivenOptions:
         self.values = {**defaults, **given}
         self.notes: list[str] = []
         self._used: set[str] = set()
-        self._reasons: dict[str, str] = {}
+        self._left: dict[str, str] = {}  # with the reasons
 
     def carry(self, name: str, default: Any = None) -> Any:
         """Return the value of an option, which is carried over."""
@@ -41,10 +43,8 @@ class GivenOptions:
         self._used.update(names)
 
     def leave(self, name: str, reason: str = "") -> None:
-        """List an option, although it was read, with the reason; that of the table is the default."""
-        self._used.discard(name)
-        if reason:
-            self._reasons[name] = reason
+        """List an option, also if it is read, with the reason; that of the table is the default."""
+        self._left[name] = reason
 
     def note(self, text: str) -> None:
         """List what is not the value of one option that was left."""
@@ -63,10 +63,11 @@ class GivenOptions:
         lines = list(self.notes)
         for name, value in self.given.items():
             entry = counterpart(name)
-            needs_none = entry is not None and not entry.option and not entry.is_missing and name not in self._reasons
-            if name in self._used or needs_none or (entry is not None and not self.is_set(name)):
+            needs_none = entry is not None and not entry.option and not entry.is_missing
+            is_settled = name not in self._left and (name in self._used or needs_none)
+            if is_settled or (entry is not None and not self.is_set(name)):
                 continue
-            reason = self._reasons.get(name) or (entry.sentence() if entry else _unknown(name, program, known))
+            reason = self._left.get(name) or (entry.sentence() if entry else _unknown(name, program, known))
             lines.append(f"{name}: {value!r:.80} ({reason})")
         return lines
 

@@ -13,7 +13,7 @@ import yaml
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration import trl, verl
 from lightning_rlhf.extras.migration.shell import overrides
-from lightning_rlhf.extras.migration.trl import read_options, trainer_of
+from lightning_rlhf.extras.migration.trl import read_options
 from lightning_rlhf.extras.schema.known import SCHEMA
 
 _REWARD = '''"""Reward functions, as TRL calls them: lists of completions and of each column of the data.
@@ -56,10 +56,13 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
         UsageError: the file cannot be read, or does not show its trainer.
     """
     options = read_options(file)
-    trainer = trainer or trainer_of(options)
+    doubts = trl.doubt_about(options) if trainer is None else []
+    trainer = trainer or trl.trainer_of(options)
     with _value_errors(file):
         config, left = trl.converted(options, trainer, devices)
-    return _write(directory, config, left, f"{file.name}, options of TRL's {trainer.upper()} trainer", "TRL")
+    return _write(
+        directory, config, [*doubts, *left], f"{file.name}, options of TRL's {trainer.upper()} trainer", "TRL"
+    )
 
 
 def write_from_verl(file: Path, directory: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import Counterpart, documents, rows_of, table, vllm_engine
 from lightning_rlhf.extras.migration.trl_losses import LOSSES, grpo_loss, optimizer, schedule
 
-# Sections of the table in which the options of a trainer are looked up, its own first.
+# Sections of the table in which the options of a trainer are looked up, its own first. The table has an option once, in
+# the first of TRL's classes that has it, so the later ones need the sections of those before them.
 _COMMON = (
     "ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "TrainingArguments", "Earlier and further names",
 )  # fmt: skip
@@ -41,13 +43,23 @@ _MARKS = {
     "sft": {"max_seq_length", "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"},
 }
 _SHARED = {"rloo": _MARKS["grpo"], "kto": {"precompute_ref_log_probs"}}  # marks of others that a trainer has as well
+_NULLS = {  # what null stands for, where it is not the default
+    "vllm_importance_sampling_clip_max": math.inf,
+    "shuffle_dataset": False,
+    "max_grad_norm": 0.0,
+}
+_LISTS = ("report_to", "reward_funcs", "reward_weights", "datasets")  # options of which one value is a list of it
 _ANY_LENGTH = 32_768  # longest text of a run without a limit
 _MODULES = {
-    "sft": ("SFTModule", "ConversationDataModule"), "dpo": ("DPOModule", "PreferenceDataModule"),
-    "kto": ("KTOModule", "UnpairedDataModule"), "reward": ("RewardModule", "PreferenceDataModule"),
-    "orpo": ("DPOModule", "PreferenceDataModule"), "cpo": ("DPOModule", "PreferenceDataModule"),
-    "rloo": ("RLOOModule", "PromptDataModule"), "grpo": ("GRPOModule", "PromptDataModule"),
-}  # fmt: skip
+    "sft": ("SFTModule", "ConversationDataModule"),
+    "dpo": ("DPOModule", "PreferenceDataModule"),
+    "kto": ("KTOModule", "UnpairedDataModule"),
+    "reward": ("RewardModule", "PreferenceDataModule"),
+    "orpo": ("DPOModule", "PreferenceDataModule"),
+    "cpo": ("DPOModule", "PreferenceDataModule"),
+    "rloo": ("RLOOModule", "PromptDataModule"),
+    "grpo": ("GRPOModule", "PromptDataModule"),
+}
 _STRATEGIES = {
     "single": "lightning_rlhf.strategies.single.RLHFSingleDeviceStrategy",
     "ddp": "lightning_rlhf.strategies.ddp.RLHFDDPStrategy",
@@ -68,8 +80,6 @@ _LORA: dict[str, str] = {
     "dora": "use_dora",
 }  # fmt: skip
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
-_NULLS = {"vllm_importance_sampling_clip_max": math.inf, "shuffle_dataset": False}  # what null stands for
-_LISTS = ("report_to", "reward_funcs", "reward_weights", "datasets")  # options of which one value is a list of it
 
 
 def counterpart(trainer: str, option: str) -> Counterpart | None:
@@ -90,19 +100,24 @@ def read_options(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or is not a mapping.
     """
-    is_program = file.suffix in (".py", ".sh")
     try:
         text = file.read_text(encoding="utf-8")
-        if not is_program:
-            options = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if file.suffix in (".py", ".sh"):
+            raise UsageError(_advice_for_program(file, text))
+        options = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except UsageError:
+        raise
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    if is_program:
-        advice = "for a script of verl, use --from-verl" if "verl" in text else "write its options to a YAML file"
-        raise UsageError(f"{file} is a program, and --from-trl reads a file of options, YAML or JSON: {advice}")
     if not isinstance(options, dict):
         raise UsageError(f"{file} must have options with values, got {type(options).__name__}")
     return options
+
+
+def _advice_for_program(file: Path, text: str) -> str:
+    is_verl = re.search(r"\bverl\b", text)
+    advice = "for a script of verl, use --from-verl" if is_verl else "write its options to a YAML file"
+    return f"{file} is a program, and --from-trl reads a file of options, YAML or JSON: {advice}"
 
 
 def trainer_of(options: Mapping[str, Any]) -> str:
@@ -115,6 +130,15 @@ def trainer_of(options: Mapping[str, Any]) -> str:
         if not marks.isdisjoint(options):
             return trainer
     raise UsageError(f"the options do not show whose they are: add --trainer {', '.join(SECTIONS_OF)}")
+
+
+def doubt_about(options: Mapping[str, Any]) -> list[str]:
+    """Return a line if options that were taken for those of GRPO may as well be RLOO's."""
+    grpo, rloo = (documents("trl")[1][f"{name}Config"].keys() for name in ("GRPO", "RLOO"))
+    only_grpo = (grpo - rloo) | {"reward_weights", "epsilon_high", "delta"}
+    if trainer_of(options) != "grpo" or not only_grpo.isdisjoint(options):
+        return []
+    return ["--trainer: RLOO has all of these options as well, and GRPO was written: --trainer rloo is the other"]
 
 
 def converted(options: Mapping[str, Any], trainer: str, devices: int) -> tuple[dict[str, Any], list[str]]:
@@ -146,7 +170,8 @@ class _Conversion:
     """The conversion of one file.
 
     Reading an option by ``_carry`` marks it as carried over, with the value of TRL's default if the file does not set
-    it; every other option of the file is listed. So an option must be read wherever, and only where, its value counts.
+    it; every other option of the file is listed, and so is what ``leave`` names, whoever reads it. So an option must be
+    read wherever, and only where, its value counts.
     """
 
     def __init__(self, options: Mapping[str, Any], trainer: str, devices: int) -> None:
@@ -233,21 +258,24 @@ class _Conversion:
         if not self._is_online:
             return self._texts_of_update()
         size, steps = self._carry("generation_batch_size"), self._carry("steps_per_generation")
-        return int(size) if size else self._texts_of_generation(steps) if steps else self._texts_of_update()
+        if size:
+            return int(size)
+        return self._texts_of_generation(steps) if steps else self._texts_of_update()
 
     def _source(self) -> Any:
         path = self._carry("model_name_or_path")
         if path is None:
             self._options.note("model_name_or_path: the file names no model; write it to run.yaml, in two places")
         source: dict[str, Any] = {"path": path or _NO_MODEL}
-        quantization = {"nf4": self._carry("load_in_4bit"), "int8": self._carry("load_in_8bit")}
-        bits = [kind for kind, is_used in quantization.items() if is_used]
-        has_adapters = bool(self._carry("use_peft") or bits)
+        quantized = [name for name in ("load_in_4bit", "load_in_8bit") if self._carry(name)]
+        has_adapters = bool(self._carry("use_peft") or quantized)
+        if quantized and not self._carry("use_peft"):
+            self._options.note(f"{quantized[0]}: quantized weights are frozen, so adapters are trained")
         source |= self._source_options(has_adapters)
         if has_adapters:
             source["lora"] = self._lora()
-        if bits:
-            source["quantization"] = bits[0]
+        if quantized:
+            source["quantization"] = "nf4" if quantized[0] == "load_in_4bit" else "int8"
         if set(source) == {"path"}:
             return source["path"]
         return {"class_path": "lightning_rlhf.Pretrained", "init_args": source}
@@ -258,14 +286,14 @@ class _Conversion:
         found: dict[str, Any] = {}
         for name, ours in _SOURCE.items():
             value = str(kwargs.pop(name, None) or self._carry(name, "")).removeprefix("torch.")
-            values = _SOURCE_VALUES.get(ours, (value,))
-            if value in ("", "main") or (value == "auto" and has_adapters):
+            allowed = _SOURCE_VALUES.get(ours)
+            if not value or (ours, value) == ("revision", "main") or (value == "auto" and has_adapters):
                 continue
             if ours == "dtype" and value != "float32" and not has_adapters:
                 precision = "bf16-mixed" if self._carry("bf16") else "float32"
                 self._options.note(f"{name}: {value}: trained weights are float32 here, computed in {precision}")
-            elif value not in values:
-                self._options.note(f"{name}: {value!r} (`{ours}` of `Pretrained` is {', '.join(values)} or left out)")
+            elif allowed and value not in allowed:
+                self._options.note(f"{name}: {value!r} (`{ours}` of `Pretrained` is {', '.join(allowed)} or left out)")
             else:
                 found[ours] = value
         if kwargs:
@@ -284,14 +312,14 @@ class _Conversion:
         if targets is None:  # peft's default for most models
             adapters["target_modules"] = ["q_proj", "v_proj"]
         elif targets in ("all-linear", ["all-linear"]):
-            adapters["target_modules"] = None  # all linear layers
+            del adapters["target_modules"]  # all linear layers, the default here
         elif isinstance(targets, str):
             adapters["target_modules"] = [targets]
         return {name: value for name, value in adapters.items() if value}
 
     def _data(self) -> dict[str, Any]:
         tokenizer = self._carry("tokenizer_name_or_path") or self._carry("model_name_or_path", _NO_MODEL)
-        train, val = self._sources()
+        train, val = self._rows_of_training(), self._rows_of_validation()
         data: dict[str, Any] = {"tokenizer": tokenizer, "train": train}
         group = int(self._carry("num_generations")) if self._is_online else 1
         if val is not None:
@@ -307,34 +335,39 @@ class _Conversion:
         columns = {"prompt": self._carry("dataset_prompt_column")}
         if self._trainer == "sft":
             columns["text"] = self._carry("dataset_text_field")
-        if columns := {field: column for field, column in columns.items() if column != field}:
-            data["columns"] = columns
+        if renamed := {field: column for field, column in columns.items() if column != field}:
+            data["columns"] = renamed
         if not self._shuffles():
             data["shuffle"] = False
         if kwargs := self._carry("chat_template_kwargs"):
             data["chat_template_kwargs"] = kwargs
         return data
 
-    def _sources(self) -> tuple[Any, Any]:
-        """Return the rows of training, and those of validation: None if TRL has none, or the file names none."""
-        name, config, files = map(self._carry, ("dataset_name", "dataset_config", "data_files"))
-        splits = [self._carry(f"dataset_{part}_split") for part in ("train", "test")]
-        train: Any = None
-        val: Any = None
-        if mixture := [rows for entry in self._carry("datasets", []) for rows in self._part(entry)]:
-            train = mixture if len(mixture) > 1 else mixture[0]
-        elif name or files:
-            train, val = (self._rows(name or "json", split, config, files) for split in splits)
-        if train is None:
+    def _rows_of_training(self) -> Any:
+        mixture = [rows for entry in self._carry("datasets", []) for rows in self._part(entry)]
+        if mixture:
+            return mixture if len(mixture) > 1 else mixture[0]
+        rows = self._rows_of("train")
+        if rows is None:
             self._options.note("dataset_name: the file names no data; write your rows to run.yaml, under train")
-            train = "set the rows of training"
+        return rows or "set the rows of training"
+
+    def _rows_of_validation(self) -> Any:
+        """Return the rows of validation; None if TRL does not validate, or the file names none."""
         if self._eval_strategy() == "no":
             for unread in ("eval_steps", "dataset_test_split", "per_device_eval_batch_size"):
                 self._options.leave(unread, "eval_strategy is no: nothing is validated, as in TRL")
-            return train, None
-        if val is None:
+            return None
+        rows = None if self._carry("datasets") else self._rows_of("test")
+        if rows is None:
             self._options.note("eval_strategy: the file names no rows of validation: write them to run.yaml, under val")
-        return train, val
+        return rows
+
+    def _rows_of(self, part: str) -> Any:
+        """Return the rows of a split of the file's one data set; None if it names none."""
+        name, config, files = map(self._carry, ("dataset_name", "dataset_config", "data_files"))
+        split = self._carry(f"dataset_{part}_split")
+        return self._rows(name or "json", split, config, files) if name or files else None
 
     def _part(self, entry: Any) -> list[Any]:
         """Return the sources of a part of a mixture of data sets."""
@@ -355,20 +388,24 @@ class _Conversion:
         """Return whether rows are shuffled, which ``shuffle_dataset`` decides where TRL does not sample at random."""
         if self._is_online:
             return bool(self._carry("shuffle_dataset"))
-        self._options.settle("shuffle_dataset")
         sampling = self._carry("train_sampling_strategy")
         if sampling == "group_by_length":
             self._options.leave("train_sampling_strategy")
+        if sampling != "sequential":
+            self._options.settle("shuffle_dataset")
+        elif self._carry("shuffle_dataset"):  # TRL shuffles the set, and reads it in that order
+            self._options.settle("train_sampling_strategy")
+            return True
         return bool(sampling != "sequential")
 
     def _lengths(self) -> dict[str, Any]:
         """Return the options of the data for texts that are too long."""
         if self._is_online:
             if not self._options.is_set("max_prompt_length"):
-                self._options.note("max_tokens of the data is 512: TRL has no limit, prompts that are longer are named")
+                self._options.note("max_tokens of the data is 512: TRL has no limit, a longer prompt is a bad row")
             return {"max_tokens": int(self._carry("max_prompt_length", 512))}
         if "max_length" in self._nulls:
-            self._options.note(f"max_length: null: texts beyond {_ANY_LENGTH} tokens, max_tokens here, are named")
+            self._options.note(f"max_length: null: a text beyond {_ANY_LENGTH} tokens, max_tokens here, is a bad row")
             return {"max_tokens": _ANY_LENGTH, "too_long": "bad_row"}
         length = self._carry("max_length")
         if "max_length" not in self._options.given:
@@ -405,16 +442,22 @@ class _Conversion:
         return {"max_epochs": whole}
 
     def _strategy(self) -> dict[str, Any]:
-        name = "single" if self._devices == 1 else "fsdp" if self._carry("fsdp") else "ddp"
-        if name == "fsdp":
-            words = self._carry("fsdp")
-            words = words.split() if isinstance(words, str) else words if isinstance(words, list) else []
-            if further := [word for word in words if word not in ("full_shard", "auto_wrap")]:
-                self._options.leave("fsdp", f"without {', '.join(further)}: see the options of RLHFFSDPStrategy")
-        run: dict[str, Any] = {} if self._devices == 1 else {"devices": self._devices, "strategy": f"rlhf_{name}"}
+        name, run = "single", dict[str, Any]()
+        if self._devices > 1:
+            name = "fsdp" if self._has_fsdp() else "ddp"
+            run = {"devices": self._devices, "strategy": f"rlhf_{name}"}
         if self._carry("gradient_checkpointing"):
             run["strategy"] = {"class_path": _STRATEGIES[name], "init_args": {"activation_checkpointing": True}}
         return run
+
+    def _has_fsdp(self) -> bool:
+        """Return whether the weights are sharded; the words of the option that are not here are listed."""
+        words = self._carry("fsdp")
+        listed = words.split() if isinstance(words, str) else words if isinstance(words, list) else []
+        further = [word for word in listed if word not in ("full_shard", "auto_wrap")]
+        if further:
+            self._options.leave("fsdp", f"without {', '.join(further)}: see the options of RLHFFSDPStrategy")
+        return bool(words)
 
     def _eval_strategy(self) -> str:
         """Return when TRL validates: ``no``, ``steps`` or ``epoch``."""
@@ -423,11 +466,13 @@ class _Conversion:
 
     def _interval(self) -> dict[str, Any]:
         """Return the steps between two validations; that of each epoch is the default."""
-        if self._eval_strategy() != "steps":
-            if self._eval_strategy() == "epoch":
-                self._options.settle("eval_steps")
-            elif self._eval_strategy() != "no":
-                self._options.leave("eval_strategy", "no, steps and epoch are TRL's: each epoch is validated here")
+        strategy = self._eval_strategy()
+        if strategy == "epoch":
+            self._options.settle("eval_steps")
+        elif strategy not in ("no", "steps"):
+            name = "evaluation_strategy" if self._carry("eval_strategy") == "no" else "eval_strategy"
+            self._options.leave(name, "no, steps and epoch are TRL's: each epoch is validated here")
+        if strategy != "steps":
             return {}
         every = float(self._carry("eval_steps") or self._carry("logging_steps"))  # the latter is TRL's default
         if every >= 1:
@@ -452,7 +497,7 @@ class _Conversion:
         if unknown := [str(name) for name in names if name not in (*known, "none")]:
             self._options.leave("report_to", f"without {', '.join(unknown)}: set logger to one of Lightning's")
         loggers = []
-        for name in [name for name in names if name in known]:
+        for name in filter(known.__contains__, names):
             arguments = {"save_dir": directory} if name == "tensorboard" else {}
             arguments |= known[name].get("init_args", {})
             for option, ours in known[name].get("options", {}).items():
@@ -493,8 +538,11 @@ class _Conversion:
         if len(weights) != number:
             model = " and the reward model" if has_model else ""
             raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs{model}")
-        if has_model and weights.pop(0) != 1.0:  # TRL's command puts the reward model first
-            self._options.leave("reward_weights", "the weight of the reward model is 1 here: divide the others by it")
+        if has_model:
+            of_model = weights.pop(0)  # TRL's command puts the reward model first
+            if of_model != 1.0:
+                reason = "the weight of the reward model is 1 here: divide the others by it"
+                self._options.leave("reward_weights", reason)
         pairs = zip(functions, weights, strict=True)
         return [{**self._reward(function), "weight": weight} for function, weight in pairs]
 

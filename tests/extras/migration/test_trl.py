@@ -52,7 +52,7 @@ def test_sizes_of_grpo_count_prompts_over_all_devices():
     model, data, run, left = parts(GRPO, devices=4)
     assert (data["batch_size"], loop(run)["group_size"], run["devices"]) == (16, 8, 4)  # 8 * 4 * 4 responses
     assert "minibatch_size" not in model  # one update of all responses
-    assert left == ["max_tokens of the data is 512: TRL has no limit, prompts that are longer are named"]
+    assert left == ["max_tokens of the data is 512: TRL has no limit, a longer prompt is a bad row"]
     assert model["actor"]["init_args"] == {"path": GRPO["model_name_or_path"], "lora": LORA}
     assert model["policy_loss"] == {"clip_range_low": 0.2, "clip_range_high": 0.28}
     assert model["aggregation"]["class_path"].endswith(".TokenMean")  # dapo, TRL's default
@@ -80,6 +80,8 @@ def test_options_about_the_whole_batch_are_listed():
     assert [line.partition(":")[0] for line in left[1:]] == ["scale_rewards", "save_steps"]
     *_, left = parts(GRPO | {"scale_rewards": "grup", "eval_strategy": "step"})
     assert {"scale_rewards: 'grup'", "eval_strategy: 'step'"} <= {line.partition(" (")[0] for line in left}
+    *_, left = parts(GRPO | {"evaluation_strategy": "step"})
+    assert "evaluation_strategy: 'step'" in {line.partition(" (")[0] for line in left}
 
 
 MEAN, SUM, TOKENS = "SequenceMeanTokenMean", "SequenceMeanTokenSum", "TokenMean"
@@ -203,7 +205,7 @@ def test_lengths_dropout_and_text_of_supervised_runs():
     model, data, _, left = parts(given | {"max_length": None, "lora_dropout": 0.1}, "dpo")  # TRL's DPO has none either
     assert "dropout" not in model["actor"]["init_args"]["lora"]
     assert (data["max_tokens"], data["too_long"]) == (32_768, "bad_row")
-    assert left == ["max_length: null: texts beyond 32768 tokens, max_tokens here, are named"]
+    assert left == ["max_length: null: a text beyond 32768 tokens, max_tokens here, is a bad row"]
     model, *_ = parts(given | {"lora_dropout": 0.1, "disable_dropout": False}, "dpo")
     assert model["actor"]["init_args"]["lora"]["dropout"] == 0.1
 

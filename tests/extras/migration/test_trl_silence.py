@@ -250,6 +250,8 @@ def test_order_of_rows(convert):
     assert (project.left, project.data.get("shuffle")) == ([], None)
     assert convert({**ONLINE, "shuffle_dataset": False}).data["shuffle"] is False
     assert convert({**BASE, "train_sampling_strategy": "sequential"}, "sft").data["shuffle"] is False
+    project = convert({**BASE, "train_sampling_strategy": "sequential", "shuffle_dataset": True}, "sft")
+    assert (project.data.get("shuffle"), project.left) == (None, [])
     assert convert({**BASE, "train_sampling_strategy": "group_by_length"}, "sft").line("train_sampling_strategy")
     assert convert({**BASE, "group_by_length": True}, "sft").line("group_by_length")
 
@@ -309,6 +311,8 @@ def test_null_is_no_default(convert):
     project = convert({**ONLINE, "use_vllm": True, "vllm_importance_sampling_clip_max": None})
     assert project.model["correction"]["init_args"]["upper"] == float("inf")
     assert convert({**ONLINE, "shuffle_dataset": None}).data["shuffle"] is False
+    assert convert({**ONLINE, "max_grad_norm": None}).model["max_grad_norm"] is None
+    assert convert(ONLINE).model["max_grad_norm"] == 1.0
 
 
 def test_parts_of_fsdp(convert):
@@ -393,3 +397,24 @@ def test_no_option_is_lost_in_silence(trainer):
                 if config == plain and not has_line and (entry.option or entry.is_missing):
                     lost.append((name, value))
     assert lost == []
+
+
+def test_quantized_weights_without_adapters_are_named(convert):
+    project = convert({**BASE, "load_in_4bit": True}, "sft")
+    assert project.model["actor"]["init_args"]["lora"]
+    assert "adapters are trained" in project.line("load_in_4bit")
+    assert not convert({**BASE, "load_in_4bit": True, "use_peft": True}, "sft").line("load_in_4bit")
+
+
+@pytest.mark.parametrize(("text", "is_verl"), [("python -m verl.trainer.main_ppo", True), ("overlong_reward()", False)])
+def test_programs_are_told_which_option_reads_them(tmp_path, capsys, text, is_verl):
+    (tmp_path / "train.sh").write_text(text)
+    assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / "train.sh")]) == 2
+    assert ("use --from-verl" in capsys.readouterr().err) == is_verl
+
+
+@pytest.mark.parametrize(("further", "is_doubtful"), [({}, True), ({"loss_type": "dapo"}, False)])
+def test_options_of_grpo_and_rloo_alike_name_the_other(tmp_path, capsys, further, is_doubtful):
+    (tmp_path / "given.json").write_text(json.dumps({**ONLINE, "num_generations": 4, **further}))
+    assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json")]) == 0
+    assert ("--trainer rloo is the other" in capsys.readouterr().out) == is_doubtful

@@ -60,9 +60,8 @@ def write_from_trl(file: Path, directory: Path, trainer: str | None, devices: in
     trainer = trainer or trl.trainer_of(options)
     with _value_errors(file):
         config, left = trl.converted(options, trainer, devices)
-    return _write(
-        directory, config, [*doubts, *left], f"{file.name}, options of TRL's {trainer.upper()} trainer", "TRL"
-    )
+    origin = f"{file.name}, options of TRL's {trainer.upper()} trainer"
+    return _write(directory, config, [*doubts, *left], origin, "TRL")
 
 
 def write_from_verl(file: Path, directory: Path) -> str:

@@ -135,7 +135,7 @@ def trainer_of(options: Mapping[str, Any]) -> str:
 def doubt_about(options: Mapping[str, Any]) -> list[str]:
     """Return a line if options that were taken for those of GRPO may as well be RLOO's."""
     grpo, rloo = (documents("trl")[1][f"{name}Config"].keys() for name in ("GRPO", "RLOO"))
-    only_grpo = (grpo - rloo) | {"reward_weights", "epsilon_high", "delta"}
+    only_grpo = (grpo - rloo) | {"delta"}
     if trainer_of(options) != "grpo" or not only_grpo.isdisjoint(options):
         return []
     return ["--trainer: RLOO has all of these options as well, and GRPO was written: --trainer rloo is the other"]

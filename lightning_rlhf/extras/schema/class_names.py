@@ -1,4 +1,4 @@
-"""Names of classes that cannot be meant: of another kind, misspelt, or a word that another program has for them."""
+"""Wrong names of classes: of another kind, misspelt, or a word that another program has for them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from lightning_rlhf.cli.signatures import Schema, alternatives, classes_of, fits
 from lightning_rlhf.extras.schema.known import SCHEDULE, definition, is_class, names, schedules, schema
 from lightning_rlhf.extras.schema.used import Used
 
-_CALLBACKS = "lightning.pytorch.callbacks.callback.Callback"
-_LOGGERS = "lightning.pytorch.loggers.logger.Logger"
-# Classes of Lightning and torch that an option accepts: by its base class, or by the kind of factory that it is.
-FOREIGN_CLASSES = {
-    _CALLBACKS: """BackboneFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor EarlyStopping
-        GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning
-        ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging Timer TQDMProgressBar
-        WeightAveraging""",
-    _LOGGERS: "CometLogger CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
+_CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
+_LOGGER = "lightning.pytorch.loggers.logger.Logger"
+# An option of a module that takes a class and calls it later has no node in the schema: a factory, known by its name.
+_FACTORIES = {
+    "optimizer": "optimizer", "critic_optimizer": "optimizer",
+    "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
+}  # fmt: skip
+_OWN_FACTORIES = {"optimizer": ["MuonAdamW"], "lr_scheduler": ["RunSchedule"]}  # classes of this package for them
+# Classes of Lightning and torch by what accepts them: the full name of a base class, or the kind of a factory. They are
+# written down because importing them takes seconds.
+LIBRARY_CLASSES = {
+    _CALLBACK: """BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor
+        EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder
+        LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar
+        RichModelSummary RichProgressBar SpikeDetection StochasticWeightAveraging ThroughputMonitor Timer
+        TQDMProgressBar WeightAveraging""",
+    _LOGGER: "CometLogger CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
     "optimizer": """ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD
         SparseAdam""",
     "lr_scheduler": """ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR
         LambdaLR LinearLR MultiplicativeLR MultiStepLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR
         StepLR""",
 }
-_FOREIGN_WORDS = {  # of other programs, in small letters
-    _LOGGERS: {
+_WORDS_OF_OTHERS = {  # what other programs call a class, in small letters
+    _LOGGER: {
         "wandb": "lightning.pytorch.loggers.WandbLogger", "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
         "comet": "lightning.pytorch.loggers.CometLogger", "csv": "lightning.pytorch.loggers.CSVLogger",
         "tensorboard": "lightning.pytorch.loggers.TensorBoardLogger",
@@ -40,10 +48,6 @@ _FOREIGN_WORDS = {  # of other programs, in small letters
     },
 }  # fmt: skip
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
-_FACTORIES = {  # options of a module that take a class and call it later, and the kind of each
-    "optimizer": "optimizer", "critic_optimizer": "optimizer",
-    "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
-}  # fmt: skip
 
 
 class _Named(NamedTuple):
@@ -53,8 +57,8 @@ class _Named(NamedTuple):
         key: dotted key of the option.
         name: what stands there.
         option: node of the option.
-        bases: base classes that the option accepts; none if it is a factory.
-        factory: kind of factory that the option is; empty if it is none.
+        bases: full names of the base classes that the option accepts; none for a factory.
+        factory: ``optimizer`` or ``lr_scheduler``; empty for an option that is no factory.
     """
 
     key: str
@@ -65,12 +69,20 @@ class _Named(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Keys of what the option accepts in :data:`FOREIGN_CLASSES`."""
+        """What the option accepts, as keys of the tables above."""
         return [self.factory] if self.factory else self.bases
+
+    @property
+    def ours(self) -> list[str]:
+        """Short names of this package's classes that the option accepts."""
+        if self.factory:
+            return _OWN_FACTORIES[self.factory]
+        entries = {path.rpartition(".")[2]: definition(path) or {} for path in names()}
+        return [name for name, entry in entries.items() if not set(self.bases).isdisjoint(entry.get("x-bases", ()))]
 
 
 def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
-    """Yield a message for each name of a class among the arguments of a class that cannot be meant, and that name."""
+    """Yield (message, name) for each wrong name of a class among the arguments of a class."""
     for named in _names(used):
         if message := _mistake(named):
             yield f"{named.key}{message}", named.name
@@ -86,39 +98,49 @@ def wrong_section(section: str, value: Any) -> str:
 
 
 def _names(used: Used) -> Iterator[_Named]:
+    """Yield the names that stand where a class may: alone, in a list, or as a value of a mapping."""
     for argument, value in used.arguments.items():
         option, key = used.options.get(argument, {}), f"{used.key}.{argument}"
         factory = _FACTORIES.get(argument, "") if used.key == "model" else ""
-        bases = [] if factory else _accepted(option)
-        for entry in value if isinstance(value, list) else [value]:
+        entries, accepting = _entries(value, option)
+        bases = [] if factory else [path for node in accepting for path in classes_of(node)]
+        for entry in entries:
             name = entry.get("class_path") if isinstance(entry, dict) else entry
             if isinstance(name, str) and (factory or bases):
                 yield _Named(key, name, option, bases, factory)
 
 
-def _accepted(option: Schema) -> list[str]:
-    inner = [node["items"] for node in alternatives(option) if isinstance(node.get("items"), dict)]
-    return [*classes_of(option), *(path for node in inner for path in classes_of(node))]
+def _entries(value: Any, option: Schema) -> tuple[list[Any], list[Schema]]:
+    """Return what may be classes in the value of an option, and the nodes that say which."""
+    nodes = alternatives(option)
+    of_items = [node["items"] for node in nodes if isinstance(node.get("items"), dict)]
+    of_values = [node["additionalProperties"] for node in nodes if isinstance(node.get("additionalProperties"), dict)]
+    if isinstance(value, dict) and "class_path" not in value and of_values:
+        return list(value.values()), of_values
+    return value if isinstance(value, list) else [value], [option, *of_items]
 
 
 def _mistake(named: _Named) -> str:
-    """Return the end of a message; empty if the name may be right."""
-    if _takes_any_text(named.option):
-        return _nearly_a_class(named)
+    """Return the end of a message; empty if the name may be right. The order counts: a test relies on those before."""
     if _REWARD in named.bases and ":" in named.name:
         return f" must have {{function: ...}} for each reward: write {{function: {named.name}}}"
+    if _takes_any_text(named.option):
+        is_dotted = "." in named.name  # perhaps a class that only behaves like the base class
+        return _nearly_a_class(named) or ("" if is_dotted else _other_kind(named))
     if is_class(definition(named.name)):
         return _other_kind(named)
     if not named.name.isidentifier():
         return ""  # a function or a class of a user
+
+    # A word, which no class of this package has as its name.
     unknown = f": no class has the name {named.name!r}"
     if meant := _of_another_program(named):
         return f"{unknown}: {meant}"
     choices = [choice for node in alternatives(named.option) for choice in node.get("enum", ())]
-    foreign = [name for kind in named.kinds for name in FOREIGN_CLASSES.get(kind, "").split()]
-    if named.name in (*choices, *foreign) or _fits_another_type(named):
+    of_libraries = [name for kind in named.kinds for name in LIBRARY_CLASSES.get(kind, "").split()]
+    if named.name in (*choices, *of_libraries) or _fits_another_type(named):
         return ""
-    near = suggestion(named.name, [*choices, *_ours(named.bases), *foreign])
+    near = suggestion(named.name, [*choices, *named.ours, *of_libraries])
     return f"{unknown}{near}" if near else ""
 
 
@@ -129,7 +151,7 @@ def _takes_any_text(option: Schema) -> bool:
 def _nearly_a_class(named: _Named) -> str:
     """Return the end of a message about a word like a class where any text may stand, such as PPOLos for PPOLoss."""
     is_word = named.name.isidentifier() and named.name[0].isupper() and definition(named.name) is None
-    near = suggestion(named.name, _ours(named.bases)) if is_word else ""
+    near = suggestion(named.name, named.ours) if is_word else ""
     return f": no class has the name {named.name!r}{near}" if near else ""
 
 
@@ -140,7 +162,7 @@ def _of_another_program(named: _Named) -> str:
         return f"write {{class_path: {SCHEDULE}, init_args: {{kind: {word}}}}}"
     if named.factory == "lr_scheduler" and word == "constant":
         return "null keeps the rate"
-    paths = [_FOREIGN_WORDS[kind][word] for kind in named.kinds if word in _FOREIGN_WORDS.get(kind, {})]
+    paths = [_WORDS_OF_OTHERS[kind][word] for kind in named.kinds if word in _WORDS_OF_OTHERS.get(kind, {})]
     return f"write {{class_path: {paths[0]}}}" if paths else ""
 
 
@@ -151,28 +173,20 @@ def _fits_another_type(named: _Named) -> bool:
 
 
 def _other_kind(named: _Named) -> str:
+    """Return the end of a message about a class of this package that the option does not accept; else ''."""
     entry = definition(named.name)
-    if entry is None or not is_class(entry) or named.factory or not set(named.bases).isdisjoint(entry["x-bases"]):
+    if entry is None or not is_class(entry):
         return ""
-    bases = " or ".join(base.rpartition(".")[2] for base in named.bases)
-    ours = _ours(named.bases)
-    near = next((f"; did you mean {name!r}?" for name in ours if name in _alike(entry["title"])), "")
-    near = near or suggestion(entry["title"], ours)
-    article = "an" if bases[0] in "AEIOU" else "a"
-    return f": {entry['title']} is not {article} {bases}{near}"
+    title = entry["title"]
+    if title in named.ours or not set(named.bases).isdisjoint(entry["x-bases"]):
+        return ""
+    expected = named.factory or " or ".join(base.rpartition(".")[2] for base in named.bases)
+    near = next((f"; did you mean {name!r}?" for name in named.ours if name in _confused_with(title)), "")
+    article = "an" if expected[0] in "AEIOUaeiou" else "a"
+    return f": {title} is not {article} {expected}{near or suggestion(title, named.ours)}"
 
 
-def _alike(title: str) -> tuple[str, ...]:
-    """Return names of classes that belong to another one, as GRPOModule to GRPO."""
+def _confused_with(title: str) -> tuple[str, ...]:
+    """Return the names that users take for each other, as GRPO, GRPOModule and GRPOLoss."""
     stem = title.removesuffix("Loss").removesuffix("Module")
     return (f"{stem}Module", f"{stem}Loss", stem)
-
-
-def _ours(bases: list[str]) -> list[str]:
-    """Return the short names of this package's classes with one of these base classes."""
-    found = []
-    for path in names():
-        entry = definition(path)
-        if entry is not None and not set(bases).isdisjoint(entry.get("x-bases", ())):
-            found.append(path.rpartition(".")[2])
-    return list(dict.fromkeys(found))

@@ -1,5 +1,6 @@
 """Words in the place of a class: of another kind, misspelt, or from another program; and what may be right."""
 
+import inspect
 from typing import get_args
 
 import lightning.pytorch.callbacks
@@ -28,6 +29,7 @@ trainer:
     - class_path: lightning_rlhf.callbacks.RolloutLoop
       init_args: {rewards: [{function: lightning_rlhf.tasks.addition.exact}]}
 """
+SOURCES = "lightning_rlhf.extras.algorithms.advantages_by_source.AdvantagesBySource"
 MODEL = "--model.init_args"
 
 
@@ -53,6 +55,9 @@ def found(tmp_path, monkeypatch):
         ),
         ("--rollout.engine", "VLLM", "trainer.callbacks.engine: no class has the name 'VLLM'; did you mean 'vllm'?"),
         (f"{MODEL}.optimizer", "Adam8", "model.optimizer: no class has the name 'Adam8'; did you mean 'Adam'?"),
+        (f"{MODEL}.optimizer", "MuonAdmW", "no class has the name 'MuonAdmW'; did you mean 'MuonAdamW'?"),
+        (f"{MODEL}.optimizer", "GRPOModule", "model.optimizer: GRPOModule is not an optimizer"),
+        (f"{MODEL}.policy_loss", "GRPOModule", "model.policy_loss: GRPOModule is not a PolicyLoss"),
         (f"{MODEL}.optimizer", "adamw_8bit", "write {class_path: bitsandbytes.optim.AdamW8bit}"),
         (f"{MODEL}.lr_scheduler", "cosine", "schedules.RunSchedule, init_args: {kind: cosine}}"),
         (f"{MODEL}.critic_lr_scheduler", "StepLr", "did you mean 'StepLR'?"),
@@ -93,6 +98,7 @@ def test_a_word_that_cannot_be_meant_is_named(found, option, value, message):
     [
         ("--model", "GRPOModule"), (f"{MODEL}.optimizer", "AdamW"), (f"{MODEL}.optimizer", "MuonAdamW"),
         (f"{MODEL}.optimizer", "mine.Optimizer"), (f"{MODEL}.lr_scheduler", "LinearLR"),
+        ("--trainer.callbacks+", "EMAWeightAveraging"), (f"{MODEL}.lr_scheduler", "RunSchedule"),
         (f"{MODEL}.policy_loss", "losses.py:mine"), (f"{MODEL}.advantages", "GAE"), ("--trainer.logger", "true"),
         ("--trainer.logger", "CSVLogger"), ("--trainer.callbacks+", "ModelCheckpoint"), ("--seed_everything", "true"),
         ("--trainer.callbacks+", "mine.Callback"), ("--rollout.engine", "transformers"), ("--seed_everything", "3"),
@@ -110,6 +116,15 @@ def test_option_of_another_module_names_one_that_has_it(found):
     config["model"] = {"class_path": "SFTModule", "init_args": {"actor": "m", "kl_loss": {"coef": 0.1}}}
     message = "model (SFTModule): unknown option 'kl_loss'; it is an option of CISPOModule and others"
     assert found(config=config) == [message]
+
+
+def test_classes_of_a_mapping_are_judged(found):
+    config = yaml.safe_load(CONFIG)
+    estimators = {"math": "GAE", "code": "GRPOModule", "text": {"class_path": "GEA"}}
+    config["model"]["init_args"]["advantages"] = {"class_path": SOURCES, "init_args": {"estimators": estimators}}
+    wrong, misspelt = found(config=config)
+    assert "estimators: GRPOModule is not an AdvantageEstimator" in wrong
+    assert "no class has the name 'GEA'; did you mean 'GAE'?" in misspelt
 
 
 def test_a_mapping_is_no_list(found):
@@ -134,18 +149,17 @@ def test_unknown_option_is_named_without_a_configuration_and_for_commands_with_o
     assert found("--gps", "3", command="plan") == ["unknown option 'gps'; did you mean 'gpus'?"]
 
 
-def test_names_of_lightning_and_torch_exist():
+def test_names_of_lightning_and_torch_are_all_there():
     homes = {
-        class_names._CALLBACKS: lightning.pytorch.callbacks, class_names._LOGGERS: lightning.pytorch.loggers,
-        "optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler,
-    }  # fmt: skip
-    missing = [
-        name
-        for base, names in class_names.FOREIGN_CLASSES.items()
-        for name in names.split()
-        if not hasattr(homes[base], name)
-    ]
-    assert missing == []
+        class_names._CALLBACK: (lightning.pytorch.callbacks, lightning.pytorch.callbacks.Callback),
+        class_names._LOGGER: (lightning.pytorch.loggers, lightning.pytorch.loggers.Logger),
+        "optimizer": (torch.optim, torch.optim.Optimizer),
+        "lr_scheduler": (torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler),
+    }
+    for kind, (home, base) in homes.items():
+        classes = {name: value for name, value in vars(home).items() if inspect.isclass(value)}
+        theirs = {name for name, value in classes.items() if issubclass(value, base) and value is not base}
+        assert set(class_names.LIBRARY_CLASSES[kind].split()) == {name for name in theirs if name[0] != "_"}
 
 
 def test_words_for_a_schedule_are_its_kinds():

@@ -139,9 +139,7 @@ class ConversationLoop:
         self._check = check
         self._bridge = bridge
         self._tokenizer = tokenizer
-        self._events: SimpleQueue[
-            tuple[Callable[[RunningConversation, Any], None], RunningConversation, Future[Any]]
-        ] = SimpleQueue()
+        self._events = SimpleQueue[Callable[[], None]]()  # what happened, for the thread of the loop
         self._ready: list[RunningConversation] = []  # conversations whose next turn can be requested
         self._count = 0  # of conversations
         self._calls = 0  # calls of environments that have not returned
@@ -181,8 +179,7 @@ class ConversationLoop:
         events, seconds = 0, _CHECK_SECONDS
         with contextlib.suppress(Empty):
             while True:
-                handle, running, future = self._events.get(timeout=seconds)
-                handle(running, future.result())
+                self._events.get(timeout=seconds)()
                 events, seconds = events + 1, 0.0
         return events
 
@@ -219,7 +216,7 @@ class ConversationLoop:
     def _notify(
         self, handle: Callable[[RunningConversation, Any], None], running: RunningConversation, future: Future[Any]
     ) -> None:
-        future.add_done_callback(lambda done: self._events.put((handle, running, done)))
+        future.add_done_callback(lambda done: self._events.put(lambda: handle(running, done.result())))
 
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn, and pass it to the environment if the conversation continues."""

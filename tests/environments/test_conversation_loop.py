@@ -1,5 +1,6 @@
 """Conversations of engines with environments: rows, order, faults."""
 
+import gc
 import time
 from dataclasses import replace
 from functools import partial
@@ -257,6 +258,7 @@ def test_thousand_conversations_leave_no_resources(options):
     for count in (10, 1000):  # the first ones may start what stays, such as a resource tracker
         settings = EnvironmentSettings(**({"factory": worlds.Echo, "bridge": "plain", "max_turns": 3} | options))
         sampler = ConversationSampler(settings, PlainBridge(LETTERS), LETTERS)
+        gc.collect()  # what earlier tests left must not be freed meanwhile
         before = present()
         engine = ScriptedEngine(["ab"], LETTERS)
         check = CompletionCheck(100, -1, 10**6)

@@ -1,4 +1,4 @@
-"""Conversations of agents, which ask for turns of the policy through an HTTP endpoint."""
+"""Conversations of agents, which ask for turns of the policy through an HTTP endpoint; :class:`Agents` runs them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,43 @@ class _Branch:
 
     Args:
         history: messages of the last answered request, with the answer.
+        tools: tools that its prompt names.
         conversation: tokens.
     """
 
     history: list[Message]
+    tools: Sequence[Body]
     conversation: Conversation
+
+
+@dataclass
+class _Request:
+    """A request of an agent that has not been read yet.
+
+    Args:
+        body: body of the request.
+        answer: future of the body of the response.
+    """
+
+    body: Body
+    answer: Future[Body]
+
+
+@dataclass
+class _Pending:
+    """A request of an agent whose turn is being generated.
+
+    Args:
+        messages: all of its messages.
+        tools: its tools.
+        max_tokens: its limit of the turn; None without one.
+        answer: future of the body of the response.
+    """
+
+    messages: list[Message]
+    tools: Sequence[Body]
+    max_tokens: int | None
+    answer: Future[Body]
 
 
 @dataclass
@@ -41,51 +73,43 @@ class _Agent:
     Args:
         api_key: key of the conversation.
         branches: branches with at least one turn; the one that was continued last is the last.
-        messages: messages of the request that is being answered.
-        answer: future of the response to that request; not None: a turn is being generated.
-        max_tokens: limit of the turn in that request; None without one.
+        pending: the request whose turn is being generated; None while there is none.
         waiting: requests that arrived meanwhile.
         outcome: result of the agent; None while it runs.
-        unanswered: futures of all requests without a response, also of those that the loop has not seen yet.
+        unanswered: futures of all requests without a response, also of those that the loop has not seen yet. The
+            thread of the endpoint adds to them only while the conversation is not released.
         is_released: whether the conversation has ended, so that no request is passed to the loop any more.
-        lock: held by the threads of requests and of the loop for ``unanswered`` and ``is_released``.
+        lock: held to add to ``unanswered`` and to set ``is_released``.
     """
 
     api_key: str = ""
     branches: list[_Branch] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    answer: Future[Body] | None = None
-    max_tokens: int | None = None
-    waiting: list[tuple[Body, Future[Body]]] = field(default_factory=list)
+    pending: _Pending | None = None
+    waiting: list[_Request] = field(default_factory=list)
     outcome: Reply | Fault | None = None
     unanswered: set[Future[Body]] = field(default_factory=set)
     is_released: bool = False
     lock: Lock = field(default_factory=Lock)
 
-    @property
-    def is_generating(self) -> bool:
-        """Whether a turn that the agent requested is being generated."""
-        return self.answer is not None
-
 
 class AgentLoop(ConversationLoop):
     """Runs the conversations of agents.
 
-    Messages that continue those of an earlier request and its answer continue its tokens. Other messages begin a
-    branch, whose prompt contains all of them. The row of a conversation consists of its branches, one after the other;
-    each is computed without the tokens of those before it.
+    Messages that continue those of an earlier request and its answer, with the same tools, continue its tokens. Other
+    messages begin a branch, whose prompt contains all of them. The row of a conversation consists of its branches, one
+    after the other; each is computed without the tokens of those before it.
 
     The base class requests the next turn of each conversation in ``_ready``, and calls :meth:`_on_turn` with it. Its
-    ``_notify`` lets the thread of the loop call a method with the result of a future, so only :meth:`_receive` runs in
-    other threads. It counts the running calls of environments in ``_calls``: an agent is one of them from its start to
-    its end, except while it waits for a turn of the policy (:meth:`_pause_for_turn`, :meth:`_resume_after_turn`).
+    thread calls what is put into ``_events``, so only :meth:`_receive` runs in another thread, the endpoint's. The
+    running calls of environments are counted in ``_calls``: an agent is one of them from its start to its end, except
+    while it waits for a turn of the policy (:meth:`_pause_for_turn`, :meth:`_resume_after_turn`).
 
     Args:
         endpoint: endpoint that agents send their requests to.
         *parts: arguments of :class:`ConversationLoop`.
     """
 
-    _bridge: TemplateBridge
+    _bridge: TemplateBridge  # the settings of an environment reject another one for agents
 
     def __init__(self, endpoint: AgentEndpoint, *parts: Any) -> None:
         super().__init__(*parts)
@@ -107,7 +131,8 @@ class AgentLoop(ConversationLoop):
         self._endpoint.remove(agent.api_key)
         with agent.lock:
             agent.is_released = True
-        for answer in list(agent.unanswered):
+            unanswered = list(agent.unanswered)
+        for answer in unanswered:
             answer.set_exception(_ended())
 
     def _pause_for_turn(self, running: RunningConversation) -> None:
@@ -124,7 +149,7 @@ class AgentLoop(ConversationLoop):
     # -- requests ---------------------------------------------------------------------------------------------
 
     def _receive(self, running: RunningConversation, body: Body) -> Future[Body]:
-        """Pass a request to the loop; called in the thread of the request."""
+        """Pass a request to the loop; called in the thread of the endpoint."""
         answer: Future[Body] = Future()
         agent = self._agents[running.index]
         with agent.lock:
@@ -133,20 +158,18 @@ class AgentLoop(ConversationLoop):
                 return answer
             agent.unanswered.add(answer)
         answer.add_done_callback(agent.unanswered.discard)
-        arrived: Future[tuple[Body, Future[Body]]] = Future()  # finished: the base class waits for results of calls
-        arrived.set_result((body, answer))
-        self._notify(self._on_request, running, arrived)
+        self._events.put(partial(self._on_request, running, _Request(body, answer)))
         return answer
 
-    def _on_request(self, running: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
+    def _on_request(self, running: RunningConversation, request: _Request) -> None:
         """Request the next turn, unless one is being generated."""
-        body, answer = request
+        body, answer = request.body, request.answer
         agent = self._agents[running.index]
         if answer.done():  # the conversation has ended since the request arrived
             return
         if agent.outcome is not None:
             answer.set_exception(_ended())
-        elif agent.is_generating:
+        elif agent.pending is not None:
             agent.waiting.append(request)
         else:
             try:
@@ -158,8 +181,7 @@ class AgentLoop(ConversationLoop):
             except UsageError as error:  # the chat template rejects the messages
                 answer.set_exception(RefusedRequest(str(error)))
                 return
-            agent.answer, agent.messages = answer, messages
-            agent.max_tokens = limit_of(body)
+            agent.pending = _Pending(messages, tools, limit_of(body), answer)
             self._pause_for_turn(running)
 
     def _extend(
@@ -174,7 +196,7 @@ class AgentLoop(ConversationLoop):
             # The agent runs on after the refusal, and ends with "done"; a conversation keeps its first reason.
             running.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
-        branch = _continued(agent.branches, messages)
+        branch = _continued([branch for branch in agent.branches if branch.tools == tools], messages)
         if branch is None:
             self._begin_branch(running, messages, tools)
         else:
@@ -186,7 +208,7 @@ class AgentLoop(ConversationLoop):
         Raises:
             RefusedRequest: the branch has ended, or ends now because they cannot be appended.
         """
-        running.conversation = conversation = branch.conversation
+        running.conversation = conversation = branch.conversation  # also if it is refused: see _finish
         if conversation.stop is None:
             turn, before = conversation.last_turn
             # Sets ``stop`` where no turn can follow: no token would be left for it, or the last turn is malformed.
@@ -210,32 +232,32 @@ class AgentLoop(ConversationLoop):
 
     def _turn_budget(self, running: RunningConversation) -> int:
         """Return the largest number of tokens of the next turn."""
-        limit = self._agents[running.index].max_tokens
-        budget = running.conversation.turn_budget
-        return budget if limit is None else min(budget, limit)
+        budget, pending = running.conversation.turn_budget, self._agents[running.index].pending
+        return budget if pending is None or pending.max_tokens is None else min(budget, pending.max_tokens)
 
     def _on_turn(self, running: RunningConversation, completion: Completion) -> None:
         """Append a turn and answer the request."""
         agent = self._agents[running.index]
-        if agent.answer is None:  # the agent failed without a turn: the base class requested one, as a row needs one
+        pending = agent.pending
+        if pending is None:  # the agent failed without a turn: the base class requested one, as a row needs one
             super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
-        is_agents_limit = agent.max_tokens is not None and agent.max_tokens < running.conversation.turn_budget
+        is_agents_limit = self._turn_budget(running) < running.conversation.turn_budget
         running.conversation.add_turn(completion, may_be_cut=is_agents_limit)
         turn = self._turn_of(running, completion)
         running.turns.append(turn)
         running.malformed += turn.malformed is not None
         body = response_of(turn, completion, running.conversation)
-        running.messages = [*agent.messages, normalised(body["choices"][0]["message"])]
+        running.messages = [*pending.messages, normalised(body["choices"][0]["message"])]
         others = [branch for branch in agent.branches if branch.conversation is not running.conversation]
-        agent.branches = [*others, _Branch(running.messages, running.conversation)]
-        answer, agent.answer = agent.answer, None
+        agent.branches = [*others, _Branch(running.messages, pending.tools, running.conversation)]
+        agent.pending = None
         self._resume_after_turn(running)
-        answer.set_result(body)
+        pending.answer.set_result(body)
         if agent.outcome is not None:
             self._settle(running, agent.outcome)
-        while agent.waiting and not agent.is_generating:
+        while agent.waiting and agent.pending is None:
             self._on_request(running, agent.waiting.pop(0))
 
     # -- end --------------------------------------------------------------------------------------------------
@@ -244,12 +266,12 @@ class AgentLoop(ConversationLoop):
         """End the conversation of an agent that has returned; a turn that is being generated is awaited."""
         agent = self._agents[running.index]
         agent.outcome = outcome
-        if not agent.is_generating:
-            running.environment_s += time.perf_counter() - running.called_at
+        if agent.pending is None:
             self._settle(running, outcome)
 
     def _settle(self, running: RunningConversation, outcome: Reply | Fault) -> None:
-        """Store the reward of an agent and finish its conversation."""
+        """End the running call of an agent, store its reward and finish its conversation."""
+        running.environment_s += time.perf_counter() - running.called_at
         self._calls -= 1
         if isinstance(outcome, Reply) and not running.turns:
             outcome = Fault("invalid", "ended without a turn of the policy")
@@ -257,7 +279,8 @@ class AgentLoop(ConversationLoop):
             self._on_fault(running, outcome)  # ends the conversation, after a turn if it has none
             return
         running.rewards[0] = outcome.reward
-        running.metrics = {**outcome.metrics, "branches": float(len(self._agents[running.index].branches) - 1)}
+        further = len(self._agents[running.index].branches) - 1  # beside the first
+        running.metrics = {"branches": float(further), **outcome.metrics}  # one of the agent's own has precedence
         running.conversation.end("done")
         self._finish(running)
 

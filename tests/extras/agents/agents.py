@@ -70,6 +70,18 @@ class Rewrites(Agent):
         return 1.0
 
 
+class ChangesTools(Agent):
+    """Continues its history with another tool, and then with the same one."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        first, second = ([{"type": "function", "function": {"name": name}}] for name in ("look", "write"))
+        messages = [user("a")]
+        for tools in (first, second, second):
+            messages += [ask(client, messages, tools=tools).choices[0].message, user("h")]
+        return 1.0
+
+
 class Alternates(Agent):
     """Alternates between two agents, and continues the first once more."""
 

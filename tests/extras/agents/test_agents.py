@@ -107,6 +107,21 @@ def test_edited_history_starts_a_branch_whose_prompt_contains_it(converse):
     assert completion.conversation.metrics == {"branches": 1.0}
 
 
+def test_other_tools_start_a_branch_whose_prompt_names_them(converse, monkeypatch):
+    prompts = []
+    real = TemplateBridge.conversation
+
+    def conversation(bridge, messages, tools):
+        prompts.append([tool["function"]["name"] for tool in tools])
+        return real(bridge, messages, tools)
+
+    monkeypatch.setattr(TemplateBridge, "conversation", conversation)
+    (completion,) = converse(Spy(LETTERS, ["b"]), requests(1), factory=agents.ChangesTools, max_turns=8)
+    assert prompts == [["look"], ["write"]]  # the third request continues the second
+    assert completion.conversation.metrics == {"branches": 1.0}
+    assert len(completion.conversation.turn_ends) == 3
+
+
 @pytest.mark.slow
 def test_alternating_requests_of_two_agents_continue_their_branches(converse):
     """The branch with the last turn is the last one of the row."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_rlhf.extras.plan import memory, traffic
 from lightning_rlhf.extras.plan.architecture import Architecture
-from lightning_rlhf.extras.plan.setup import Role, Run, Strategy
+from lightning_rlhf.extras.plan.setup import Role, Run, Strategy, Work
 
 _FLOAT32_BYTES = 4
 _BFLOAT16_BYTES = 2
@@ -20,8 +20,8 @@ class Speeds:
     Args:
         arithmetic: FLOP/s in bfloat16 without sparsity.
         memory: bytes/s of the GPU's memory.
-        bus: bytes/s between GPU and host, one direction.
-        link: bytes/s between GPUs of a node, one direction.
+        bus: bytes/s between GPU and host, one direction ("host" in the text).
+        link: bytes/s between GPUs of a node, one direction ("NVLink").
         network: bytes/s of one GPU between nodes.
     """
 
@@ -125,49 +125,68 @@ def push_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> float:
     return gather + (to_host + to_each_gpu) / cluster.speeds.bus
 
 
-def learning_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> tuple[float, float]:
-    """Compute the least seconds of arithmetic and of communication of a step whose texts all have the longest length.
+@dataclass(frozen=True)
+class LearningSeconds:
+    """Lower bounds of the seconds of a step without generation and push.
 
-    The rows of a GPU count as whole micro-batches, which packing fills: 10 rows in fours are 12. A forward pass has 2
-    FLOPs for each parameter that a token passes, and in attention 4 for each element of the query and each earlier
-    token (scores and values), which on average are half of the text. A backward pass has twice the FLOPs of the
-    forward pass, and as many where only adapters are trained, because frozen matrices have no gradients of their own;
-    checkpointing adds a forward pass. Arithmetic and communication can overlap, so that the larger bound applies.
+    Args:
+        arithmetic: seconds of the operations.
+        communication: seconds of what is sent.
+    """
+
+    arithmetic: float
+    communication: float
+
+    @property
+    def least(self) -> float:
+        """The larger bound, because both can happen at the same time."""
+        return max(self.arithmetic, self.communication)
+
+
+def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
+    """Compute the least seconds of a step whose texts all have the longest length, on the GPU with most of them.
+
+    A prompt counts once for all texts that may share it. A forward pass has 2 FLOPs for each weight of a matrix that a
+    token passes, and in attention 2 for each element of query and output and each earlier token. A backward pass has
+    twice the FLOPs of the forward pass, and as many where only adapters are trained, because frozen matrices have no
+    gradients of their own; checkpointing adds a forward pass of the layers.
 
     Args:
         run: run to plan.
-        sent: bytes that a GPU sends, by term.
         cluster: its GPUs.
     """
     ranks, work = run.ranks(cluster.gpus), run.work
-    operations = 0
+    operations = 0.0
     for role in run.roles:
-        counts = traffic.counts(role, work, ranks)
-        evaluated_rows = counts.evaluations * work.micro_batch_rows(work.responses, ranks)
-        trained_rows = counts.trained * work.micro_batch_rows(work.minibatch_size, ranks)
-        backward = 1 if role.lora_rank else 2
-        passes = evaluated_rows + (1 + backward + run.strategy.checkpointing) * trained_rows
-        operations += passes * work.row_tokens * _forward_operations(role, work.longest)
+        counts = traffic.counts(role, work.shared, ranks)
+        forward_and_backward = 2 if role.lora_rank else 3
+        head_passes = counts.evaluated_rows + forward_and_backward * counts.trained_rows
+        layer_passes = head_passes + run.strategy.checkpointing * counts.trained_rows
+        of_text = layer_passes * _layer_operations(role, work) + head_passes * _head_operations(role, work)
+        operations += (1 + work.pairs) * of_text
     communication = sum(
         size / _bytes_per_second(run, term, cluster)
-        for term, size in sent.items()
+        for term, size in traffic.traffic(replace(run, work=work.shared), cluster.gpus).items()
         if term not in (traffic.PUSH, traffic.ENGINE)  # not while the module learns
     )
-    return operations / run.strategy.splitting / cluster.speeds.arithmetic, communication
+    return LearningSeconds(operations / run.strategy.splitting / cluster.speeds.arithmetic, communication)
 
 
 def _bytes_per_second(run: Run, term: str, cluster: Cluster) -> float:
     """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
 
-    ====================================================  ==========================================
-    term                                                  GPUs that exchange it
-    ====================================================  ==========================================
-    ``TENSORS``, ``HEADS`` (tokens exchanged for heads)   those that split a layer, with neighbouring ranks
-    ``REPLICAS``                                          all
-    the others                                            one replica, over which weights are sharded
-    ====================================================  ==========================================
+    ============  ====================================================================================
+    term          GPUs that exchange it
+    ============  ====================================================================================
+    ``TENSORS``   neighbouring ones with the parts of a matrix, ``tensor_parallel_size``
+    ``HEADS``     neighbouring ones with the same rows: ``tensor_parallel_size * sequence_parallel_size``
+    ``REPLICAS``  all
+    the others    one replica, over which weights are sharded
+    ============  ====================================================================================
     """
-    if term in (traffic.TENSORS, traffic.HEADS):
+    if term == traffic.TENSORS:
+        group = run.strategy.tensor_parallel_size
+    elif term == traffic.HEADS:
         group = run.strategy.splitting
     elif term == traffic.REPLICAS:
         group = cluster.gpus
@@ -176,14 +195,26 @@ def _bytes_per_second(run: Run, term: str, cluster: Cluster) -> float:
     return cluster.speeds.link if group <= cluster.gpus_per_node else cluster.speeds.network
 
 
-def _forward_operations(role: Role, longest: int) -> int:
-    """Count the operations of a token's forward pass, which passes some of the experts and no embedding matrix."""
-    model = role.model
-    in_layers = sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None)
-    matrices = in_layers - _idle_experts(model)
-    head = model.vocabulary * model.hidden
-    attention = sum(4 * layer.query * longest // 2 for layer in model.layers)  # half of the text is earlier, on average
-    return 2 * (matrices + head) + attention
+def _layer_operations(role: Role, work: Work) -> float:
+    """Count the operations of the layers for a text, whose prompt counts for its part of the texts that share it."""
+    prompt, response = work.longest - work.response_tokens, work.response_tokens
+    pairs = prompt**2 / 2 / work.sharing_texts + response * prompt + response**2 / 2  # of a token and an earlier one
+    widths = sum(layer.query + (layer.output or layer.query) for layer in role.model.layers)
+    return 2 * (work.shared.longest * _passed_weights(role.model) + pairs * widths)
+
+
+def _head_operations(role: Role, work: Work) -> int:
+    """Count the operations of the head for a text: it computes the tokens whose log-probs are needed.
+
+    These are at most the response. How many they are of given texts and of conversations is not known: none count.
+    """
+    tokens = 0 if work.turns else work.response_tokens
+    return 2 * tokens * role.model.vocabulary * role.model.hidden
+
+
+def _passed_weights(model: Architecture) -> int:
+    """Count the weights of the layers' matrices that a token passes: of a mixture of experts, the active ones."""
+    return sum(p.elements for p in model.parameters if len(p.shape) > 1 and p.layer is not None) - _idle_experts(model)
 
 
 def _idle_experts(model: Architecture) -> int:
@@ -195,7 +226,7 @@ def _idle_experts(model: Architecture) -> int:
 def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
     """Compute a lower bound of the seconds of generation: each token of the longest response reads the weights.
 
-    Of a mixture of experts only the active ones count, as if all texts chose the same.
+    Of a mixture of experts only the active ones count, as if all texts chose the same, and of the embedding nothing.
 
     Args:
         run: run with an engine.
@@ -207,5 +238,5 @@ def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
     model = run.actor.model
     engines = max(1, cluster.gpus // engine.tensor_parallel_size)
     rounds = -(-work.responses // (engines * max(1, cached_texts)))
-    read = engine.element_bytes(run.actor) * (model.elements - _idle_experts(model))
+    read = engine.element_bytes(run.actor) * (_passed_weights(model) + model.vocabulary * model.hidden)
     return rounds * work.response_tokens * read / engine.tensor_parallel_size / cluster.speeds.memory

@@ -303,6 +303,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
         response_tokens=loop["max_response_tokens"],
+        sharing_texts=loop["group_size"] if module.layout.packed else 1,
         divergence_bytes=module.divergence.memory_mb << 20 if has_teachers else 0,
         teachers_in_updates=has_teachers and module.divergence.top_k is None,
     )
@@ -457,9 +458,9 @@ def bounds_of(plan: Plan) -> list[str]:
         f"{node.loading / GIB:.1f} GiB to load the largest role, {node.exporting / GIB:.1f} GiB more for an export; "
         f"at most {node.peak / GIB:.1f} GiB at a time"
     ]
-    arithmetic, communication = bounds.learning_seconds(run, plan.traffic, cluster)
+    learning = bounds.learning_seconds(run, cluster)
     parts = [
-        f"learning {max(arithmetic, communication):.2g} s ({arithmetic:.2g} of arithmetic, {communication:.2g} sent)"
+        f"learning {learning.least:.2g} s ({learning.arithmetic:.2g} of arithmetic, {learning.communication:.2g} sent)"
     ]
     if run.engine is not None and run.engine.share:
         push = bounds.push_seconds(run, plan.traffic, cluster)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_rlhf.expected_errors import UsageError
@@ -314,6 +314,7 @@ class Work:
         turns: largest number of turns of a conversation with an environment; 0 without an environment.
         environment_processes: largest number of processes of environments that one engine serves.
         response_tokens: tokens of the longest response; 0 without an engine.
+        sharing_texts: most texts whose common prompt a pass computes once; 1 where each text has its own.
         divergence_bytes: memory of the logits of student and teachers at a time; 0 without distillation.
         teachers_in_updates: whether teachers are evaluated in each update, as for whole distributions.
     """
@@ -331,6 +332,7 @@ class Work:
     turns: int = 0
     environment_processes: int = 0
     response_tokens: int = 0
+    sharing_texts: int = 1
     divergence_bytes: int = 0
     teachers_in_updates: bool = False
 
@@ -343,6 +345,12 @@ class Work:
     def row_tokens(self) -> int:
         """Tokens of the longest row."""
         return self.longest * (1 + self.pairs)
+
+    @property
+    def shared(self) -> Work:
+        """This work with prompts that are computed once for all texts that share them: the least number of tokens."""
+        prompt = self.longest - self.response_tokens
+        return replace(self, longest=self.response_tokens + math.ceil(prompt / self.sharing_texts))
 
     def micro_batch_rows(self, texts: int, ranks: int) -> int:
         """Return the rows of a rank's largest micro-batch, if all rows are as long as the longest."""

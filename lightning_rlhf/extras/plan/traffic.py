@@ -87,37 +87,44 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
 
 @dataclass(frozen=True)
 class PassCounts:
-    """Numbers of a role's passes in a step.
+    """Numbers of a role's passes in a step, of the rank with most rows.
 
     Args:
         evaluations: micro-batches without a backward pass.
         trained: micro-batches with a backward pass.
         updates: optimizer steps.
+        evaluated_rows: rows of all ``evaluations``; a row counts in each of its passes.
+        trained_rows: rows of all ``trained``.
     """
 
     evaluations: int
     trained: int
     updates: int
+    evaluated_rows: int
+    trained_rows: int
 
 
 def counts(role: Role, work: Work, ranks: int) -> PassCounts:
     """Count the passes of a role in a step."""
     is_evaluated = {"actor": work.evaluates_old, "critic": True}.get(role.name, not role.trained)
     evaluations = is_evaluated + role.is_reference_too
-    reused = 0
-    if role.name == "actor" and work.evaluates_old and work.reuses_first:
-        rest = max(0, work.responses - work.minibatch_size)
-        reused = work.micro_batches(work.responses, ranks) - work.micro_batches(rest, ranks)
     if work.evaluates_mismatched:
         evaluations += 1 + role.is_reference_too
-    of_minibatch = work.micro_batches(work.minibatch_size, ranks)
+    rows, minibatch_rows = math.ceil(work.responses / ranks), math.ceil(work.minibatch_size / ranks)
+    batches, of_minibatch = (work.micro_batches(texts, ranks) for texts in (work.responses, work.minibatch_size))
     if role.is_teacher and work.teachers_in_updates:
-        return PassCounts(evaluations=work.updates * of_minibatch, trained=0, updates=0)
+        return PassCounts(work.updates * of_minibatch, 0, 0, work.updates * minibatch_rows, 0)
+    reused = reused_rows = 0
+    if role.name == "actor" and work.evaluates_old and work.reuses_first:
+        rest = max(0, work.responses - work.minibatch_size)
+        reused, reused_rows = batches - work.micro_batches(rest, ranks), rows - math.ceil(rest / ranks)
     updates = work.updates if role.trained else 0
     return PassCounts(
-        evaluations=evaluations * work.micro_batches(work.responses, ranks) - reused,
+        evaluations=evaluations * batches - reused,
         trained=updates * of_minibatch,
         updates=updates,
+        evaluated_rows=evaluations * rows - reused_rows,
+        trained_rows=updates * minibatch_rows,
     )
 
 
@@ -179,11 +186,9 @@ def _tensors(shard: Shard, counts: PassCounts, work: Work) -> int:
     gate and up, five sums per backward pass and layer. Recomputation of a layer stops before its last sum.
     """
     model = shard.role.model
-    texts = work.minibatch_size if shard.role.trained else work.responses
     forward = 2
     backward = 6 if shard.strategy.checkpointing else 5
-    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, shard.data_ranks)
-    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, shard.data_ranks)
+    rows = forward * counts.evaluated_rows + (forward + backward) * counts.trained_rows
     row = shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
     return all_reduce(row * rows // shard.strategy.sequence_parallel_size, shard.strategy.tensor_parallel_size)
 
@@ -196,9 +201,7 @@ def _heads(shard: Shard, counts: PassCounts, work: Work) -> int:
     """
     strategy, model = shard.strategy, shard.role.model
     size, split = strategy.sequence_parallel_size, strategy.tensor_parallel_size
-    texts = work.minibatch_size if shard.role.trained else work.responses
-    rows = counts.evaluations * work.micro_batch_rows(work.responses, shard.data_ranks)
-    rows += (3 if strategy.checkpointing else 2) * counts.trained * work.micro_batch_rows(texts, shard.data_ranks)
+    rows = counts.evaluated_rows + (3 if strategy.checkpointing else 2) * counts.trained_rows
     widths = 0
     for layer in model.layers:
         if layer.latents:  # latent attention expands keys and values to all heads

@@ -44,11 +44,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
             of processes and of the heads of every model.
-        sequence_parallel_size: number of processes that divide the tokens of each row, for long texts; a divisor of the
-            number of processes, and times ``tensor_parallel_size`` of the heads of every model.
-        shard_size: number of data-parallel processes over which weights are sharded, each with all processes of its
-            rows; groups of this size have replicas, whose gradients are summed. Larger values need less memory, smaller
-            ones less traffic between nodes. None is one node's processes in a run on several nodes, else all.
+        sequence_parallel_size: number of processes that divide the tokens of each row, for long texts. Its product with
+            ``tensor_parallel_size`` divides the number of processes and the heads of every model.
+        shard_size: number of data ranks over which weights are sharded; further data ranks hold replicas, and their
+            gradients are summed. Larger values need less memory, smaller ones less traffic between nodes. None is one
+            node's data ranks in a run on several nodes, else all.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         activation_offload: attribute of :class:`RoleStrategy`.
         mlp_tokens: attribute of :class:`RoleStrategy`.
@@ -97,7 +97,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def setup_environment(self) -> None:
         """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
-        Its dimensions, and for 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2`` those of rank 0::
+        Its dimensions, and those of rank 0 for 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2``. The
+        last two exist with sequence parallelism only; without it and without replicas, the mesh is Lightning's, with
+        ``data_parallel`` and ``tensor_parallel``::
 
             replicate          have the same part of the weights                    0, 4
             shard              have other rows and other parts of the weights       0, 2
@@ -119,12 +121,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             raise UsageError(f"{sizes} does not divide the {processes} processes of this run; use a divisor")
         data_ranks = processes // splitting
         shard_data_ranks = self._shard_data_ranks(data_ranks, splitting)
-        self._replica_size = shard_data_ranks * splitting  # consecutive ranks that have all weights together
-        # Lightning's mesh knows no sequence parallelism, and its two sizes must multiply to all processes: while it
-        # makes its mesh, sequence-parallel processes count as data ranks; afterwards the size is the true one again.
+        self._ranks_per_replica = shard_data_ranks * splitting  # consecutive ranks that have all weights together
+        # Lightning's mesh knows no sequence parallelism, and its two sizes must multiply to all processes: in its mesh,
+        # sequence-parallel processes count as data ranks.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
-        self._data_parallel_size = data_ranks
         has_replicas = shard_data_ranks < data_ranks
         if self.sequence_parallel_size > 1 or has_replicas:
             self._replace_mesh(data_ranks // shard_data_ranks, shard_data_ranks)
@@ -132,15 +133,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._set_timeouts()
 
     def _shard_data_ranks(self, data_ranks: int, splitting: int) -> int:
-        """Return over how many data-parallel processes weights are sharded: ``shard_size``, a node's or all."""
-        count, name = self.shard_size, f"shard_size: {self.shard_size}"
-        if count is None:
-            of_a_node = max(self.num_processes // splitting, 1)
-            count, name = (data_ranks, "") if self.num_nodes == 1 else (of_a_node, f"a node, which has {of_a_node},")
+        """Return over how many data ranks weights are sharded: ``shard_size``, those of a node or all."""
+        of_a_node = max(self.num_processes // splitting, 1)
+        count = self.shard_size or (data_ranks if self.num_nodes == 1 else of_a_node)
         if data_ranks % count:
+            name = f"shard_size: {count}" if self.shard_size else f"{count}, the data ranks of a node,"
             raise UsageError(
-                f"{name} does not divide the {data_ranks} data-parallel processes of this run; set shard_size to a "
-                f"divisor"
+                f"{name} does not divide the {data_ranks} data ranks of this run; set shard_size to a divisor"
             )
         return count
 
@@ -148,7 +147,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Give the groups of the mesh the timeout of the run's group."""
         if self._timeout is None:
             return
-        # get_all_groups() has no dimension that was made from others by _replace_mesh, or by Lightning.
+        # get_all_groups() has no dimension that _flatten() made.
         joined = ["data_parallel", *(["same_rows", "all_shards"] if self.sequence_parallel_size > 1 else [])]
         groups = [self.device_mesh[dimension].get_group() for dimension in joined]
         for group in (*self.device_mesh.get_all_groups(), *groups):
@@ -255,12 +254,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._receive(modules)
             split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
-            _share_shards(role, shared)  # after each block, so that only one has its own frozen shards at a time
+            _share_shards(block, role, shared)  # one after the other, so that only one has its own frozen shards
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
         split(rest, plan, self.device_mesh["tensor_parallel"])
         fully_shard(role, **options)
-        _share_shards(role, shared)
+        _share_shards(role, role, shared)
 
     def _receive(self, modules: Iterable[nn.Module]) -> None:
         """Replace the tensors of modules by rank 0's, on this rank's device; tied tensors stay tied."""
@@ -292,15 +291,20 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._reshard(name)  # otherwise optimizers would be constructed with gathered weights of an earlier run
             delattr(self.module, name)
         super().model_to_device()
-        for name, child in children.items():  # all of them, so that the roles return in their order
+        for name, child in children.items():  # those that stayed, too, so that the roles are not behind them
             setattr(self.module, name, child)
 
     # -- one update -------------------------------------------------------------------------------------------
 
     @override
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Reduce gradients with every micro-batch, or only with the last; see ``reduce_every_micro_batch``."""
-        getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
+        """Reduce gradients with every micro-batch, or only with the last; see ``reduce_every_micro_batch``.
+
+        Between replicas they are summed with the last only: shards of sums are kept until then, in float32.
+        """
+        role = getattr(self.module, name)
+        role.set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
+        role.set_requires_all_reduce(sync)
         return nullcontext()
 
     @override
@@ -338,9 +342,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     ) -> Iterator[tuple[str, Tensor]]:
         """A tensor is gathered while the one before it is used."""
         self._reshard(name)
-        if receivers is not None and len({rank // self._replica_size for rank in receivers}) < len(receivers):
-            # Two of them are in one replica. It would send to one after the other, and sends to all at once instead.
-            receivers = None
+        if receivers is not None and len({rank // self._ranks_per_replica for rank in receivers}) < len(receivers):
+            receivers = None  # of two in one replica, the second would wait for the first: all gather instead
         before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
             # Vectors, such as norms, stay as they are: they are small, and an engine may have them in float32.
@@ -367,15 +370,19 @@ def _frozen_shards(role: nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in named if isinstance(p, DTensor) and not p.requires_grad}
 
 
-def _share_shards(role: nn.Module, shared: Mapping[str, DTensor]) -> None:
+def _share_shards(unit: nn.Module, role: nn.Module, shared: Mapping[str, DTensor]) -> None:
     """Make the frozen parameters of a role use the shards of another role, whose values are equal.
 
-    FSDP takes the local tensor over in its first forward pass, as after a change by ``load_state_dict``.
+    Args:
+        unit: part of the role that was sharded last.
+        role: role with these parameters, of which those of earlier units share already.
+        shared: shards of the other role by their names.
     """
     for name, shard in _frozen_shards(role).items():
         other = shared.get(name)
         if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):
             shard._local_tensor = other._local_tensor
+    unit._apply(lambda tensor: tensor)  # FSDP frees the unit's own shards and keeps the local tensors, now shared
 
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:

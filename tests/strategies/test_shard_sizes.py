@@ -22,10 +22,10 @@ def test_size_is_at_least_1(option):
 def test_error_names_the_option_that_was_set():
     with pytest.raises(UsageError, match="tensor_parallel_size: 3 does not divide the 8 processes of this run"):
         start(1, 8, tensor_parallel_size=3)
-    with pytest.raises(UsageError, match=r"^shard_size: 3 does not divide the 8 data-parallel processes"):
+    with pytest.raises(UsageError, match=r"^shard_size: 3 does not divide the 8 data ranks"):
         start(1, 8, shard_size=3)
 
 
 def test_shards_of_a_node_that_do_not_fit_are_not_the_mistake_of_an_option_that_is_not_set():
-    with pytest.raises(UsageError, match=r"^a node, which has 2, does not divide the 5 .* set shard_size"):
+    with pytest.raises(UsageError, match=r"^2, the data ranks of a node, does not divide the 5 .* set shard_size"):
         start(2, 5, tensor_parallel_size=2)

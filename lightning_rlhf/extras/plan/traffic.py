@@ -51,7 +51,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         ZeRO-2         trained   E M R(c T) + E R(c T)
         ZeRO-3         trained   (A + 2 E M) R(c P) + E M R(c T)
         rlhf_fsdp      trained   (A + 2 E M) R(c P) - E M R(c r) + E R(s T), or E M R(s T) with reduce_every_micro_batch
-                                 and, with N ranks of a shard_size and K replicas, E M 2 (s T / N) (K - 1) / K
+                                 and, with N ranks of a shard_size and K replicas, E 2 (s T / N) (K - 1) / K
         both           frozen    A R(c P)
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
         heads          R(c tokens (a + k + v + o)) per layer and pass, 2 with a backward pass, 3 with checkpointing
@@ -164,7 +164,7 @@ def _gradients(shard: Shard, counts: PassCounts) -> Counter[str]:
     if strategy.kind == "fsdp":
         reductions = counts.trained if strategy.reduce_every else counts.updates
         part = precision.reduce * shard.trained_elements
-        between = reductions * all_reduce(part, shard.replicas)
+        between = counts.updates * all_reduce(part, shard.replicas)
         return Counter({SUMS: reductions * all_gather(shard.ranks * part, shard.ranks), REPLICAS: between})
     if strategy.kind != "zero":
         return Counter({SUMS: counts.updates * all_reduce(precision.reduce * whole, shard.ranks)})

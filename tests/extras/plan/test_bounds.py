@@ -171,8 +171,8 @@ def test_replicas_store_as_few_ranks_do_and_send_only_gradients_over_the_network
     assert memory.Shard.of(ACTOR, replicated, 64).elements == memory.Shard.of(ACTOR, run(engine=None), 8).elements
     sent, all_sharded = traffic.traffic(replicated, 64), traffic.traffic(whole, 64)
     assert all_sharded[traffic.REPLICAS] == 0
-    # WORK has one update, whose 16 texts of a rank are two micro-batches of 10 texts; float32 gradients of P / 8.
-    assert sent[traffic.REPLICAS] == pytest.approx(2 * 4 * 2 * P / 8 * 7 / 8, rel=1e-4)
+    # WORK has one update, whose two micro-batches are summed before; float32 gradients of P / 8.
+    assert sent[traffic.REPLICAS] == pytest.approx(4 * 2 * P / 8 * 7 / 8, rel=1e-4)
     assert sent[traffic.FORWARD] == pytest.approx(all_sharded[traffic.FORWARD] * (7 / 8) / (63 / 64), rel=1e-4)
     seconds = bounds.learning_seconds(replicated, cluster(64)).communication
     inside = sent.total() - sent[traffic.REPLICAS]

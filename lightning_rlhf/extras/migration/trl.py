@@ -14,8 +14,10 @@ import yaml
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
-from lightning_rlhf.extras.migration.parts import Counterpart, documents, rows_of, table, vllm_engine
+from lightning_rlhf.extras.migration.parts import Counterpart, documents, rows_of, table
 from lightning_rlhf.extras.migration.trl_losses import LOSSES, grpo_loss, optimizer, schedule
+from lightning_rlhf.extras.migration.trl_model import NO_MODEL, model_source
+from lightning_rlhf.extras.migration.trl_rollout import rollout
 
 # Sections of the table in which the options of a trainer are looked up, its own first. The table has an option once, in
 # the first of TRL's classes that has it, so the later ones need the sections of those before them.
@@ -65,21 +67,6 @@ _STRATEGIES = {
     "ddp": "lightning_rlhf.strategies.ddp.RLHFDDPStrategy",
     "fsdp": "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy",
 }
-_NO_MODEL = "set the model"
-# Options of a model by TRL's names of today and of earlier releases; those whose values are few here.
-_SOURCE = {
-    "model_revision": "revision", "revision": "revision", "dtype": "dtype", "torch_dtype": "dtype",
-    "attn_implementation": "attn_implementation",
-}  # fmt: skip
-_SOURCE_VALUES = {
-    "dtype": ("float32", "bfloat16"),
-    "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3"),
-}
-_LORA: dict[str, str] = {
-    "rank": "lora_r", "alpha": "lora_alpha", "target_modules": "lora_target_modules", "rslora": "use_rslora",
-    "dora": "use_dora",
-}  # fmt: skip
-_TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
 
 
 def counterpart(trainer: str, option: str) -> Counterpart | None:
@@ -216,7 +203,8 @@ class _Conversion:
             self._options.note(f"generation_batch_size: {size}: {other}, and TRL takes only one of the two options")
 
     def _module(self) -> dict[str, Any]:
-        options: dict[str, Any] = {("reward_model" if self._trainer == "reward" else "actor"): self._source()}
+        role = "reward_model" if self._trainer == "reward" else "actor"
+        options: dict[str, Any] = {role: model_source(self._options, self._is_online)}
         options |= {"optimizer": optimizer(self._options), **schedule(self._options)}
         self._options.settle("packing", "padding_free")  # packing is the default here
         if self._trainer == "sft" and self._options.is_set("packing"):
@@ -262,63 +250,8 @@ class _Conversion:
             return int(size)
         return self._texts_of_generation(steps) if steps else self._texts_of_update()
 
-    def _source(self) -> Any:
-        path = self._carry("model_name_or_path")
-        if path is None:
-            self._options.note("model_name_or_path: the file names no model; write it to run.yaml, in two places")
-        source: dict[str, Any] = {"path": path or _NO_MODEL}
-        quantized = [name for name in ("load_in_4bit", "load_in_8bit") if self._carry(name)]
-        has_adapters = bool(self._carry("use_peft") or quantized)
-        if quantized and not self._carry("use_peft"):
-            self._options.note(f"{quantized[0]}: quantized weights are frozen, so adapters are trained")
-        source |= self._source_options(has_adapters)
-        if has_adapters:
-            source["lora"] = self._lora()
-        if quantized:
-            source["quantization"] = "nf4" if quantized[0] == "load_in_4bit" else "int8"
-        if set(source) == {"path"}:
-            return source["path"]
-        return {"class_path": "lightning_rlhf.Pretrained", "init_args": source}
-
-    def _source_options(self, has_adapters: bool) -> dict[str, Any]:
-        """Return revision, dtype and attention, which a file sets by themselves or within ``model_init_kwargs``."""
-        kwargs = dict(self._carry("model_init_kwargs", {}))
-        found: dict[str, Any] = {}
-        for name, ours in _SOURCE.items():
-            value = str(kwargs.pop(name, None) or self._carry(name, "")).removeprefix("torch.")
-            allowed = _SOURCE_VALUES.get(ours)
-            if not value or (ours, value) == ("revision", "main") or (value == "auto" and has_adapters):
-                continue
-            if ours == "dtype" and value != "float32" and not has_adapters:
-                precision = "bf16-mixed" if self._carry("bf16") else "float32"
-                self._options.note(f"{name}: {value}: trained weights are float32 here, computed in {precision}")
-            elif allowed and value not in allowed:
-                self._options.note(f"{name}: {value!r} (`{ours}` of `Pretrained` is {', '.join(allowed)} or left out)")
-            else:
-                found[ours] = value
-        if kwargs:
-            self._options.note(f"model_init_kwargs: {kwargs!r:.80} (no options of `Pretrained`)")
-        return found
-
-    def _lora(self) -> dict[str, Any]:
-        adapters = {ours: self._carry(theirs) for ours, theirs in _LORA.items()}
-        if self._is_online:
-            self._options.leave("lora_dropout", "importance ratios compare two passes of one network: it is 0 here")
-        elif self._carry("disable_dropout", False):
-            self._options.settle("lora_dropout")  # TRL switches it off as well
-        else:
-            adapters["dropout"] = self._carry("lora_dropout")
-        targets = adapters["target_modules"]
-        if targets is None:  # peft's default for most models
-            adapters["target_modules"] = ["q_proj", "v_proj"]
-        elif targets in ("all-linear", ["all-linear"]):
-            del adapters["target_modules"]  # all linear layers, the default here
-        elif isinstance(targets, str):
-            adapters["target_modules"] = [targets]
-        return {name: value for name, value in adapters.items() if value}
-
     def _data(self) -> dict[str, Any]:
-        tokenizer = self._carry("tokenizer_name_or_path") or self._carry("model_name_or_path", _NO_MODEL)
+        tokenizer = self._carry("tokenizer_name_or_path") or self._carry("model_name_or_path", NO_MODEL)
         train, val = self._rows_of_training(), self._rows_of_validation()
         data: dict[str, Any] = {"tokenizer": tokenizer, "train": train}
         group = int(self._carry("num_generations")) if self._is_online else 1
@@ -419,7 +352,9 @@ class _Conversion:
             run["precision"] = "bf16-mixed"
         directory = self._carry("output_dir", f"runs/{self._trainer}")
         run |= {**self._loggers(directory), **self._interval()}
-        callbacks = {"RolloutLoop": self._rollout()} if self._is_online else {}
+        callbacks: dict[str, Any] = {}
+        if self._is_online:
+            callbacks["RolloutLoop"] = rollout(self._options, "max_completion_length" in self._nulls)
         callbacks["RunCheckpoint"] = self._every("save")
         if keep := self._carry("save_total_limit"):
             callbacks["RunCheckpoint"]["keep_last"] = int(keep)
@@ -507,80 +442,3 @@ class _Conversion:
         if not loggers or names == ["tensorboard"]:
             return {}
         return {"logger": loggers if len(loggers) > 1 else loggers[0]}
-
-    def _rollout(self) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "group_size": int(self._carry("num_generations")),
-            "max_response_tokens": int(self._carry("max_completion_length")),
-            "temperature": float(self._carry("temperature")),
-        }
-        if "max_completion_length" in self._nulls:
-            self._options.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
-        if samples := self._carry("num_generations_eval"):
-            options["val_samples"] = int(samples)
-        if (rewards := self._rewards()) is not None:
-            options["rewards"] = rewards
-        if engine := self._engine():
-            options["engine"] = engine
-        return options
-
-    def _rewards(self) -> list[dict[str, Any]] | None:
-        """Return the reward functions; None if only the module's reward model scores."""
-        functions = [str(name) for name in self._carry("reward_funcs", [])]
-        has_model = bool(self._carry("reward_model_name_or_path"))
-        if not functions and has_model:
-            return None
-        if not functions:
-            self._options.note("reward_funcs: functions are passed in Python; write them to reward.py, by their names")
-            return [{"function": "reward.py:reward"}]
-        number = len(functions) + has_model
-        weights = [float(weight) for weight in self._carry("reward_weights", [1.0] * number)]
-        if len(weights) != number:
-            model = " and the reward model" if has_model else ""
-            raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs{model}")
-        if has_model:
-            of_model = weights.pop(0)  # TRL's command puts the reward model first
-            if of_model != 1.0:
-                reason = "the weight of the reward model is 1 here: divide the others by it"
-                self._options.leave("reward_weights", reason)
-        pairs = zip(functions, weights, strict=True)
-        return [{**self._reward(function), "weight": weight} for function, weight in pairs]
-
-    def _reward(self, function: str) -> dict[str, Any]:
-        if function == "get_soft_overlong_punishment":  # with the arguments of TRL's command
-            arguments = {"max_tokens": 1280, "buffer_tokens": 256}
-            return {
-                "function": {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": arguments}
-            }
-        if function in _TRL_REWARDS:
-            self._options.note(
-                f"reward_funcs: {function} is one of TRL's own, which must be installed: pip install trl"
-            )
-            return {"function": f"trl.rewards.{function}", "messages": True}
-        return {"function": function if "." in function else f"reward.py:{function}"}
-
-    def _engine(self) -> dict[str, Any] | None:
-        """Return vLLM, or the connection to its server; None lets the machine decide."""
-        if not self._carry("use_vllm"):
-            for name in self._options.given:
-                if name.startswith("vllm_"):
-                    self._options.leave(name, "TRL reads it with use_vllm only")
-            return None
-        if self._carry("vllm_mode") == "server":
-            self._options.leave("vllm_mode", "start the server with the command of docs/rollouts.md, not with TRL's")
-            return self._server()
-        engine: dict[str, Any] = {"gpu_memory_utilization": float(self._carry("vllm_gpu_memory_utilization"))}
-        if (ranks := int(self._carry("vllm_tensor_parallel_size"))) > 1:
-            engine["tensor_parallel_size"] = ranks
-        if self._carry("vllm_enable_sleep_mode"):
-            engine["sleep_while_learning"] = True
-        return vllm_engine(engine)
-
-    def _server(self) -> dict[str, Any]:
-        """Return the connection to a server of vLLM."""
-        host, port = self._carry("vllm_server_host"), self._carry("vllm_server_port")
-        host = "127.0.0.1" if host == "0.0.0.0" else host  # all addresses of this machine
-        server: dict[str, Any] = {"urls": self._carry("vllm_server_base_url", f"http://{host}:{port}")}
-        if self._options.is_set("vllm_server_timeout"):
-            server["timeout"] = float(self._carry("vllm_server_timeout"))
-        return {"class_path": "lightning_rlhf.extras.servers.engine.VLLMServerEngine", "init_args": server}

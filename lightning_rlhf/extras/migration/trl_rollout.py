@@ -1,0 +1,95 @@
+"""The responses of a run of TRL: how they are generated, by which engine, and their rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.migration.given import GivenOptions
+from lightning_rlhf.extras.migration.parts import vllm_engine
+
+_TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
+
+
+def rollout(given: GivenOptions, has_no_limit: bool) -> dict[str, Any]:
+    """Return the options of the RolloutLoop.
+
+    Args:
+        given: options of the file.
+        has_no_limit: whether the file sets ``max_completion_length`` to null.
+    """
+    options: dict[str, Any] = {
+        "group_size": int(given.carry("num_generations")),
+        "max_response_tokens": int(given.carry("max_completion_length")),
+        "temperature": float(given.carry("temperature")),
+    }
+    if has_no_limit:
+        given.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
+    if samples := given.carry("num_generations_eval"):
+        options["val_samples"] = int(samples)
+    if (rewards := _rewards(given)) is not None:
+        options["rewards"] = rewards
+    if engine := _engine(given):
+        options["engine"] = engine
+    return options
+
+
+def _rewards(options: GivenOptions) -> list[dict[str, Any]] | None:
+    """Return the reward functions; None if only the module's reward model scores."""
+    functions = [str(name) for name in options.carry("reward_funcs", [])]
+    has_model = bool(options.carry("reward_model_name_or_path"))
+    if not functions and has_model:
+        return None
+    if not functions:
+        options.note("reward_funcs: functions are passed in Python; write them to reward.py, by their names")
+        return [{"function": "reward.py:reward"}]
+    number = len(functions) + has_model
+    weights = [float(weight) for weight in options.carry("reward_weights", [1.0] * number)]
+    if len(weights) != number:
+        model = " and the reward model" if has_model else ""
+        raise UsageError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward_funcs{model}")
+    if has_model:
+        of_model = weights.pop(0)  # TRL's command puts the reward model first
+        if of_model != 1.0:
+            reason = "the weight of the reward model is 1 here: divide the others by it"
+            options.leave("reward_weights", reason)
+    pairs = zip(functions, weights, strict=True)
+    return [{**_reward(options, function), "weight": weight} for function, weight in pairs]
+
+
+def _reward(options: GivenOptions, function: str) -> dict[str, Any]:
+    if function == "get_soft_overlong_punishment":  # with the arguments of TRL's command
+        arguments = {"max_tokens": 1280, "buffer_tokens": 256}
+        return {"function": {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": arguments}}
+    if function in _TRL_REWARDS:
+        options.note(f"reward_funcs: {function} is one of TRL's own, which must be installed: pip install trl")
+        return {"function": f"trl.rewards.{function}", "messages": True}
+    return {"function": function if "." in function else f"reward.py:{function}"}
+
+
+def _engine(options: GivenOptions) -> dict[str, Any] | None:
+    """Return vLLM, or the connection to its server; None lets the machine decide."""
+    if not options.carry("use_vllm"):
+        for name in options.given:
+            if name.startswith("vllm_"):
+                options.leave(name, "TRL reads it with use_vllm only")
+        return None
+    if options.carry("vllm_mode") == "server":
+        options.leave("vllm_mode", "start the server with the command of docs/rollouts.md, not with TRL's")
+        return _server(options)
+    engine: dict[str, Any] = {"gpu_memory_utilization": float(options.carry("vllm_gpu_memory_utilization"))}
+    if (ranks := int(options.carry("vllm_tensor_parallel_size"))) > 1:
+        engine["tensor_parallel_size"] = ranks
+    if options.carry("vllm_enable_sleep_mode"):
+        engine["sleep_while_learning"] = True
+    return vllm_engine(engine)
+
+
+def _server(options: GivenOptions) -> dict[str, Any]:
+    """Return the connection to a server of vLLM."""
+    host, port = options.carry("vllm_server_host"), options.carry("vllm_server_port")
+    host = "127.0.0.1" if host == "0.0.0.0" else host  # all addresses of this machine
+    server: dict[str, Any] = {"urls": options.carry("vllm_server_base_url", f"http://{host}:{port}")}
+    if options.is_set("vllm_server_timeout"):
+        server["timeout"] = float(options.carry("vllm_server_timeout"))
+    return {"class_path": "lightning_rlhf.extras.servers.engine.VLLMServerEngine", "init_args": server}

@@ -29,13 +29,13 @@ def start_engine(tmp_path):
     """Start an engine, which has not looked at its servers yet."""
     started = []
 
-    def start_engine(urls, **arguments):
-        engine = VLLMServerEngine(urls, **{"timeout": 20, **arguments})
+    def start(urls, timeout=20, **arguments):
+        engine = VLLMServerEngine(urls, timeout=timeout, **arguments)
         started.append(engine)
         engine.start(setup_of(source_of(), tmp_path / "ours"))
         return engine
 
-    yield start_engine
+    yield start
     for engine in started:
         engine.close()
 
@@ -46,13 +46,13 @@ def ready_engine(start_engine, monkeypatch):
     monkeypatch.setattr(servers, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(servers, "_RETRY_SECONDS", 0.02)
 
-    def ready_engine(urls, **arguments):
-        engine = start_engine(urls, **{"timeout": 10, **arguments})
+    def start(urls, timeout=10, **arguments):
+        engine = start_engine(urls, timeout=timeout, **arguments)
         engine.wait()
         engine.update_weights(PARAMETERS, 1)
         return engine
 
-    return ready_engine
+    return start
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.rollout.engines import ARCHITECTURE
 VOCABULARY = ARCHITECTURE["vocab_size"]
 SAMPLING = SamplingParams(4)
 PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
-A_SHARE = 14  # of 40 responses by two servers of one speed: a fair share is 20, and their threads race
+FAIR_SHARE_AT_LEAST = 14  # of 40 responses by two servers of one speed: a fair share is 20, and their threads race
 
 
 def prompts(count):
@@ -37,7 +37,7 @@ def until(condition):
     """Wait until a condition holds; 10 s at most."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "the condition did not hold within 10 s"
         time.sleep(0.01)
 
 

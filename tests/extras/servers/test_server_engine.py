@@ -14,6 +14,7 @@ from lightning_rlhf.encoded_image import EncodedImage
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import EngineDied, RunError, UsageError
+from lightning_rlhf.extras.servers import engine as engine_module
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.generation import CompletionCheck, generate, serve, submit
 from lightning_rlhf.types import Prompt, PromptImages, SamplingParams, TokenPrompt
@@ -24,13 +25,14 @@ from tests.vision_models import drawing
 
 SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
 IMAGE = EncodedImage("ab" * 32, 8, 8, data=drawing(1).data)
-EXPANDED = [4, 9, 9, 5]  # two tokens stand for the image
-PROMPT_WITH_IMAGE = TokenPrompt(EXPANDED, PromptImages((IMAGE,), (0,), (4, 9, 5)))
+UNEXPANDED = (4, 9, 5)  # one token stands for the image, as the prompt is sent
+EXPANDED = [4, 9, 9, 5]  # two tokens do, as the model reads it
+PROMPT_WITH_IMAGE = TokenPrompt(EXPANDED, PromptImages(images=(IMAGE,), numbers=(0,), unexpanded_ids=UNEXPANDED))
 
 
 @pytest.fixture
 def kept_images(stub):
-    """Let a server read images; the identifiers of those that it has."""
+    """Let the server read images; return the set of identifiers that it holds."""
     stub.changes_answer(lambda response: response.update(prompt_token_ids=EXPANDED))
     answer, kept = stub.answers[GENERATE], set()
 
@@ -51,22 +53,22 @@ def sent_urls(stub):
 
 
 @pytest.mark.usefixtures("kept_images")
-def test_a_probe_of_one_token_sends_the_file_of_an_image_once(engine, stub):
+def test_a_first_request_of_one_token_sends_the_file_of_an_image_once(engine, stub):
     generate(engine, [PROMPT_WITH_IMAGE] * 5, SAMPLING, range(5))
-    probe, *others = [body["sampling_params"] for body in stub.bodies()]
-    (same,) = [each for each in others if each["seed"] == probe["seed"]]  # threads send the responses in any order
-    assert probe == {**same, "max_tokens": 1, "prompt_logprobs": None}
+    first, *others = [body["sampling_params"] for body in stub.bodies()]
+    (same,) = [each for each in others if each["seed"] == first["seed"]]  # threads send the responses in any order
+    assert first == {**same, "max_tokens": 1, "prompt_logprobs": None}  # its answer is not used
     generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])
     assert sent_urls(stub) == [IMAGE.data_url(), *[None] * 6]
-    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {(4, 9, 5)}
+    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {UNEXPANDED}
 
 
 def test_image_that_the_server_has_no_longer_is_sent_again(engine, stub, kept_images):
-    generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])  # a probe with the image, and the request without it
+    generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])  # one token with the image, and the request without it
     kept_images.clear()
     generate(engine, [PROMPT_WITH_IMAGE], SAMPLING, [0])  # is refused, and sent again
     assert sent_urls(stub) == [IMAGE.data_url(), None, None, IMAGE.data_url()]
-    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {(4, 9, 5)}
+    assert {tuple(body["token_ids"]) for body in stub.bodies()} == {UNEXPANDED}
 
 
 @pytest.mark.usefixtures("kept_images")
@@ -76,8 +78,9 @@ def test_image_to_which_the_server_gives_another_number_of_tokens_is_rejected(en
 
 
 def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
-    # More prompts than the engine has connections; an answer shows the first token and the length of its prompt.
+    # An answer shows the first token and the length of its prompt.
     prompts = [[first, 1, 1][:length] for length in (1, 2, 3) for first in range(VOCABULARY)] * 2
+    assert len(prompts) > engine_module._CONNECTIONS
     completions = generate(engine, prompts, SAMPLING, range(len(prompts)))
     assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
     assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
@@ -94,31 +97,32 @@ def test_request_has_all_fields_and_answers_keep_their_order(engine, stub):
         "detokenize": False,
         "ignore_eos": True,
     }
-    assert generate(engine, [], SAMPLING, []) == []
+
+
+def test_no_prompts_have_no_responses(engine, stub):
+    assert generate(engine, [], SAMPLING, []) == stub.bodies() == []
 
 
 def test_echo_requests_the_log_probabilities_of_the_prompt_and_returns_them_first(engine, stub):
     echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
     stub.changes_answer(lambda response: response.update(prompt_logprobs=echoed))
     (completion,) = generate(engine, [[3, 5, 4]], replace(SAMPLING, echo=True), [0])
-    assert stub.requested[-1][1]["sampling_params"]["prompt_logprobs"] == 0
+    assert stub.bodies()[-1]["sampling_params"]["prompt_logprobs"] == 0
     assert completion.token_ids == [5, 4, 3, 3, 3]
     assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
 
 
 def test_push_waits_for_previously_requested_responses(engine, stub):
-    answer, requested, answered = stub.answers[GENERATE], threading.Event(), threading.Event()
+    requested, answered = threading.Event(), threading.Event()
 
-    def slow(body):
+    def wait():
         requested.set()
         answered.wait(20)
-        return answer(body)
 
-    stub.answers[GENERATE] = slow
+    stub.before_answers(GENERATE, wait)
     finished = []
     generation = submit(engine, [[5], [6, 1]], SAMPLING, [1, 2], lambda *result: finished.append(result))
-    requested.wait(20)
-    assert engine.traits.overlaps
+    assert requested.wait(20)
     assert generation.finished_at is None
     threading.Timer(0.2, answered.set).start()
     engine.update_weights(PARAMETERS, 8)
@@ -198,11 +202,15 @@ def test_aborted_response_raises(engine, stub):
 def test_broken_connection_raises_immediately(engine, stub):
     slowly(stub, 3)
     slow = stub.answers[GENERATE]
-    stub.answers[GENERATE] = lambda body: None if body["token_ids"] == [1] else slow(body)  # None breaks the connection
+
+    def break_one(body):
+        return None if body["token_ids"] == [1] else slow(body)  # None breaks the connection
+
+    stub.answers[GENERATE] = break_one
     began = time.monotonic()
     with pytest.raises(EngineDied, match=f"the vLLM server at {stub.url} cannot be reached"):
         generate(engine, [[0], [1], [2]], SAMPLING, range(3))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 2  # the other answers take 3 s
 
 
 @pytest.mark.slow

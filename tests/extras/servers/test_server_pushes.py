@@ -9,7 +9,7 @@ import torch
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.generation import generate
 from tests.extras.servers.several import (
-    A_SHARE,
+    FAIR_SHARE_AT_LEAST,
     PARAMETERS,
     SAMPLING,
     all_used,
@@ -45,7 +45,7 @@ def test_a_server_that_was_restarted_gets_the_weights_and_its_share(cluster, stu
     until(lambda: all_used(cluster))
     before = shares(stubs)
     assert {each.policy_version for each in generate(cluster, prompts(40), SAMPLING, range(40))} == {2}
-    assert min(now - earlier for now, earlier in zip(shares(stubs), before, strict=True)) >= A_SHARE
+    assert min(now - earlier for now, earlier in zip(shares(stubs), before, strict=True)) >= FAIR_SHARE_AT_LEAST
 
 
 def used_again_unless_given_up(engine):

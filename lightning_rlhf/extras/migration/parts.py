@@ -83,6 +83,21 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")))
 
 
+def trl_defaults() -> dict[str, dict[str, Any]]:
+    """Return TRL's defaults by the class of a trainer's options."""
+    return documents("trl")[1]
+
+
+def trl_optimizers() -> dict[str, dict[str, Any]]:
+    """Return the optimizer for each value of ``optim``, with the arguments of AdamW that it does not take."""
+    return documents("trl")[2]
+
+
+def trl_loggers() -> dict[str, dict[str, Any]]:
+    """Return the logger for each value of ``report_to``, with what its options are called here."""
+    return documents("trl")[3]
+
+
 @cache
 def table(name: str) -> dict[str, dict[str, Counterpart]]:
     """Return the counterparts of a program's options by their section, such as ``GRPOConfig``.

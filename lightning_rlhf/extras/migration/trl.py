@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import yaml
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
-from lightning_rlhf.extras.migration.parts import Counterpart, documents, rows_of, table
+from lightning_rlhf.extras.migration.parts import Counterpart, rows_of, table, trl_defaults, trl_loggers
 from lightning_rlhf.extras.migration.trl_losses import LOSSES, grpo_loss, optimizer, schedule
 from lightning_rlhf.extras.migration.trl_model import NO_MODEL, model_source
 from lightning_rlhf.extras.migration.trl_rollout import rollout
@@ -77,7 +77,7 @@ def counterpart(trainer: str, option: str) -> Counterpart | None:
 
 def defaults_of(trainer: str) -> dict[str, Any]:
     """Return TRL's defaults of the options of a trainer; those of its own class count."""
-    sections = (documents("trl")[1].get(section, {}) for section in reversed(SECTIONS_OF[trainer]))
+    sections = (trl_defaults().get(section, {}) for section in reversed(SECTIONS_OF[trainer]))
     return {name: value for options in sections for name, value in options.items()}
 
 
@@ -87,15 +87,14 @@ def read_options(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or is not a mapping.
     """
+    is_program = file.suffix in (".py", ".sh")
+    load: Callable[[str], Any] = str if is_program else json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix in (".py", ".sh"):
-            raise UsageError(_advice_for_program(file, text))
-        options = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except UsageError:
-        raise
+        options = load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if is_program:
+        raise UsageError(_advice_for_program(file, options))
     if not isinstance(options, dict):
         raise UsageError(f"{file} must have options with values, got {type(options).__name__}")
     return options
@@ -121,8 +120,11 @@ def trainer_of(options: Mapping[str, Any]) -> str:
 
 def doubt_about(options: Mapping[str, Any]) -> list[str]:
     """Return a line if options that were taken for those of GRPO may as well be RLOO's."""
-    grpo, rloo = (documents("trl")[1][f"{name}Config"].keys() for name in ("GRPO", "RLOO"))
-    only_grpo = (grpo - rloo) | {"delta"}
+    grpo, rloo = (trl_defaults()[f"{name}Config"].keys() for name in ("GRPO", "RLOO"))
+    # What has no default is not among them.
+    only_grpo = (grpo - rloo) | {
+        "delta", "off_policy_mask_threshold", "use_adaptive_entropy", "vllm_importance_sampling_cap",
+    }  # fmt: skip
     if trainer_of(options) != "grpo" or not only_grpo.isdisjoint(options):
         return []
     return ["--trainer: RLOO has all of these options as well, and GRPO was written: --trainer rloo is the other"]
@@ -179,30 +181,32 @@ class _Conversion:
             loss = LOSSES[self._trainer](self._options)
         config: dict[str, Any] = {
             "seed_everything": int(self._carry("seed")),
-            "model": {"class_path": f"lightning_rlhf.{module}", "init_args": self._module() | loss},
-            "data": {"class_path": f"lightning_rlhf.{data}", "init_args": self._data()},
-            "trainer": self._run(),
+            "model": {"class_path": f"lightning_rlhf.{module}", "init_args": self._model_section() | loss},
+            "data": {"class_path": f"lightning_rlhf.{data}", "init_args": self._data_section()},
+            "trainer": self._trainer_section(),
         }
         self._list_contradictions()
         known = {name for section in SECTIONS_OF[self._trainer] for name in table("trl").get(section, {})}
         return config, self._options.left(partial(counterpart, self._trainer), "TRL 1.16", known)
 
     def _list_contradictions(self) -> None:
-        """List what does not fit the command line, or would be an error in TRL."""
+        """List options of another trainer, another number of processes, and two sizes that TRL would not take."""
         given = self._options.given
         own = _MARKS.get(self._trainer, set()) | _SHARED.get(self._trainer, set())
         for trainer, marks in _MARKS.items():
-            for name in marks & given.keys() - own:
+            for name in (marks & given.keys()) - own:
                 other = f"an option of TRL's {trainer} trainer, and this is {self._trainer}: --trainer sets another"
                 self._options.leave(name, other)
         if self._carry("num_processes", self._devices) != self._devices:
             self._options.leave("num_processes")
         size, steps = given.get("generation_batch_size"), given.get("steps_per_generation")
-        if self._is_online and size and steps and int(size) != (product := self._texts_of_generation(steps)):
-            other = f"steps_per_generation {steps} is {product} texts with --devices {self._devices}"
-            self._options.note(f"generation_batch_size: {size}: {other}, and TRL takes only one of the two options")
+        if self._is_online and size and steps:
+            texts = self._texts_of_batches(steps)
+            if int(size) != texts:
+                other = f"steps_per_generation {steps} is {texts} texts with --devices {self._devices}"
+                self._options.note(f"generation_batch_size: {size}: {other}, and TRL takes only one of the two options")
 
-    def _module(self) -> dict[str, Any]:
+    def _model_section(self) -> dict[str, Any]:
         role = "reward_model" if self._trainer == "reward" else "actor"
         options: dict[str, Any] = {role: model_source(self._options, self._is_online)}
         options |= {"optimizer": optimizer(self._options), **schedule(self._options)}
@@ -211,10 +215,10 @@ class _Conversion:
             self._options.note("packing: TRL's batch sizes count packed texts of max_length tokens, batch_size rows")
         options["max_grad_norm"] = float(self._carry("max_grad_norm")) or None  # 0 does not clip in TRL
         if self._is_online:
-            options |= self._online_module()
+            options |= self._online_model()
         return options
 
-    def _online_module(self) -> dict[str, Any]:
+    def _online_model(self) -> dict[str, Any]:
         """Return the options of the module that only training on responses has."""
         options: dict[str, Any] = {"update_epochs": int(self._carry("num_iterations"))}
         step, update = self._texts_of_step(), self._texts_of_update()
@@ -233,11 +237,14 @@ class _Conversion:
         texts = self._texts_of_step() * int(self._carry("num_iterations"))
         return math.ceil(updates * self._texts_of_update() / texts)
 
+    # TRL generates the texts of steps_per_generation batches at once, and an update has gradient_accumulation_steps of
+    # them. A step here is what is generated at once, with all of its updates.
+
     def _texts_of_update(self) -> int:
         """Return the texts of an update, over all devices."""
-        return self._texts_of_generation(self._carry("gradient_accumulation_steps"))
+        return self._texts_of_batches(self._carry("gradient_accumulation_steps"))
 
-    def _texts_of_generation(self, batches: Any) -> int:
+    def _texts_of_batches(self, batches: Any) -> int:
         """Return the texts of a number of batches, over all devices."""
         return int(self._carry("per_device_train_batch_size")) * int(batches) * self._devices
 
@@ -248,9 +255,9 @@ class _Conversion:
         size, steps = self._carry("generation_batch_size"), self._carry("steps_per_generation")
         if size:
             return int(size)
-        return self._texts_of_generation(steps) if steps else self._texts_of_update()
+        return self._texts_of_batches(steps) if steps else self._texts_of_update()
 
-    def _data(self) -> dict[str, Any]:
+    def _data_section(self) -> dict[str, Any]:
         tokenizer = self._carry("tokenizer_name_or_path") or self._carry("model_name_or_path", NO_MODEL)
         train, val = self._rows_of_training(), self._rows_of_validation()
         data: dict[str, Any] = {"tokenizer": tokenizer, "train": train}
@@ -277,10 +284,10 @@ class _Conversion:
         return data
 
     def _rows_of_training(self) -> Any:
-        mixture = [rows for entry in self._carry("datasets", []) for rows in self._part(entry)]
+        mixture = [rows for entry in self._carry("datasets", []) for rows in self._rows_of_entry(entry)]
         if mixture:
             return mixture if len(mixture) > 1 else mixture[0]
-        rows = self._rows_of("train")
+        rows = self._rows_of_split("train")
         if rows is None:
             self._options.note("dataset_name: the file names no data; write your rows to run.yaml, under train")
         return rows or "set the rows of training"
@@ -291,28 +298,31 @@ class _Conversion:
             for unread in ("eval_steps", "dataset_test_split", "per_device_eval_batch_size"):
                 self._options.leave(unread, "eval_strategy is no: nothing is validated, as in TRL")
             return None
-        rows = None if self._carry("datasets") else self._rows_of("test")
+        rows = None if self._carry("datasets") else self._rows_of_split("test")
         if rows is None:
             self._options.note("eval_strategy: the file names no rows of validation: write them to run.yaml, under val")
         return rows
 
-    def _rows_of(self, part: str) -> Any:
-        """Return the rows of a split of the file's one data set; None if it names none."""
+    def _rows_of_split(self, split: str) -> Any:
+        """Return the rows of a split of the file's one data set, ``train`` or ``test``; None if it names none."""
         name, config, files = map(self._carry, ("dataset_name", "dataset_config", "data_files"))
-        split = self._carry(f"dataset_{part}_split")
-        return self._rows(name or "json", split, config, files) if name or files else None
+        theirs = self._carry(f"dataset_{split}_split")
+        return self._source_of_rows(name or "json", theirs, config, files) if name or files else None
 
-    def _part(self, entry: Any) -> list[Any]:
-        """Return the sources of a part of a mixture of data sets."""
+    def _rows_of_entry(self, entry: Any) -> list[Any]:
+        """Return the sources of an entry of a mixture of data sets."""
         if not isinstance(entry, dict) or not entry.get("path"):
             raise UsageError(f"datasets: each entry needs its path, got {entry!r:.80}")
         further = {name: value for name, value in entry.items() if name not in ("path", "split", "name", "data_files")}
         if further:
             self._options.note(f"datasets: {further!r:.80} of {entry['path']} (a part has all of its rows and columns)")
-        rows = self._rows(entry["path"], entry.get("split") or "train", entry.get("name"), entry.get("data_files"))
+        split = entry.get("split") or "train"
+        rows = self._source_of_rows(entry["path"], split, entry.get("name"), entry.get("data_files"))
+        if rows is None:
+            raise UsageError(f"datasets: data_files of {entry['path']} has no files for its split {split!r}")
         return rows if isinstance(rows, list) else [rows]
 
-    def _rows(self, path: str, split: str, config: str | None, files: Any) -> Any:
+    def _source_of_rows(self, path: str, split: str, config: str | None, files: Any) -> Any:
         if files and "[" in split:
             self._options.note(f"{split}: a split of files has all of their rows")
         return rows_of(path, split, config, files)
@@ -322,14 +332,12 @@ class _Conversion:
         if self._is_online:
             return bool(self._carry("shuffle_dataset"))
         sampling = self._carry("train_sampling_strategy")
+        if sampling == "sequential":  # in the order of the set, which TRL may have shuffled
+            return bool(self._carry("shuffle_dataset"))
         if sampling == "group_by_length":
             self._options.leave("train_sampling_strategy")
-        if sampling != "sequential":
-            self._options.settle("shuffle_dataset")
-        elif self._carry("shuffle_dataset"):  # TRL shuffles the set, and reads it in that order
-            self._options.settle("train_sampling_strategy")
-            return True
-        return bool(sampling != "sequential")
+        self._options.settle("shuffle_dataset")
+        return True
 
     def _lengths(self) -> dict[str, Any]:
         """Return the options of the data for texts that are too long."""
@@ -341,12 +349,12 @@ class _Conversion:
             self._options.note(f"max_length: null: a text beyond {_ANY_LENGTH} tokens, max_tokens here, is a bad row")
             return {"max_tokens": _ANY_LENGTH, "too_long": "bad_row"}
         length = self._carry("max_length")
-        if "max_length" not in self._options.given:
+        if "max_length" not in self._options.given and self._trainer == "sft":  # the name of earlier releases
             length = self._carry("max_seq_length", length)
         cut = "cut_start" if self._carry("truncation_mode") == "keep_end" else "cut_end"
         return {"max_tokens": int(length), "too_long": cut}
 
-    def _run(self) -> dict[str, Any]:
+    def _trainer_section(self) -> dict[str, Any]:
         run: dict[str, Any] = {**self._duration(), **self._strategy()}
         if self._carry("bf16"):
             run["precision"] = "bf16-mixed"
@@ -377,13 +385,15 @@ class _Conversion:
         return {"max_epochs": whole}
 
     def _strategy(self) -> dict[str, Any]:
-        name, run = "single", dict[str, Any]()
+        name = "single"
         if self._devices > 1:
             name = "fsdp" if self._has_fsdp() else "ddp"
-            run = {"devices": self._devices, "strategy": f"rlhf_{name}"}
+        strategy: Any = f"rlhf_{name}"
         if self._carry("gradient_checkpointing"):
-            run["strategy"] = {"class_path": _STRATEGIES[name], "init_args": {"activation_checkpointing": True}}
-        return run
+            strategy = {"class_path": _STRATEGIES[name], "init_args": {"activation_checkpointing": True}}
+        if self._devices > 1:
+            return {"devices": self._devices, "strategy": strategy}
+        return {"strategy": strategy} if isinstance(strategy, dict) else {}
 
     def _has_fsdp(self) -> bool:
         """Return whether the weights are sharded; the words of the option that are not here are listed."""
@@ -420,15 +430,16 @@ class _Conversion:
         if self._carry(f"{what}_strategy") != "steps":
             self._options.leave(f"{what}_strategy")
             self._options.settle(f"{what}_steps")  # TRL does not read it
-        elif (every := float(self._carry(f"{what}_steps"))) >= 1:
+            return {}
+        every = float(self._carry(f"{what}_steps"))
+        if every >= 1:
             return {"every_n_steps": self._steps(int(every))}
-        else:
-            self._options.leave(f"{what}_steps", "a fraction of the run: set every_n_steps")
+        self._options.leave(f"{what}_steps", "a fraction of the run: set every_n_steps")
         return {}
 
     def _loggers(self, directory: str) -> dict[str, Any]:
         """Return the loggers; TensorBoard is named only beside others, because each run has it by default."""
-        known, names = documents("trl")[3], self._carry("report_to")
+        known, names = trl_loggers(), self._carry("report_to")
         if unknown := [str(name) for name in names if name not in (*known, "none")]:
             self._options.leave("report_to", f"without {', '.join(unknown)}: set logger to one of Lightning's")
         loggers = []

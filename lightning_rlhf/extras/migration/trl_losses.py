@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration.given import GivenOptions
-from lightning_rlhf.extras.migration.parts import documents
+from lightning_rlhf.extras.migration.parts import trl_optimizers
 from lightning_rlhf.extras.schema.known import schedules
 
 _PREFERENCE = "lightning_rlhf.objectives.preference_losses"
@@ -33,6 +33,7 @@ def grpo_loss(options: GivenOptions) -> tuple[str, dict[str, Any]]:
         kind = "dapo"
     aggregation: dict[str, Any] = {"class_path": f"{_AGGREGATION}.{_AGGREGATIONS[kind]}"}
     if kind == "dr_grpo":
+        # Read here without being carried over, which the options of the responses do.
         aggregation["init_args"] = {"scale": float(options.values["max_completion_length"])}
     if kind == "bnpo":
         options.note("loss_type: 'bnpo' is the mean over the tokens of a micro-batch in TRL, of an update here")
@@ -167,7 +168,7 @@ def optimizer(options: GivenOptions) -> dict[str, Any]:
         "betas": [float(options.carry(name)) for name in ("adam_beta1", "adam_beta2")],
         "eps": float(options.carry("adam_epsilon")),
     }
-    kind = documents("trl")[2].get(str(options.carry("optim")))
+    kind = trl_optimizers().get(str(options.carry("optim")))
     if kind is None:
         options.leave("optim", "plain AdamW is written: name another class in optimizer of the module")
     if not kind:

@@ -11,27 +11,27 @@ from lightning_rlhf.extras.migration.parts import vllm_engine
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
 
 
-def rollout(given: GivenOptions, has_no_limit: bool) -> dict[str, Any]:
+def rollout(options: GivenOptions, has_no_limit: bool) -> dict[str, Any]:
     """Return the options of the RolloutLoop.
 
     Args:
-        given: options of the file.
+        options: options of the file.
         has_no_limit: whether the file sets ``max_completion_length`` to null.
     """
-    options: dict[str, Any] = {
-        "group_size": int(given.carry("num_generations")),
-        "max_response_tokens": int(given.carry("max_completion_length")),
-        "temperature": float(given.carry("temperature")),
+    found: dict[str, Any] = {
+        "group_size": int(options.carry("num_generations")),
+        "max_response_tokens": int(options.carry("max_completion_length")),
+        "temperature": float(options.carry("temperature")),
     }
     if has_no_limit:
-        given.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
-    if samples := given.carry("num_generations_eval"):
-        options["val_samples"] = int(samples)
-    if (rewards := _rewards(given)) is not None:
-        options["rewards"] = rewards
-    if engine := _engine(given):
-        options["engine"] = engine
-    return options
+        options.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
+    if samples := options.carry("num_generations_eval"):
+        found["val_samples"] = int(samples)
+    if (rewards := _rewards(options)) is not None:
+        found["rewards"] = rewards
+    if engine := _engine(options):
+        found["engine"] = engine
+    return found
 
 
 def _rewards(options: GivenOptions) -> list[dict[str, Any]] | None:

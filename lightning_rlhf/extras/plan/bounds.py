@@ -1,16 +1,14 @@
-"""Host memory of a node, and lower bounds of the seconds of a push, of generation and of a step."""
+"""Lower bounds of the seconds of a push, of generation and of a step, from the peak speeds of a GPU and its links."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from lightning_rlhf.extras.plan import memory, traffic
+from lightning_rlhf.extras.plan import traffic
 from lightning_rlhf.extras.plan.architecture import Architecture
-from lightning_rlhf.extras.plan.setup import Role, Run, Strategy, Work
-
-_FLOAT32_BYTES = 4
-_BFLOAT16_BYTES = 2
+from lightning_rlhf.extras.plan.setup import Role, Run, Work
 
 
 @dataclass(frozen=True)
@@ -53,76 +51,22 @@ class Cluster:
     speeds: Speeds = Speeds()
 
 
-@dataclass(frozen=True)
-class NodeMemory:
-    """Bytes of the first node's host memory, without programs and page cache.
-
-    Args:
-        training: pushed weights, copies for checkpoints and offloaded tensors of all GPUs of the node.
-        loading: the largest role while it is loaded, before the terms of ``training`` exist.
-        exporting: whole weights of the first trained role that rank 0 gathers for an export.
-    """
-
-    training: int
-    loading: int
-    exporting: int
-
-    @property
-    def peak(self) -> int:
-        """Most bytes at one time."""
-        return max(self.training + self.exporting, self.loading)
-
-
-def node_memory(run: Run, host: Counter[str], gpus_per_node: int) -> NodeMemory:
-    """Compute the host memory of the first node.
-
-    With FSDP and ZeRO, rank 0 loads a role whole and sends the others their parts. With ``rlhf_single`` and
-    ``rlhf_ddp``, every rank loads the whole role, and the first one saves it. Weights are exported in the dtype of the
-    parameters.
-
-    Args:
-        run: run to plan.
-        host: bytes of host memory for each GPU, by term.
-        gpus_per_node: number of GPUs of a node.
-    """
-    every_rank_is_whole = run.strategy.kind in ("single", "ddp")
-    training = host.total() * gpus_per_node
-    if every_rank_is_whole:  # `host` counts the copy for checkpoints once for each GPU, and only rank 0 has it
-        training -= host[memory.SAVED] * (gpus_per_node - 1)
-    largest = max(role.model.elements * _bytes_per_weight(role, run.strategy) for role in run.roles)
-    trained = next(role for role in run.roles if role.trained)
-    return NodeMemory(
-        training=training,
-        loading=largest * (gpus_per_node if every_rank_is_whole else 1),
-        exporting=trained.model.elements * _bytes_per_weight(trained, run.strategy),
-    )
-
-
-def _bytes_per_weight(role: Role, strategy: Strategy) -> int:
-    """Return the bytes of a weight of a role as it is loaded and exported.
-
-    A trained role in bfloat16 is loaded in float32, its master weights, except under ZeRO, which makes them itself.
-    """
-    has_masters = role.has_master_weights and strategy.kind != "zero"
-    return _FLOAT32_BYTES if role.dtype != "bfloat16" or has_masters else _BFLOAT16_BYTES
-
-
 def push_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> float:
     """Compute a lower bound of the seconds of a push: gather, copy to the host, and from there to each GPU.
 
-    The first rank of an engine copies all weights to the host; each GPU of the engine copies its part back. The engine
-    loads after the trainer has written.
+    The first rank of an engine copies each tensor to the host while the next one is gathered; each GPU of the engine
+    copies its part back, after the trainer has written all.
 
     Args:
         run: run with an engine.
-        sent: bytes that a GPU sends, by term.
-        cluster: its GPUs.
+        sent: bytes that a GPU sends, by the terms of :mod:`.traffic`.
+        cluster: GPUs of the run.
     """
     assert run.engine is not None
     to_host = run.engine.pushed_bytes(run.actor)
     to_each_gpu = to_host // run.engine.tensor_parallel_size
     gather = sent[traffic.PUSH] / _bytes_per_second(run, traffic.PUSH, cluster)
-    return gather + (to_host + to_each_gpu) / cluster.speeds.bus
+    return max(gather, to_host / cluster.speeds.bus) + to_each_gpu / cluster.speeds.bus
 
 
 @dataclass(frozen=True)
@@ -149,11 +93,12 @@ def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
     A prompt counts once for all texts that may share it. A forward pass has 2 FLOPs for each weight of a matrix that a
     token passes, and in attention 2 for each element of query and output and each earlier token. A backward pass has
     twice the FLOPs of the forward pass, and as many where only adapters are trained, because frozen matrices have no
-    gradients of their own; checkpointing adds a forward pass of the layers.
+    gradients of their own; checkpointing adds a forward pass of the layers. Attention counts as full: a model with
+    sliding windows has less of it in long texts.
 
     Args:
         run: run to plan.
-        cluster: its GPUs.
+        cluster: GPUs of the run.
     """
     ranks, work = run.ranks(cluster.gpus), run.work
     operations = 0.0
@@ -161,52 +106,75 @@ def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
         counts = traffic.counts(role, work.shared, ranks)
         forward_and_backward = 2 if role.lora_rank else 3
         head_passes = counts.evaluated_rows + forward_and_backward * counts.trained_rows
-        layer_passes = head_passes + run.strategy.checkpointing * counts.trained_rows
+        layer_passes = head_passes + (counts.trained_rows if run.strategy.checkpointing else 0)
+        # The whole work, not its shared one: the operations divide prompts themselves.
         of_text = layer_passes * _layer_operations(role, work) + head_passes * _head_operations(role, work)
-        operations += (1 + work.pairs) * of_text
-    communication = sum(
-        size / _bytes_per_second(run, term, cluster)
-        for term, size in traffic.traffic(replace(run, work=work.shared), cluster.gpus).items()
-        if term not in (traffic.PUSH, traffic.ENGINE)  # not while the module learns
-    )
-    return LearningSeconds(operations / run.strategy.splitting / cluster.speeds.arithmetic, communication)
+        operations += of_text * (2 if work.pairs else 1)
+    seconds = {True: 0.0, False: 0.0}  # over the network, and over the links of a node, which work at the same time
+    for term, size in traffic.traffic(replace(run, work=work.shared), cluster.gpus).items():
+        if term not in (traffic.PUSH, traffic.ENGINE):  # not while the module learns
+            group = _group(run, term, cluster)
+            seconds[group.crosses_nodes] += size / group.bytes_per_second(cluster)
+    arithmetic = operations / run.strategy.splitting / cluster.speeds.arithmetic
+    return LearningSeconds(arithmetic, max(seconds.values()))
 
 
 def _bytes_per_second(run: Run, term: str, cluster: Cluster) -> float:
-    """Return the bytes per second of the slowest link of a term, which is the network unless its group is in one node.
+    """Return how many bytes of a term a GPU can send in a second."""
+    return _group(run, term, cluster).bytes_per_second(cluster)
 
-    ============  ====================================================================================
-    term          GPUs that exchange it
-    ============  ====================================================================================
+
+@dataclass(frozen=True)
+class _Group:
+    """GPUs that exchange something.
+
+    Args:
+        of_a_node: how many of them are in a node.
+        crosses_nodes: whether there are others in other nodes.
+    """
+
+    of_a_node: int
+    crosses_nodes: bool
+
+    def bytes_per_second(self, cluster: Cluster) -> float:
+        """Return what a GPU can send in a second: a node's GPUs may each pass a part of what leaves it."""
+        speeds = cluster.speeds
+        return min(speeds.link, speeds.network * self.of_a_node) if self.crosses_nodes else speeds.link
+
+
+def _group(run: Run, term: str, cluster: Cluster) -> _Group:
+    """Return the GPUs that exchange a term.
+
+    ============  ==================================================================================================
     ``TENSORS``   neighbouring ones with the parts of a matrix, ``tensor_parallel_size``
     ``HEADS``     neighbouring ones with the same rows: ``tensor_parallel_size * sequence_parallel_size``
-    ``REPLICAS``  all
-    the others    one replica, over which weights are sharded
-    ============  ====================================================================================
+    ``REPLICAS``  one of each replica
+    the others    neighbouring ones that have all weights together: a replica
+    ============  ==================================================================================================
     """
-    if term == traffic.TENSORS:
-        group = run.strategy.tensor_parallel_size
-    elif term == traffic.HEADS:
-        group = run.strategy.splitting
-    elif term == traffic.REPLICAS:
-        group = cluster.gpus
-    else:
-        group = cluster.gpus // run.strategy.replicas(run.ranks(cluster.gpus))
-    return cluster.speeds.link if group <= cluster.gpus_per_node else cluster.speeds.network
+    replica = cluster.gpus // run.strategy.replicas(run.ranks(cluster.gpus))
+    if term == traffic.REPLICAS:
+        return _Group(max(1, cluster.gpus_per_node // replica), cluster.gpus > cluster.gpus_per_node)
+    sizes = {traffic.TENSORS: run.strategy.tensor_parallel_size, traffic.HEADS: run.strategy.splitting}
+    size = sizes.get(term, replica)
+    return _Group(min(size, cluster.gpus_per_node), size > cluster.gpus_per_node)
 
 
 def _layer_operations(role: Role, work: Work) -> float:
     """Count the operations of the layers for a text, whose prompt counts for its part of the texts that share it."""
     prompt, response = work.longest - work.response_tokens, work.response_tokens
-    pairs = prompt**2 / 2 / work.sharing_texts + response * prompt + response**2 / 2  # of a token and an earlier one
+    attended = prompt**2 / 2 / work.sharing_texts  # pairs of a token and an earlier one, within the prompt
+    attended += response * prompt
+    attended += response**2 / 2
     widths = sum(layer.query + (layer.output or layer.query) for layer in role.model.layers)
-    return 2 * (work.shared.longest * _passed_weights(role.model) + pairs * widths)
+    return 2 * (work.shared.longest * _passed_weights(role.model) + attended * widths)
 
 
 def _head_operations(role: Role, work: Work) -> int:
     """Count the operations of the head for a text: it computes the tokens whose log-probs are needed.
 
-    These are at most the response. How many they are of given texts and of conversations is not known: none count.
+    Of a response these are all tokens. Of given texts and of conversations the number is unknown; none count, so that
+    the sum stays a lower bound.
     """
     tokens = 0 if work.turns else work.response_tokens
     return 2 * tokens * role.model.vocabulary * role.model.hidden
@@ -224,19 +192,24 @@ def _idle_experts(model: Architecture) -> int:
 
 
 def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
-    """Compute a lower bound of the seconds of generation: each token of the longest response reads the weights.
+    """Compute a lower bound of the seconds of generation: each step of an engine reads the weights.
 
-    Of a mixture of experts only the active ones count, as if all texts chose the same, and of the embedding nothing.
+    There are as many steps as tokens of the longest response, and more if the cache is small: in a step it has all
+    tokens so far of the texts that it generates, and over all steps those of all texts. Of a mixture of experts only
+    the active ones count, as if all texts chose the same, and of the embedding nothing.
 
     Args:
         run: run with an engine.
-        cached_texts: number of texts that fit into the cache of an engine; 0 counts as 1.
-        cluster: its GPUs.
+        cached_texts: number of texts of the longest length that fit into the cache of an engine; 0 counts as 1.
+        cluster: GPUs of the run.
     """
     assert run.engine is not None
     engine, work = run.engine, run.work
     model = run.actor.model
     engines = max(1, cluster.gpus // engine.tensor_parallel_size)
-    rounds = -(-work.responses // (engines * max(1, cached_texts)))
+    prompt, response = work.longest - work.response_tokens, work.response_tokens
+    of_text = response * prompt / work.sharing_texts + response**2 / 2  # cached tokens, summed over its steps
+    of_step = max(1, cached_texts) * work.longest
+    steps = max(response, math.ceil(work.responses / engines) * of_text / of_step)
     read = engine.element_bytes(run.actor) * (_passed_weights(model) + model.vocabulary * model.hidden)
-    return rounds * work.response_tokens * read / engine.tensor_parallel_size / cluster.speeds.memory
+    return steps * read / engine.tensor_parallel_size / cluster.speeds.memory

@@ -26,6 +26,7 @@ from lightning_rlhf.extras.commands.run_config import ConfigCLI, callbacks_of, i
 from lightning_rlhf.extras.plan import bounds, memory, one_gpu
 from lightning_rlhf.extras.plan.architecture import architecture
 from lightning_rlhf.extras.plan.bounds import Cluster
+from lightning_rlhf.extras.plan.node_memory import node_memory
 from lightning_rlhf.extras.plan.plan import GIB, Plan, misfit_message, plan
 from lightning_rlhf.extras.plan.setup import NODE_GPUS, Engine, Role, Run, Strategy, Work, Zero, strategy
 from lightning_rlhf.models.loading import Pretrained, with_dtype
@@ -452,7 +453,7 @@ def bounds_of(plan: Plan) -> list[str]:
     """Return lines on the host memory of a node, and on the least seconds of a push and of a step."""
     run, each = plan.run, plan.gpus_per_node
     cluster = Cluster(plan.gpus, each)
-    node = bounds.node_memory(run, plan.host, each)
+    node = node_memory(run, plan.host, each)
     lines = [
         f"host memory of the first node ({counted(each, 'GPU')}): {node.training / GIB:.1f} GiB while training, "
         f"{node.loading / GIB:.1f} GiB to load the largest role, {node.exporting / GIB:.1f} GiB more for an export; "

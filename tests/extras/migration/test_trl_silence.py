@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightning_rlhf.extras.commands import new
-from lightning_rlhf.extras.migration.parts import documents, table
+from lightning_rlhf.extras.migration.parts import table, trl_defaults, trl_optimizers
 from lightning_rlhf.extras.migration.trl import SECTIONS_OF, converted, counterpart, defaults_of
 from lightning_rlhf.extras.schema.check import mistakes
 
@@ -68,7 +68,7 @@ def test_a_list_of_loggers(convert, tmp_path):
     assert "all" in convert({**BASE, "report_to": "all"}, "sft").line("report_to")
 
 
-DEFAULTS = documents("trl")[1]
+DEFAULTS = trl_defaults()
 # Sections whose options a trainer has all of.
 OF_TRAINER = {
     trainer: {sections[0], "TrainingArguments", "ModelConfig", "ScriptArguments"}
@@ -138,7 +138,7 @@ def test_optimizers(convert, tmp_path, name, path, further):
     assert fits(project, tmp_path)
 
 
-@pytest.mark.parametrize("entry", documents("trl")[2].values(), ids=list(documents("trl")[2]))
+@pytest.mark.parametrize("entry", trl_optimizers().values(), ids=list(trl_optimizers()))
 def test_optimizers_take_their_arguments(entry):
     import torch
 
@@ -276,7 +276,9 @@ def test_files_and_mixtures(convert, tmp_path):
     assert (project.data["train"], bool(project.line("train[:10%]"))) == ("hf://datasets/o/r/a.jsonl", True)
 
 
-@pytest.mark.parametrize("entry", [{"split": "train"}, "o/r"])
+@pytest.mark.parametrize(
+    "entry", [{"split": "train"}, "o/r", {"path": "json", "data_files": {"test": "a.jsonl"}, "split": "train"}]
+)
 def test_a_data_set_without_a_path_is_an_error(tmp_path, capsys, entry):
     (tmp_path / "given.json").write_text(json.dumps({"datasets": [entry], "packing": True}))
     assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json")]) == 2

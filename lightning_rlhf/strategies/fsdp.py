@@ -97,31 +97,34 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     def setup_environment(self) -> None:
         """Create a mesh of replicas, shards, sequence- and tensor-parallel processes, the last with neighbouring ranks.
 
-        Its dimensions, and those of rank 0 for 8 processes with ``shard_size: 2`` and ``tensor_parallel_size: 2``. The
-        last two exist with sequence parallelism only; without it and without replicas, the mesh is Lightning's, with
-        ``data_parallel`` and ``tensor_parallel``::
+        Its dimensions, with the ranks in the groups of rank 0 for 16 processes with ``shard_size: 2``,
+        ``sequence_parallel_size: 2`` and ``tensor_parallel_size: 2``::
 
-            replicate          have the same part of the weights                    0, 4
-            shard              have other rows and other parts of the weights       0, 2
-            sequence_parallel  have parts of the same rows, and of the weights      0
+            replicate          have the same part of the weights                    0, 8
+            shard              have other rows and other parts of the weights       0, 4
+            sequence_parallel  have parts of the same rows, and of the weights      0, 2
             tensor_parallel    have the same rows, and split each layer             0, 1
-            data_parallel      replicate x shard: all with other rows               0, 2, 4, 6
-            all_shards         shard x sequence_parallel: a layer is gathered here  0, 2
-            same_rows          sequence_parallel x tensor_parallel                  0, 1
+          joined from these:
+            data_parallel      replicate x shard: all with other rows               0, 4, 8, 12
+            all_shards         shard x sequence_parallel: a layer is gathered here  0, 2, 4, 6
+            same_rows          sequence_parallel x tensor_parallel                  0, 1, 2, 3
+
+        Without sequence parallelism there is no ``all_shards`` and no ``same_rows``; without replicas as well, the mesh
+        is Lightning's, with ``data_parallel`` and ``tensor_parallel`` alone.
 
         Raises:
             UsageError: a size does not divide the number of processes.
         """
         processes = self.num_nodes * self.num_processes
-        splitting = self.tensor_parallel_size * self.sequence_parallel_size
-        if processes % splitting:
+        same_rows = self.tensor_parallel_size * self.sequence_parallel_size
+        if processes % same_rows:
             sizes = f"tensor_parallel_size: {self.tensor_parallel_size}"
             if self.sequence_parallel_size > 1:
                 sizes += f" times sequence_parallel_size: {self.sequence_parallel_size}"
             raise UsageError(f"{sizes} does not divide the {processes} processes of this run; use a divisor")
-        data_ranks = processes // splitting
-        shard_data_ranks = self._shard_data_ranks(data_ranks, splitting)
-        self._ranks_per_replica = shard_data_ranks * splitting  # consecutive ranks that have all weights together
+        data_ranks = processes // same_rows
+        shard_data_ranks = self._shard_data_ranks(data_ranks, same_rows)
+        self._ranks_per_replica = shard_data_ranks * same_rows  # consecutive ranks that have all weights together
         # Lightning's mesh knows no sequence parallelism, and its two sizes must multiply to all processes: in its mesh,
         # sequence-parallel processes count as data ranks.
         self._data_parallel_size = processes // self.tensor_parallel_size
@@ -129,15 +132,15 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         has_replicas = shard_data_ranks < data_ranks
         if self.sequence_parallel_size > 1 or has_replicas:
             self._replace_mesh(data_ranks // shard_data_ranks, shard_data_ranks)
-        if splitting > 1 or has_replicas:  # else all groups are that of the run
+        if same_rows > 1 or has_replicas:  # else all groups are that of the run
             self._set_timeouts()
 
-    def _shard_data_ranks(self, data_ranks: int, splitting: int) -> int:
+    def _shard_data_ranks(self, data_ranks: int, same_rows: int) -> int:
         """Return over how many data ranks weights are sharded: ``shard_size``, those of a node or all."""
-        of_a_node = max(self.num_processes // splitting, 1)
+        of_a_node = max(self.num_processes // same_rows, 1)
         count = self.shard_size or (data_ranks if self.num_nodes == 1 else of_a_node)
         if data_ranks % count:
-            name = f"shard_size: {count}" if self.shard_size else f"{count}, the data ranks of a node,"
+            name = f"shard_size: {count}" if self.shard_size else f"the number of data ranks of a node, {count},"
             raise UsageError(
                 f"{name} does not divide the {data_ranks} data ranks of this run; set shard_size to a divisor"
             )
@@ -254,7 +257,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             self._receive(modules)
             split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
-            _share_shards(block, role, shared)  # one after the other, so that only one has its own frozen shards
+            _share_shards(block, role, shared)  # at once: memory has the frozen shards of one block twice at most
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
         split(rest, plan, self.device_mesh["tensor_parallel"])
@@ -285,14 +288,15 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     @override
     def model_to_device(self) -> None:
-        """Move the tensors outside of the roles to the device; the roles already are on theirs."""
-        children = dict(self.module.named_children())
+        """Move the tensors outside of the roles to the device; the roles are where ``cpu_offload`` wants them."""
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
             self._reshard(name)  # otherwise optimizers would be constructed with gathered weights of an earlier run
+        children = dict(self.module._modules)
+        for name in (*self.module.trained_roles, *self.module.frozen_roles):
             delattr(self.module, name)
         super().model_to_device()
-        for name, child in children.items():  # those that stayed, too, so that the roles are not behind them
-            setattr(self.module, name, child)
+        self.module._modules.clear()
+        self.module._modules.update(children)  # in their order
 
     # -- one update -------------------------------------------------------------------------------------------
 
@@ -303,8 +307,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         Between replicas they are summed with the last only: shards of sums are kept until then, in float32.
         """
         role = getattr(self.module, name)
-        role.set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
-        role.set_requires_all_reduce(sync)
+        role.set_requires_gradient_sync(sync or self.reduce_every_micro_batch)  # within a replica
+        role.set_requires_all_reduce(sync)  # between replicas
         return nullcontext()
 
     @override
@@ -313,7 +317,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
         Torch's function does not support gradients on different meshes.
         """
-        # All gradients are DTensors: fully_shard() makes every parameter one. The others are None.
+        # A gradient is a DTensor, because fully_shard() makes every parameter one, or None.
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
@@ -342,7 +346,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     ) -> Iterator[tuple[str, Tensor]]:
         """A tensor is gathered while the one before it is used."""
         self._reshard(name)
-        if receivers is not None and len({rank // self._ranks_per_replica for rank in receivers}) < len(receivers):
+        replicas = {rank // self._ranks_per_replica for rank in receivers or ()}
+        if receivers is not None and len(replicas) < len(receivers):
             receivers = None  # of two in one replica, the second would wait for the first: all gather instead
         before: tuple[str, Tensor] | None = None
         for parameter_name, parameter in super().iter_unmerged_params(name, wanted):
@@ -382,7 +387,7 @@ def _share_shards(unit: nn.Module, role: nn.Module, shared: Mapping[str, DTensor
         other = shared.get(name)
         if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):
             shard._local_tensor = other._local_tensor
-    unit._apply(lambda tensor: tensor)  # FSDP frees the unit's own shards and keeps the local tensors, now shared
+    unit._apply(lambda tensor: tensor)  # FSDP's _apply reads the local tensors again, and frees the unit's own shards
 
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:

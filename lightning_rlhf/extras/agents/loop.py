@@ -128,7 +128,7 @@ class AgentLoop(ConversationLoop):
         """Reject further requests of a conversation, and those without a response."""
         super()._release(running)
         agent = self._agents.get(running.index)
-        if agent is None:  # the start of an earlier agent has failed
+        if agent is None:  # never started, because the start of an earlier agent failed
             return
         self._endpoint.remove(agent.api_key)
         with agent.lock:
@@ -195,7 +195,7 @@ class AgentLoop(ConversationLoop):
             RefusedRequest: no further turn is possible.
         """
         if len(running.turns) == self._settings.max_turns:
-            # The agent runs on after the refusal, and _settle ends it with "done"; a conversation keeps the first reason.
+            # The agent runs on, and _settle ends it with "done"; a conversation keeps its first reason.
             running.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
         branch = _continued([branch for branch in agent.branches if branch.tools == tools], messages)
@@ -300,7 +300,7 @@ class AgentLoop(ConversationLoop):
         super()._finish(running)
 
     def _turn_rewards(self, running: RunningConversation) -> list[float]:
-        """Return the reward of each turn: that of the agent belongs to the last one."""
+        """Return the reward of each turn: that of the agent, the only one here, belongs to the last one."""
         return [0.0] * (len(running.conversation.turn_ends) - 1) + [running.rewards[0]]
 
 

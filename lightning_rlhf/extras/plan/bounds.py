@@ -18,8 +18,8 @@ class Speeds:
     Args:
         arithmetic: FLOP/s in bfloat16 without sparsity.
         memory: bytes/s of the GPU's memory.
-        bus: bytes/s between GPU and host, one direction ("host" in the text).
-        link: bytes/s between GPUs of a node, one direction ("NVLink").
+        bus: bytes/s between GPU and host, one direction (printed as "host").
+        link: bytes/s between GPUs of a node, one direction (printed as "NVLink").
         network: bytes/s of one GPU between nodes.
     """
 
@@ -69,6 +69,31 @@ def push_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> float:
     return max(gather, to_host / cluster.speeds.bus) + to_each_gpu / cluster.speeds.bus
 
 
+def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
+    """Compute a lower bound of the seconds of generation: each step of an engine reads the weights.
+
+    Without speculative decoding there are at least as many steps as tokens of the longest response. A text occupies the
+    cache with its tokens so far in each of its steps, and a step has room for ``cached_texts`` whole texts: with a
+    small cache there are more steps. Of a mixture of experts only the active ones count, as if all texts chose the
+    same, and of the embedding nothing.
+
+    Args:
+        run: run with an engine.
+        cached_texts: number of texts of the longest length that fit into the cache of an engine; 0 counts as 1.
+        cluster: GPUs of the run.
+    """
+    assert run.engine is not None
+    engine, work = run.engine, run.work
+    model = run.actor.model
+    prompt, response = work.longest - work.response_tokens, work.response_tokens
+    occupied = response * prompt / work.group_size + response**2 / 2  # tokens of a text, summed over its steps
+    capacity = max(1, cached_texts) * work.longest  # tokens of a step
+    engines = max(1, cluster.gpus // engine.tensor_parallel_size)
+    steps = max(response, math.ceil(work.responses / engines) * occupied / capacity)
+    read = engine.element_bytes(run.actor) * (_passed_weights(model) + model.vocabulary * model.hidden)
+    return steps * read / engine.tensor_parallel_size / cluster.speeds.memory
+
+
 @dataclass(frozen=True)
 class LearningSeconds:
     """Lower bounds of the seconds of a step without generation and push.
@@ -83,7 +108,7 @@ class LearningSeconds:
 
     @property
     def least(self) -> float:
-        """The larger bound, because both can happen at the same time."""
+        """No step is faster than the slower of the two, which can happen at the same time."""
         return max(self.arithmetic, self.communication)
 
 
@@ -92,9 +117,9 @@ def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
 
     A prompt counts once for all texts that may share it. A forward pass has 2 FLOPs for each weight of a matrix that a
     token passes, and in attention 2 for each element of query and output and each earlier token. A backward pass has
-    twice the FLOPs of the forward pass, and as many where only adapters are trained, because frozen matrices have no
-    gradients of their own; checkpointing adds a forward pass of the layers. Attention counts as full: a model with
-    sliding windows has less of it in long texts.
+    twice the FLOPs of the forward pass, and for matrices as many where only adapters are trained, because frozen ones
+    have no gradients of their own; checkpointing adds a forward pass of the layers. Attention counts as full: a model
+    with sliding windows has less of it in long texts.
 
     Args:
         run: run to plan.
@@ -103,20 +128,34 @@ def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
     ranks, work = run.ranks(cluster.gpus), run.work
     operations = 0.0
     for role in run.roles:
-        counts = traffic.counts(role, work.shared, ranks)
-        forward_and_backward = 2 if role.lora_rank else 3
-        head_passes = counts.evaluated_rows + forward_and_backward * counts.trained_rows
-        layer_passes = head_passes + (counts.trained_rows if run.strategy.checkpointing else 0)
-        # The whole work, not its shared one: the operations divide prompts themselves.
-        of_text = layer_passes * _layer_operations(role, work) + head_passes * _head_operations(role, work)
-        operations += of_text * (2 if work.pairs else 1)
-    seconds = {True: 0.0, False: 0.0}  # over the network, and over the links of a node, which work at the same time
-    for term, size in traffic.traffic(replace(run, work=work.shared), cluster.gpus).items():
-        if term not in (traffic.PUSH, traffic.ENGINE):  # not while the module learns
-            group = _group(run, term, cluster)
-            seconds[group.crosses_nodes] += size / group.bytes_per_second(cluster)
+        counts = traffic.counts(role, work, ranks)
+        evaluated, trained = counts.evaluated_rows, counts.trained_rows
+        recomputed = trained if run.strategy.checkpointing else 0
+        of_matrices = 2 if role.lora_rank else 3  # forward and backward, in forward passes
+        of_rows: float = (evaluated + of_matrices * trained + recomputed) * _matrix_operations(role, work)
+        of_rows += (evaluated + 3 * trained + recomputed) * _attention_operations(role, work)
+        of_rows += (evaluated + of_matrices * trained) * _head_operations(role, work)
+        operations += of_rows * (2 if work.pairs else 1)  # a row of pairs is two texts
     arithmetic = operations / run.strategy.splitting / cluster.speeds.arithmetic
-    return LearningSeconds(arithmetic, max(seconds.values()))
+    return LearningSeconds(arithmetic, _learning_communication(run, cluster))
+
+
+def _learning_communication(run: Run, cluster: Cluster) -> float:
+    """Compute the least seconds of what is sent while the module learns.
+
+    Texts with shared prompts have fewer micro-batches, in each of which weights are gathered. The network and the links
+    of a node work at the same time.
+    """
+    within_node = over_network = 0.0
+    for term, size in traffic.traffic(replace(run, work=run.work.shared), cluster.gpus).items():
+        if term in (traffic.PUSH, traffic.ENGINE):
+            continue
+        group = _group(run, term, cluster)
+        if group.crosses_nodes:
+            over_network += size / group.bytes_per_second(cluster)
+        else:
+            within_node += size / group.bytes_per_second(cluster)
+    return max(within_node, over_network)
 
 
 def _bytes_per_second(run: Run, term: str, cluster: Cluster) -> float:
@@ -129,7 +168,7 @@ class _Group:
     """GPUs that exchange something.
 
     Args:
-        of_a_node: how many of them are in a node.
+        of_a_node: how many of them are in a node; they pass what leaves it together, each by its own network card.
         crosses_nodes: whether there are others in other nodes.
     """
 
@@ -137,7 +176,7 @@ class _Group:
     crosses_nodes: bool
 
     def bytes_per_second(self, cluster: Cluster) -> float:
-        """Return what a GPU can send in a second: a node's GPUs may each pass a part of what leaves it."""
+        """Return the most bytes that each of them can send in a second."""
         speeds = cluster.speeds
         return min(speeds.link, speeds.network * self.of_a_node) if self.crosses_nodes else speeds.link
 
@@ -147,27 +186,33 @@ def _group(run: Run, term: str, cluster: Cluster) -> _Group:
 
     ============  ==================================================================================================
     ``TENSORS``   neighbouring ones with the parts of a matrix, ``tensor_parallel_size``
-    ``HEADS``     neighbouring ones with the same rows: ``tensor_parallel_size * sequence_parallel_size``
+    ``HEADS``     every such one of those with the same rows, ``tensor_parallel_size * sequence_parallel_size``
     ``REPLICAS``  one of each replica
-    the others    neighbouring ones that have all weights together: a replica
+    ``PUSH``      all of a replica, which have all weights together
+    the others    every ``tensor_parallel_size``-th of a replica
     ============  ==================================================================================================
     """
+    per_node, tensor_parallel = cluster.gpus_per_node, run.strategy.tensor_parallel_size
     replica = cluster.gpus // run.strategy.replicas(run.ranks(cluster.gpus))
     if term == traffic.REPLICAS:
-        return _Group(max(1, cluster.gpus_per_node // replica), cluster.gpus > cluster.gpus_per_node)
-    sizes = {traffic.TENSORS: run.strategy.tensor_parallel_size, traffic.HEADS: run.strategy.splitting}
+        return _Group(max(1, per_node // replica), cluster.gpus > per_node)
+    sizes = {traffic.TENSORS: tensor_parallel, traffic.HEADS: run.strategy.splitting}
     size = sizes.get(term, replica)
-    return _Group(min(size, cluster.gpus_per_node), size > cluster.gpus_per_node)
+    every = 1 if term in (traffic.TENSORS, traffic.PUSH) else tensor_parallel
+    return _Group(max(1, min(size, per_node) // every), size > per_node)
 
 
-def _layer_operations(role: Role, work: Work) -> float:
-    """Count the operations of the layers for a text, whose prompt counts for its part of the texts that share it."""
+def _matrix_operations(role: Role, work: Work) -> int:
+    """Count the operations of the layers' matrices for a text, with its share of the prompt."""
+    return 2 * work.shared.longest * _passed_weights(role.model)
+
+
+def _attention_operations(role: Role, work: Work) -> float:
+    """Count the operations of attention for a text, with its share of those within the prompt."""
     prompt, response = work.longest - work.response_tokens, work.response_tokens
-    attended = prompt**2 / 2 / work.sharing_texts  # pairs of a token and an earlier one, within the prompt
-    attended += response * prompt
-    attended += response**2 / 2
-    widths = sum(layer.query + (layer.output or layer.query) for layer in role.model.layers)
-    return 2 * (work.shared.longest * _passed_weights(role.model) + attended * widths)
+    within_prompt, to_prompt, within_response = prompt**2 / 2, response * prompt, response**2 / 2  # pairs of tokens
+    pairs = within_prompt / work.texts_of_a_prompt + to_prompt + within_response
+    return 2 * pairs * sum(layer.query + (layer.output or layer.query) for layer in role.model.layers)
 
 
 def _head_operations(role: Role, work: Work) -> int:
@@ -189,27 +234,3 @@ def _idle_experts(model: Architecture) -> int:
     """Count the weights of the experts that a token does not pass; 0 without a mixture of experts."""
     # Each expert has three matrices (gate, up, down) from the hidden width to its own, `layer.expert`.
     return sum((layer.experts - layer.active) * 3 * layer.hidden * layer.expert for layer in model.layers)
-
-
-def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
-    """Compute a lower bound of the seconds of generation: each step of an engine reads the weights.
-
-    There are as many steps as tokens of the longest response, and more if the cache is small: in a step it has all
-    tokens so far of the texts that it generates, and over all steps those of all texts. Of a mixture of experts only
-    the active ones count, as if all texts chose the same, and of the embedding nothing.
-
-    Args:
-        run: run with an engine.
-        cached_texts: number of texts of the longest length that fit into the cache of an engine; 0 counts as 1.
-        cluster: GPUs of the run.
-    """
-    assert run.engine is not None
-    engine, work = run.engine, run.work
-    model = run.actor.model
-    engines = max(1, cluster.gpus // engine.tensor_parallel_size)
-    prompt, response = work.longest - work.response_tokens, work.response_tokens
-    of_text = response * prompt / work.sharing_texts + response**2 / 2  # cached tokens, summed over its steps
-    of_step = max(1, cached_texts) * work.longest
-    steps = max(response, math.ceil(work.responses / engines) * of_text / of_step)
-    read = engine.element_bytes(run.actor) * (_passed_weights(model) + model.vocabulary * model.hidden)
-    return steps * read / engine.tensor_parallel_size / cluster.speeds.memory

@@ -304,7 +304,8 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
         response_tokens=loop["max_response_tokens"],
-        sharing_texts=loop["group_size"] if module.layout.packed else 1,
+        group_size=loop["group_size"],
+        shares_prompts=module.layout.packed,
         divergence_bytes=module.divergence.memory_mb << 20 if has_teachers else 0,
         teachers_in_updates=has_teachers and module.divergence.top_k is None,
     )

@@ -314,7 +314,8 @@ class Work:
         turns: largest number of turns of a conversation with an environment; 0 without an environment.
         environment_processes: largest number of processes of environments that one engine serves.
         response_tokens: tokens of the longest response; 0 without an engine.
-        sharing_texts: most texts whose common prompt a pass computes once; 1 where each text has its own.
+        group_size: responses to a prompt.
+        shares_prompts: whether a pass may compute a prompt once for all of its responses.
         divergence_bytes: memory of the logits of student and teachers at a time; 0 without distillation.
         teachers_in_updates: whether teachers are evaluated in each update, as for whole distributions.
     """
@@ -332,7 +333,8 @@ class Work:
     turns: int = 0
     environment_processes: int = 0
     response_tokens: int = 0
-    sharing_texts: int = 1
+    group_size: int = 1
+    shares_prompts: bool = False
     divergence_bytes: int = 0
     teachers_in_updates: bool = False
 
@@ -347,10 +349,15 @@ class Work:
         return self.longest * (1 + self.pairs)
 
     @property
+    def texts_of_a_prompt(self) -> int:
+        """Most texts for which a pass computes their prompt once."""
+        return self.group_size if self.shares_prompts else 1
+
+    @property
     def shared(self) -> Work:
-        """This work with prompts that are computed once for all texts that share them: the least number of tokens."""
+        """This work with the fewest tokens: each text has its share of the prompt that it shares."""
         prompt = self.longest - self.response_tokens
-        return replace(self, longest=self.response_tokens + math.ceil(prompt / self.sharing_texts))
+        return replace(self, longest=self.response_tokens + math.ceil(prompt / self.texts_of_a_prompt))
 
     def micro_batch_rows(self, texts: int, ranks: int) -> int:
         """Return the rows of a rank's largest micro-batch, if all rows are as long as the longest."""

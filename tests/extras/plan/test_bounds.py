@@ -88,7 +88,7 @@ def test_a_rank_with_five_texts_computes_no_padding():
 
 
 def test_a_prompt_counts_once_for_the_texts_that_share_it():
-    shared = replace(run(roles=[ACTOR]), work=replace(WORK, sharing_texts=8))
+    shared = replace(run(roles=[ACTOR]), work=replace(WORK, group_size=8, shares_prompts=True))
     tokens = 1024 + 512 / 8
     pairs = 512 * 512 / 2 / 8 + 1024 * 512 + 1024 * 1024 / 2
     layers, head = 2 * (tokens * LAYERS + pairs * 28 * 2 * 3584), 2 * 1024 * EMBEDDING
@@ -120,20 +120,21 @@ def test_teacher_in_updates_evaluates_the_rows_of_mini_batches():
     ("term", "speed"),
     [
         (traffic.TENSORS, SPEEDS.link),  # within a node
-        (traffic.HEADS, 8 * SPEEDS.network),  # each of a node's eight GPUs passes a part
-        (traffic.SUMS, 8 * SPEEDS.network),
-        (traffic.REPLICAS, SPEEDS.network),  # one GPU of each node
+        (traffic.HEADS, 2 * SPEEDS.network),  # every fourth of the 16 GPUs with the same rows, two in each node
+        (traffic.SUMS, 2 * SPEEDS.network),
+        (traffic.PUSH, 8 * SPEEDS.network),  # all eight pass a part
+        (traffic.REPLICAS, SPEEDS.network),  # one GPU of each replica
     ],
 )
 def test_speed_is_that_of_the_links_which_the_gpus_of_a_node_have_together(term, speed):
-    split = strategy("rlhf_fsdp", tensor_parallel_size=8, sequence_parallel_size=2, shard_size=1)
+    split = strategy("rlhf_fsdp", tensor_parallel_size=4, sequence_parallel_size=4, shard_size=1)
     assert bounds._bytes_per_second(replace(run(), strategy=split), term, cluster(32)) == speed
 
 
 def test_generation_reads_all_weights_but_the_embedding_for_each_token_of_each_round():
     read = 2 * (P - EMBEDDING)
     assert bounds.generation_seconds(run(), 128, cluster(8)) == pytest.approx(1024 * read / 1e12, rel=1e-3)
-    # A text has 512 tokens at its first step and 1,536 at its last, and the cache 64 times 1,536.
+    # A text occupies 512 tokens at its first step and 1,536 at its last, and the cache has 64 times 1,536.
     steps = 128 * (1024 * 512 + 1024 * 1024 / 2) / (64 * 1536)
     assert 1024 < steps < 2048
     assert bounds.generation_seconds(run(), 64, cluster(8)) == pytest.approx(steps * read / 1e12, rel=1e-3)
@@ -145,8 +146,8 @@ def test_adapters_have_a_backward_pass_of_one_forward_pass():
     """A frozen matrix has the gradient of its inputs, as many operations as its outputs have, and none of its own."""
     adapters = run(roles=[replace(ACTOR, lora_rank=16)])
     whole, frozen = (bounds.learning_seconds(each, cluster(8)).arithmetic for each in (run(roles=[ACTOR]), adapters))
-    layers, head = bounds._layer_operations(ACTOR, WORK), bounds._head_operations(ACTOR, WORK)
-    assert (whole - frozen) * 1e15 == pytest.approx(128 * (layers + head))  # one forward pass less
+    matrices, head = bounds._matrix_operations(ACTOR, WORK), bounds._head_operations(ACTOR, WORK)
+    assert (whole - frozen) * 1e15 == pytest.approx(128 * (matrices + head))  # attention has no weights
 
 
 def test_mixture_of_experts_reads_its_active_experts_for_a_token():
@@ -173,7 +174,7 @@ def test_bounds_for_seven_billion_parameters_on_eight_gpus_by_hand():
 def test_attention_counts_the_widths_of_queries_and_outputs(kind, fields):
     model = architecture(source(kind, **fields).hf_config())
     small, one = Role("actor", model, trained=True), replace(WORK, longest=2, response_tokens=0)
-    attention = bounds._layer_operations(small, one) - 2 * 2 * bounds._passed_weights(model)
+    attention = bounds._attention_operations(small, one)
     widths = sum(layer.query + (layer.output or layer.query) for layer in model.layers)
     assert attention == pytest.approx(2 * 2 * widths)  # two pairs: a token with itself counts as half
     assert (kind == "deepseek_v3") == any(layer.output not in (0, layer.query) for layer in model.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.extras.migration.given import GivenOptions
+from lightning_rlhf.extras.migration.trl_options import TRLOptions
 
 NO_MODEL = "set the model"
 # Options of a model by TRL's names of today and of earlier releases; those whose values are few here.
@@ -22,13 +22,8 @@ _LORA: dict[str, str] = {
 }  # fmt: skip
 
 
-def model_source(options: GivenOptions, is_online: bool) -> Any:
-    """Return the source of the trained model: its path alone, or a class with its options.
-
-    Args:
-        options: options of the file.
-        is_online: whether the trainer generates responses.
-    """
+def model_source(options: TRLOptions) -> Any:
+    """Return the source of the trained model: its path alone, or a class with its options."""
     path = options.carry("model_name_or_path")
     if path is None:
         options.note("model_name_or_path: the file names no model; write it to run.yaml, in two places")
@@ -39,7 +34,7 @@ def model_source(options: GivenOptions, is_online: bool) -> Any:
         options.note(f"{quantized[0]}: quantized weights are frozen, so adapters are trained")
     source |= _source_options(options, has_adapters)
     if has_adapters:
-        source["lora"] = _lora(options, is_online)
+        source["lora"] = _lora(options)
     if quantized:
         source["quantization"] = "nf4" if quantized[0] == "load_in_4bit" else "int8"
     if set(source) == {"path"}:
@@ -47,7 +42,7 @@ def model_source(options: GivenOptions, is_online: bool) -> Any:
     return {"class_path": "lightning_rlhf.Pretrained", "init_args": source}
 
 
-def _source_options(options: GivenOptions, has_adapters: bool) -> dict[str, Any]:
+def _source_options(options: TRLOptions, has_adapters: bool) -> dict[str, Any]:
     """Return revision, dtype and attention, which a file sets by themselves or within ``model_init_kwargs``."""
     kwargs = dict(options.carry("model_init_kwargs", {}))
     found: dict[str, Any] = {}
@@ -68,9 +63,9 @@ def _source_options(options: GivenOptions, has_adapters: bool) -> dict[str, Any]
     return found
 
 
-def _lora(options: GivenOptions, is_online: bool) -> dict[str, Any]:
+def _lora(options: TRLOptions) -> dict[str, Any]:
     adapters = {ours: options.carry(theirs) for ours, theirs in _LORA.items()}
-    if is_online:
+    if options.is_online:
         options.leave("lora_dropout", "importance ratios compare two passes of one network: it is 0 here")
     elif options.carry("disable_dropout", False):
         options.settle("lora_dropout")  # TRL switches it off as well

@@ -5,25 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.extras.migration.given import GivenOptions
 from lightning_rlhf.extras.migration.parts import vllm_engine
+from lightning_rlhf.extras.migration.trl_options import TRLOptions
 
 _TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # take lists of messages
 
 
-def rollout(options: GivenOptions, has_no_limit: bool) -> dict[str, Any]:
-    """Return the options of the RolloutLoop.
-
-    Args:
-        options: options of the file.
-        has_no_limit: whether the file sets ``max_completion_length`` to null.
-    """
+def rollout(options: TRLOptions) -> dict[str, Any]:
+    """Return the options of the RolloutLoop."""
     found: dict[str, Any] = {
         "group_size": int(options.carry("num_generations")),
         "max_response_tokens": int(options.carry("max_completion_length")),
         "temperature": float(options.carry("temperature")),
     }
-    if has_no_limit:
+    if "max_completion_length" in options.nulls:
         options.note("max_completion_length: null has no limit in TRL; max_response_tokens is 512 here")
     if samples := options.carry("num_generations_eval"):
         found["val_samples"] = int(samples)
@@ -34,7 +29,7 @@ def rollout(options: GivenOptions, has_no_limit: bool) -> dict[str, Any]:
     return found
 
 
-def _rewards(options: GivenOptions) -> list[dict[str, Any]] | None:
+def _rewards(options: TRLOptions) -> list[dict[str, Any]] | None:
     """Return the reward functions; None if only the module's reward model scores."""
     functions = [str(name) for name in options.carry("reward_funcs", [])]
     has_model = bool(options.carry("reward_model_name_or_path"))
@@ -57,7 +52,7 @@ def _rewards(options: GivenOptions) -> list[dict[str, Any]] | None:
     return [{**_reward(options, function), "weight": weight} for function, weight in pairs]
 
 
-def _reward(options: GivenOptions, function: str) -> dict[str, Any]:
+def _reward(options: TRLOptions, function: str) -> dict[str, Any]:
     if function == "get_soft_overlong_punishment":  # with the arguments of TRL's command
         arguments = {"max_tokens": 1280, "buffer_tokens": 256}
         return {"function": {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": arguments}}
@@ -67,7 +62,7 @@ def _reward(options: GivenOptions, function: str) -> dict[str, Any]:
     return {"function": function if "." in function else f"reward.py:{function}"}
 
 
-def _engine(options: GivenOptions) -> dict[str, Any] | None:
+def _engine(options: TRLOptions) -> dict[str, Any] | None:
     """Return vLLM, or the connection to its server; None lets the machine decide."""
     if not options.carry("use_vllm"):
         for name in options.given:
@@ -85,7 +80,7 @@ def _engine(options: GivenOptions) -> dict[str, Any] | None:
     return vllm_engine(engine)
 
 
-def _server(options: GivenOptions) -> dict[str, Any]:
+def _server(options: TRLOptions) -> dict[str, Any]:
     """Return the connection to a server of vLLM."""
     host, port = options.carry("vllm_server_host"), options.carry("vllm_server_port")
     host = "127.0.0.1" if host == "0.0.0.0" else host  # all addresses of this machine

@@ -420,3 +420,12 @@ def test_options_of_grpo_and_rloo_alike_name_the_other(tmp_path, capsys, further
     (tmp_path / "given.json").write_text(json.dumps({**ONLINE, "num_generations": 4, **further}))
     assert new.run([str(tmp_path / "run"), "--from-trl", str(tmp_path / "given.json")]) == 0
     assert ("--trainer rloo is the other" in capsys.readouterr().out) == is_doubtful
+
+
+def test_pairs_that_are_too_long_for_a_reward_model_are_left_out(convert):
+    project = convert({**BASE, "max_length": 256}, "reward")
+    assert (project.data["max_tokens"], project.data["too_long"]) == (256, "drop")
+
+
+def test_no_loggers_in_yaml(convert):
+    assert "logger" not in convert(yaml.safe_dump(BASE) + "report_to: no\n", "sft").run

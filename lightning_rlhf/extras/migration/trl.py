@@ -79,15 +79,15 @@ def read_options(file: Path) -> dict[str, Any]:
     """Return the options of a JSON or YAML file: ``trainer_config.json``, or the file of ``trl grpo --config``.
 
     Raises:
-        UsageError: the file cannot be read, or is not a mapping.
+        UsageError: the file cannot be read, is a program, or is not a mapping.
     """
+    is_program = file.suffix in (".py", ".sh")
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix not in (".py", ".sh"):
-            options = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        options = text if is_program else json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    if file.suffix in (".py", ".sh"):
+    if is_program:
         raise UsageError(_advice_for_program(file, text))
     if not isinstance(options, dict):
         raise UsageError(f"{file} must have options with values, got {type(options).__name__}")
@@ -131,7 +131,7 @@ def converted(options: Mapping[str, Any], trainer: str, devices: int) -> tuple[d
     """
     read = TRLOptions(options, defaults_of(trainer), trainer, devices)
     config = _configuration(read)
-    _list_contradictions(read)
+    _list_contradictions(read)  # last, because reading an option counts as carrying it over
     known = {name for section in SECTIONS_OF[trainer] for name in table("trl").get(section, {})}
     return config, read.left(partial(counterpart, trainer), "TRL 1.16", known)
 
@@ -155,6 +155,11 @@ def _model_section(options: TRLOptions) -> dict[str, Any]:
     role = "reward_model" if options.trainer == "reward" else "actor"
     model: dict[str, Any] = {role: model_source(options), "optimizer": optimizer(options), **schedule(options)}
     options.settle("packing", "padding_free")  # packing is the default here
+    for name in ("completion_only_loss", "assistant_only_loss"):
+        if options.given.get(name) is False:
+            options.leave(
+                name, "the loss is over the completion, or the messages of the assistant, not over all tokens"
+            )
     if options.trainer == "sft" and options.is_set("packing"):
         options.note("packing: TRL's batch sizes count packed texts of max_length tokens, batch_size rows")
     model["max_grad_norm"] = float(options.carry("max_grad_norm")) or None  # 0 does not clip in TRL

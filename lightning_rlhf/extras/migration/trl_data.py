@@ -9,6 +9,7 @@ from lightning_rlhf.extras.migration.parts import rows_of
 from lightning_rlhf.extras.migration.trl_model import NO_MODEL
 from lightning_rlhf.extras.migration.trl_options import TRLOptions
 
+NO_ROWS = "set the rows of training"
 _ANY_LENGTH = 32_768  # longest text of a run without a limit
 _PROMPT = 512  # longest prompt of a run without a limit
 
@@ -66,7 +67,7 @@ def _rows_of_training(options: TRLOptions) -> Any:
     rows = _rows_of_split(options, "train")
     if rows is None:
         options.note("dataset_name: the file names no data; write your rows to run.yaml, under train")
-    return rows or "set the rows of training"
+    return rows or NO_ROWS
 
 
 def _rows_of_validation(options: TRLOptions) -> Any:

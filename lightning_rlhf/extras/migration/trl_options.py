@@ -19,7 +19,11 @@ _LISTS = ("report_to", "reward_funcs", "reward_weights", "datasets")  # options 
 
 
 class TRLOptions(GivenOptions):
-    """Options of a trainer of TRL.
+    """Options of a trainer of TRL, and the sizes of its batches.
+
+    TRL generates the texts of ``steps_per_generation`` batches at once, and an update has
+    ``gradient_accumulation_steps`` of them. A step here is what is generated at once, with all of its updates. With
+    batches of 8, an accumulation of 2 and 4 batches per generation, one device has updates of 16 texts and steps of 32.
 
     Every option of a file must end up in the configuration or in a line. Four verbs say which:
 
@@ -48,10 +52,6 @@ class TRLOptions(GivenOptions):
         today, earlier = self.carry("eval_strategy"), self.carry("evaluation_strategy")
         return str(earlier if today == "no" else today)
 
-    # TRL generates the texts of steps_per_generation batches at once, and an update has gradient_accumulation_steps of
-    # them. A step here is what is generated at once, with all of its updates. With batches of 8, an accumulation of 2
-    # and 4 batches per generation, one device has updates of 16 texts and steps of 32.
-
     def texts_of_batches(self, batches: Any) -> int:
         """Return the texts of a number of batches, over all devices."""
         return int(self.carry("per_device_train_batch_size")) * int(batches) * self.devices
@@ -70,7 +70,7 @@ class TRLOptions(GivenOptions):
         return self.texts_of_batches(batches) if batches else self.texts_of_update()
 
     def steps(self, updates: int) -> int:
-        """Return in how many steps there are so many updates, at least."""
+        """Return the fewest steps here that contain so many of TRL's updates."""
         if not self.is_online:
             return updates
         texts = self.texts_of_step() * int(self.carry("num_iterations"))
@@ -78,7 +78,7 @@ class TRLOptions(GivenOptions):
 
 
 def _as_read(name: str, value: Any) -> Any:
-    """Return a value as TRL reads it: mappings may be JSON, lists one value, and YAML's plain ``no`` is False."""
+    """Return a value as TRL reads it: a mapping may be JSON, a list one plain value, and YAML's ``no`` is False."""
     if name.endswith(("_kwargs", "_config")) and isinstance(value, str) and value.startswith("{"):
         try:
             return json.loads(value)

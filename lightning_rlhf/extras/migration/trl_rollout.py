@@ -56,6 +56,7 @@ def _reward(options: TRLOptions, function: str) -> dict[str, Any]:
     if function == "get_soft_overlong_punishment":  # with the arguments of TRL's command
         arguments = {"max_tokens": 1280, "buffer_tokens": 256}
         return {"function": {"class_path": "lightning_rlhf.rewards.shaping.OverlongPenalty", "init_args": arguments}}
+    function = function.removeprefix("trl.rewards.")
     if function in _TRL_REWARDS:
         options.note(f"reward_funcs: {function} is one of TRL's own, which must be installed: pip install trl")
         return {"function": f"trl.rewards.{function}", "messages": True}

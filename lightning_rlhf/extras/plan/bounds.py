@@ -70,16 +70,16 @@ def push_seconds(run: Run, sent: Counter[str], cluster: Cluster) -> float:
 
 
 def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
-    """Compute a lower bound of the seconds of generation: each step of an engine reads the weights.
+    """Compute a lower bound of the seconds of generation: each decoding step of an engine reads the weights.
 
-    Without speculative decoding there are at least as many steps as tokens of the longest response. A text occupies the
-    cache with its tokens so far in each of its steps, and a step has room for ``cached_texts`` whole texts: with a
-    small cache there are more steps. Of a mixture of experts only the active ones count, as if all texts chose the
-    same, and of the embedding nothing.
+    There are at least as many decoding steps as tokens of the longest response, without speculative decoding. In each
+    of its steps a text occupies the cache with its tokens so far, and a step has the whole cache to offer, so that a
+    small cache needs more steps. Of a mixture of experts only the active ones count, as if all texts chose the same,
+    and of the embedding nothing.
 
     Args:
         run: run with an engine.
-        cached_texts: number of texts of the longest length that fit into the cache of an engine; 0 counts as 1.
+        cached_texts: number of whole texts of the longest length that fit into the cache of an engine.
         cluster: GPUs of the run.
     """
     assert run.engine is not None
@@ -87,11 +87,11 @@ def generation_seconds(run: Run, cached_texts: int, cluster: Cluster) -> float:
     model = run.actor.model
     prompt, response = work.longest - work.response_tokens, work.response_tokens
     occupied = response * prompt / work.group_size + response**2 / 2  # tokens of a text, summed over its steps
-    capacity = max(1, cached_texts) * work.longest  # tokens of a step
+    capacity = (cached_texts + 1) * work.longest  # tokens of a step: less than one more text fits
     engines = max(1, cluster.gpus // engine.tensor_parallel_size)
-    steps = max(response, math.ceil(work.responses / engines) * occupied / capacity)
+    decoding_steps = max(response, math.ceil(work.responses / engines) * occupied / capacity)
     read = engine.element_bytes(run.actor) * (_passed_weights(model) + model.vocabulary * model.hidden)
-    return steps * read / engine.tensor_parallel_size / cluster.speeds.memory
+    return decoding_steps * read / engine.tensor_parallel_size / cluster.speeds.memory
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def learning_seconds(run: Run, cluster: Cluster) -> LearningSeconds:
         counts = traffic.counts(role, work, ranks)
         evaluated, trained = counts.evaluated_rows, counts.trained_rows
         recomputed = trained if run.strategy.checkpointing else 0
-        of_matrices = 2 if role.lora_rank else 3  # forward and backward, in forward passes
+        of_matrices = 2 if role.lora_rank else 3  # cost of a trained row, in forward passes
         of_rows: float = (evaluated + of_matrices * trained + recomputed) * _matrix_operations(role, work)
         of_rows += (evaluated + 3 * trained + recomputed) * _attention_operations(role, work)
         of_rows += (evaluated + of_matrices * trained) * _head_operations(role, work)

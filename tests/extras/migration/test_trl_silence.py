@@ -429,3 +429,13 @@ def test_pairs_that_are_too_long_for_a_reward_model_are_left_out(convert):
 
 def test_no_loggers_in_yaml(convert):
     assert "logger" not in convert(yaml.safe_dump(BASE) + "report_to: no\n", "sft").run
+
+
+def test_a_loss_over_all_tokens_is_listed(convert):
+    project = convert({**BASE, "completion_only_loss": False, "assistant_only_loss": True}, "sft")
+    assert [line.partition(":")[0] for line in project.left] == ["completion_only_loss"]
+
+
+def test_rewards_of_trl_by_their_full_name_get_messages(convert):
+    (reward,) = convert({**ONLINE, "reward_funcs": ["trl.rewards.accuracy_reward"]}).callbacks["RolloutLoop"]["rewards"]
+    assert reward == {"function": "trl.rewards.accuracy_reward", "messages": True, "weight": 1.0}

@@ -157,9 +157,7 @@ def _model_section(options: TRLOptions) -> dict[str, Any]:
     options.settle("packing", "padding_free")  # packing is the default here
     for name in ("completion_only_loss", "assistant_only_loss"):
         if options.given.get(name) is False:
-            options.leave(
-                name, "the loss is over the completion, or the messages of the assistant, not over all tokens"
-            )
+            options.note(f"{name}: False (the loss is over the completion, or the messages of the assistant)")
     if options.trainer == "sft" and options.is_set("packing"):
         options.note("packing: TRL's batch sizes count packed texts of max_length tokens, batch_size rows")
     model["max_grad_norm"] = float(options.carry("max_grad_norm")) or None  # 0 does not clip in TRL

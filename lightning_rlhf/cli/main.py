@@ -40,6 +40,7 @@ from lightning_rlhf.cli.errors import (
     one_line,
     one_line_errors,
     print_cause,
+    printed,
 )
 from lightning_rlhf.cli.merging import CLASS_KEYS, as_yaml, merged_settings
 from lightning_rlhf.cli.parser import ConfigParser, reports_errors
@@ -279,7 +280,7 @@ class RLHFCLI(LightningCLI):
 def _merged(arguments: list[str]) -> list[str]:
     """Return arguments with one file, the merged content of all files and options; print which options were dropped."""
     settings = merged_settings(arguments)
-    if reports_errors():
+    if reports_errors() and not printed:  # a mistake is the last line
         for line in dict.fromkeys(settings.dropped):
             print(line, file=sys.stderr)
     _check_rates(settings.values, "")

@@ -253,3 +253,11 @@ def test_swa_is_rejected_without_parser_warnings(fit, config):
     assert (result.code, result.warned) == (2, [])
     (line,) = result.err.splitlines()
     assert "EMAWeightAveraging" in line
+
+
+def test_a_mistake_is_the_last_line_when_a_value_replaces_another(fit, config):
+    config["model"]["init_args"]["kl_loss"] = {"coef": 0.1}
+    result = fit(config, "--model.init_args.kl_loss", "0.04")
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("lightning-rlhf: model (PPOModule): kl_loss must be a class")

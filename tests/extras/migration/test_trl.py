@@ -78,8 +78,8 @@ def test_several_updates_of_a_step():
 def test_options_about_the_whole_batch_are_listed():
     *_, left = parts(GRPO | {"scale_rewards": "batch", "save_steps": 0.1})
     assert [line.partition(":")[0] for line in left[1:]] == ["scale_rewards", "save_steps"]
-    *_, left = parts(GRPO | {"scale_rewards": "grup", "eval_strategy": "step"})
-    assert {"scale_rewards: 'grup'", "eval_strategy: 'step'"} <= {line.partition(" (")[0] for line in left}
+    *_, left = parts(GRPO | {"scale_rewards": "groupy", "eval_strategy": "step"})
+    assert {"scale_rewards: 'groupy'", "eval_strategy: 'step'"} <= {line.partition(" (")[0] for line in left}
     *_, left = parts(GRPO | {"evaluation_strategy": "step"})
     assert "evaluation_strategy: 'step'" in {line.partition(" (")[0] for line in left}
 

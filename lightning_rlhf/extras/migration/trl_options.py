@@ -30,7 +30,7 @@ class TRLOptions(GivenOptions):
     - ``carry(name)`` returns the value, which then counts as carried over; so read an option wherever its value counts,
       and only there: what is read for nothing is lost without a line.
     - ``settle(names)`` counts options as carried over whose values need nothing here.
-    - ``leave(name, reason)`` lists an option, whoever reads it.
+    - ``leave(name, reason)`` lists an option, read or not.
     - ``note(text)`` lists what is not one option.
 
     Args:

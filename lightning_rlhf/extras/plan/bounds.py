@@ -210,8 +210,8 @@ def _matrix_operations(role: Role, work: Work) -> int:
 def _attention_operations(role: Role, work: Work) -> float:
     """Count the operations of attention for a text, with its share of those within the prompt."""
     prompt, response = work.longest - work.response_tokens, work.response_tokens
-    within_prompt, to_prompt, within_response = prompt**2 / 2, response * prompt, response**2 / 2  # pairs of tokens
-    pairs = within_prompt / work.texts_of_a_prompt + to_prompt + within_response
+    within_prompt, within_response = prompt**2 / 2, response**2 / 2  # pairs of a token and an earlier one
+    pairs = within_prompt / work.texts_of_a_prompt + response * prompt + within_response
     return 2 * pairs * sum(layer.query + (layer.output or layer.query) for layer in role.model.layers)
 
 

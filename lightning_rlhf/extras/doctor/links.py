@@ -31,7 +31,8 @@ _LARGEST_BYTES = 1 << 28
 _MEASURED_SECONDS = 0.5  # messages grow until one takes this long
 _SLOW_BYTES = 10**8  # per second: a tenth of what 10 Gbit/s Ethernet has
 _SLOW_SECONDS = 0.01
-_LOSS = 1e-3  # fraction of TCP segments that are sent again
+_LOSS = 1e-3  # fraction of TCP segments that are sent again over a slow link
+_LOSS_OF_FAST_LINKS = 1e-2  # bursts lose some where buffers are short, which costs no speed
 _SNMP = Path("/proc/net/snmp")
 
 
@@ -93,12 +94,14 @@ def _measured(rank: int, local_rank: int) -> list[Fact]:
     if not links:
         return [("links", "all ranks are on this machine", "")]
     loss = max(losses)
-    fault = ""
-    if loss > _LOSS:
-        fault = (
-            f"{loss:.1%} of the TCP segments were lost and sent again: check cables, switches and the network's load"
-        )
-    return [*findings, ("lost segments", f"{loss:.2%}", fault)]
+    is_slow = any(rate < _SLOW_BYTES for _, rate in links.values())
+    return [*findings, ("lost segments", f"{loss:.2%}", _loss_fault(loss, is_slow))]
+
+
+def _loss_fault(loss: float, is_slow: bool) -> str:
+    if loss <= (_LOSS if is_slow else _LOSS_OF_FAST_LINKS):
+        return ""
+    return f"{loss:.1%} of the TCP segments were lost and sent again: check cables, switches and the network's load"
 
 
 def _link_finding(name: str, seconds: float, rate: float) -> Fact:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from lightning_rlhf.extras.doctor import links as doctor_links
-from lightning_rlhf.extras.doctor.links import _link_finding, _segments, link_findings, server_findings
+from lightning_rlhf.extras.doctor.links import _link_finding, _loss_fault, _segments, link_findings, server_findings
 from lightning_rlhf.extras.servers.client import VLLMServer
 from tests.distributed.launch import run_ranks
 from tests.extras.servers.stub_server import valid_server
@@ -96,6 +96,14 @@ def test_slow_links_are_faults():
     assert _link_finding("to rank 1 on b", 1e-4, 2e9) == ("link to rank 1 on b", "0.10 ms, 2000 MB/s", "")
     assert "the link to rank 1 on b transfers 5.0 MB/s" in _link_finding("to rank 1 on b", 1e-4, 5e6)[2]
     assert "and has round trips of 50.0 ms" in _link_finding("to rank 1 on b", 0.05, 5e6)[2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_slow", "is_fault"),
+    [(0.0005, True, False), (0.002, True, True), (0.007, False, False), (0.02, False, True)],
+)
+def test_some_loss_over_a_fast_link_is_no_fault(loss, is_slow, is_fault):
+    assert bool(_loss_fault(loss, is_slow)) == is_fault
 
 
 def test_segments_are_read_from_the_kernel(monkeypatch, tmp_path):

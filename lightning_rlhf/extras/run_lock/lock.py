@@ -68,6 +68,15 @@ def _owner(path: Path) -> str:
         return "another process"
 
 
+def _ignored_processes(world_size: int) -> str:
+    """Return the variable of a launcher that says there are several processes, where there is one; empty otherwise.
+
+    Each of them would train alone, and all would write to one directory.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    return size if world_size == 1 and size.isdecimal() and int(size) > 1 else ""
+
+
 class RunLock(RunMeter):
     """Locks the run's directory while a run writes to it; before RolloutLoop, whose engine writes its log there."""
 
@@ -78,6 +87,12 @@ class RunLock(RunMeter):
             UsageError: another process has the lock.
         """
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
+            if size := _ignored_processes(trainer.world_size):
+                log.warning(
+                    "WORLD_SIZE is %s, but this run has one process: Lightning reads it from torchrun and SLURM only. "
+                    "Start the run with torchrun, or set trainer.devices; or unset WORLD_SIZE and RANK",
+                    size,
+                )
             lock_run(Path(trainer.default_root_dir))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

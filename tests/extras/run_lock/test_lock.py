@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -150,3 +151,13 @@ def test_live_run_goes_on_while_a_second_one_is_rejected(tmp_path, config):
     rows = (tmp_path / "runs/tiny/metrics.csv").read_text().splitlines()
     assert [row.partition(",")[0] for row in rows[1:]] == [str(step) for step in range(1, len(rows))]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize(("size", "is_told"), [("4", True), ("1", False), ("", False), ("four", False)])
+def test_a_launcher_that_is_not_read_is_told(tmp_path, monkeypatch, caplog, size, is_told):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    trainer = SimpleNamespace(is_global_zero=True, fast_dev_run=False, default_root_dir=tmp_path, world_size=1)
+    with caplog.at_level("WARNING", "lightning_rlhf"):
+        RunLock().setup(trainer, None, "fit")
+    unlock_run(tmp_path)
+    assert ("WORLD_SIZE is 4, but this run has one process" in caplog.text) == is_told

@@ -80,9 +80,7 @@ class RolloutSettings:
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
-        if self.dynamic_sampling is None:
-            return data.batch_size
-        return self.dynamic_sampling.prompts_per_step
+        return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
 
     def check(self, trainer: Trainer, module: RLHFModule) -> None:
         """Validate the settings against module and data, and call the rewards once; warn about doubtful settings.

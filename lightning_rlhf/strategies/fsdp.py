@@ -381,8 +381,10 @@ def _share_shards(unit: nn.Module, role: nn.Module, shared: Mapping[str, DTensor
     Args:
         unit: part of the role that was sharded last.
         role: role with these parameters, of which those of earlier units share already.
-        shared: shards of the other role by their names.
+        shared: shards of the other role by their names; empty for a role that shares none.
     """
+    if not shared:
+        return
     for name, shard in _frozen_shards(role).items():
         other = shared.get(name)
         if other is not None and (other.placements, other.shape) == (shard.placements, shard.shape):

@@ -31,7 +31,8 @@ def trainer_section(options: TRLOptions) -> dict[str, Any]:
     if lines := _every(options, "logging"):
         callbacks["Console"] = lines
     run["callbacks"] = [
-        {"class_path": f"lightning_rlhf.callbacks.{name}", "init_args": options} for name, options in callbacks.items()
+        {"class_path": f"lightning_rlhf.callbacks.{name}", "init_args": arguments}
+        for name, arguments in callbacks.items()
     ]
     return {**run, "default_root_dir": directory}
 

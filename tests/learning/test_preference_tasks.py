@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_rlhf.tasks.addition import Problems, exact
 from tests.learning.test_algorithms import fit
 
-# Least fraction of correct answers, sampled and greedy: 0.04 and 0.03 below the worst result in configs/README.md.
-# Before, they are about 0.51 and 0.27.
+# Least fraction of correct answers, sampled and greedy: 0.04 and 0.03 below the worse of two seeds, which are in
+# configs/README.md. Before, they are about 0.51 and 0.27.
 BOUNDS = {
     "dpo": (0.72, 0.84),
     "ipo": (0.74, 0.94),
     "kto": (0.70, 0.78),
-    "simpo": (0.81, 0.92),
+    "simpo": (0.86, 0.95),
     "orpo": (0.94, 0.95),
     "online_dpo": (0.91, 0.95),
 }

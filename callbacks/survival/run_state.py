@@ -110,15 +110,12 @@ class RunState(Callback):
             raise UsageError("this checkpoint has no random state: it was written without the RunState callback")
         self._restored = checkpoint[_KEY]
         if trainer.state.fn == "fit":
-            step = checkpoint["global_step"]
             self._stored_schedules = checkpoint["lr_schedulers"]
             self._check_schedules()
             self._settings = run_settings(trainer, pl_module)
             self._compare(self._restored.get("settings", {}))
-            if 0 < trainer.max_steps <= step:
-                log.info(
-                    "Nothing to train: max_steps is %d, and the checkpoint is from step %d.", trainer.max_steps, step
-                )
+            if 0 < (end := trainer.max_steps) <= (step := checkpoint["global_step"]):
+                log.info("Nothing to train: max_steps is %d, and the checkpoint is from step %d.", end, step)
 
     def _check_schedules(self) -> None:
         """Validate that the schedules can load their states in the checkpoint, once both are known.
@@ -144,6 +141,16 @@ class RunState(Callback):
             ValueError: the position in the data refers to other rows.
         """
         changed = changes(stored, self._settings) if stored else {}
+        self.check_rows(changed)
+        for line in changed.values():
+            log.warning("Since the checkpoint: %s.", line)
+
+    def check_rows(self, changed: dict[str, str]) -> None:
+        """Validate that the position in the data refers to the same rows, among the settings that have changed.
+
+        Raises:
+            ValueError: it refers to other rows, and ``allow_other_data`` is false.
+        """
         other_rows = [line for name, line in changed.items() if name in WHICH_ROWS]
         if other_rows and not self.allow_other_data:
             raise UsageError(
@@ -151,8 +158,6 @@ class RunState(Callback):
                 f"would be used twice and others never. Resume with the same data, seed and batch size, or start a new "
                 f"run from an export, or set allow_other_data: true of lightning_rlhf.callbacks.RunState"
             )
-        for line in changed.values():
-            log.warning("Since the checkpoint: %s.", line)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Store the configured settings, which a checkpoint will replace."""

@@ -273,7 +273,9 @@ class RLHFCLI(LightningCLI):
                 f"{directory} has no last checkpoint to {subcommand}: remove --ckpt_path to "
                 f"use the models of the configuration, or set it to the path of a checkpoint"
             )
-        self.config_init[self.config_init["subcommand"]]["ckpt_path"] = checkpoint
+        if is_fit and checkpoint is not None and Path(checkpoint).is_dir():  # callbacks look at it before it is loaded
+            self.trainer.ckpt_path = checkpoint
+        self.config_init[self.config_init["subcommand"]]["ckpt_path"] = None if self.trainer.ckpt_path else checkpoint
         return checkpoint is not None
 
 

@@ -23,6 +23,7 @@ from lightning_rlhf.callbacks import (
     complete,
 )
 from lightning_rlhf.extras.late_ranks.callback import LateRanks
+from lightning_rlhf.extras.resume_check.check import ResumeCheck
 from lightning_rlhf.extras.run_lock.lock import RunLock
 from lightning_rlhf.rewards.function import RewardFunction
 
@@ -35,6 +36,7 @@ def test_default_callbacks_have_the_documented_order():
     assert kinds(complete([])) == [
         GracefulShutdown,
         RunLock,
+        ResumeCheck,
         Throughput,
         Console,
         LateRanks,
@@ -62,8 +64,8 @@ def test_given_callbacks_are_ordered_and_replace_the_default_of_their_class():
     ]
     ordered = complete([*inputs, console])
     assert kinds(ordered) == [
-        GracefulShutdown, RunLock, Throughput, Console, RolloutLoop, RolloutLog, KLControl, LateRanks, HFExport,
-        MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, RunLock, ResumeCheck, Throughput, Console, RolloutLoop, RolloutLog, KLControl, LateRanks,
+        HFExport, MetricsCSV, HealthChecks, RunState, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

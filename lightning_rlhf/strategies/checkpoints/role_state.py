@@ -164,6 +164,15 @@ def settings_of(optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]
     return {"optimizer": type(optimizer).__name__, "param_groups": named}
 
 
+def check_same_optimizer(role: str, stored: str, configured: str) -> None:
+    """Raise if an optimizer, named by its class, cannot load the state of a checkpoint's."""
+    if stored != configured and not (stored in _ADAM and configured in _ADAM):
+        raise UsageError(
+            f"the {role} was optimized by {stored} when the checkpoint was written, and now by {configured}: configure "
+            f"{stored}, or start a new run from the exported model"
+        )
+
+
 def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: StoredRole) -> list[dict[str, Any]]:
     """Return the stored settings of an optimizer's groups.
 
@@ -179,15 +188,9 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
     """
     role = stored.folder.name
     settings = stored.settings
-    ours = type(optimizer).__name__
     if settings is None:
         raise UsageError(f"the checkpoint has weights of the {role} but no optimizer, so training cannot resume")
-    stored_class = settings["optimizer"]
-    if stored_class != ours and not (stored_class in _ADAM and ours in _ADAM):
-        raise UsageError(
-            f"the {role} was optimized by {stored_class} when the checkpoint was written, and now by {ours}: configure "
-            f"{stored_class}, or start a new run from the exported model"
-        )
+    check_same_optimizer(role, settings["optimizer"], type(optimizer).__name__)
     merged = []
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         matching_groups = [old for old in settings["param_groups"] if set(names) <= set(old["params"])]

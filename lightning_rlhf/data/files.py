@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow, without_nested_nulls
 from lightning_rlhf.expected_errors import UsageError
@@ -59,8 +60,8 @@ class Files:
             _check_encoding(path)
             try:
                 yield from FILE_KINDS[_extension(path)](path)
-            except (OSError, EOFError, zlib.error) as error:  # no permission, not compressed, truncated
-                raise UsageError(f"cannot read {path!r}: {error}") from error
+            except (OSError, HTTPError, EOFError, zlib.error) as error:  # no permission or network, truncated
+                raise UsageError(f"cannot read {path!r}: {error}") from None
 
 
 def expand(source: str) -> list[str]:
@@ -116,8 +117,8 @@ def _expand_url(url: str) -> list[str]:
         else:
             paths = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
         return [filesystem.unstrip_protocol(name) for name in paths if filesystem.isfile(name)]
-    except (OSError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
-        raise UsageError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error
+    except (OSError, HTTPError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
+        raise UsageError(f"cannot read {url!r}: {' '.join(str(error).split())}") from None
 
 
 def looks_like_a_path(source: str) -> bool:

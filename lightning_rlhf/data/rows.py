@@ -177,9 +177,8 @@ class HubDataset:
                 reason = hub_error_message(self.path, error)
             else:  # the dataset exists, but the split or configuration does not, or a file is broken
                 reason = str(error.__cause__ or error).strip().split("\n")[0]
-            raise UsageError(
-                f"cannot read {self.path!r}, split {self.split!r}, as a dataset of the hub: {reason}"
-            ) from error
+            failed = UsageError(f"cannot read {self.path!r}, split {self.split!r}, as a dataset of the hub: {reason}")
+            raise failed from (None if isinstance(error, OSError) else error)
         for number, row in enumerate(dataset):
             yield f"{self.path}[{number}]", without_nested_nulls(row)
 

@@ -8,9 +8,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
 import pytest
+from huggingface_hub.errors import HTTPError
 
 from lightning_rlhf.data.files import Files, expand
 from lightning_rlhf.data.rows import ConcatenatedRows, HubDataset, InMemory, as_rows
+from lightning_rlhf.expected_errors import UsageError
 
 ROWS = [{"text": "a"}, {"text": "b\nc"}, {"text": "é"}]
 
@@ -185,6 +187,18 @@ def test_urls_of_fsspec_are_read(folder):
     assert expand("memory://data/*.jsonl") == ["memory:///data/b.jsonl"]
     with pytest.raises(FileNotFoundError, match=r"no data at 'memory://data/none.jsonl'"):
         as_rows("memory://data/none.jsonl")
+
+
+@pytest.mark.parametrize("failure", [HTTPError("no such host"), OSError("no such host")])
+def test_address_that_does_not_answer_is_one_line_without_a_traceback(monkeypatch, failure):
+    def fail(_):
+        raise failure
+
+    monkeypatch.setattr(fsspec, "url_to_fs", fail)
+    with pytest.raises(UsageError) as error:
+        expand("hf://datasets/owner/name/file.parquet")
+    assert str(error.value) == "cannot read 'hf://datasets/owner/name/file.parquet': no such host"
+    assert error.value.__cause__ is None  # the command line prints the traceback of a cause
 
 
 class SilentHandler(SimpleHTTPRequestHandler):

@@ -183,6 +183,7 @@ def test_unreachable_hub_id_raises_a_one_line_error():
     ) as caught:
         list(HubDataset("missing/data", split="test").rows())
     assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None  # the command line prints the traceback of a cause
 
 
 def test_reason_with_details_is_counted_under_its_kind():

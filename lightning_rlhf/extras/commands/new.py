@@ -133,7 +133,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", metavar="KIND", help="kind of the project (default: grpo)")
     parser.add_argument("--recipe", metavar="NAME", help="a configuration of the repository, such as preferences/simpo")
     parser.add_argument("--from-trl", type=Path, metavar="FILE", help="JSON or YAML file with options of TRL")
-    parser.add_argument("--from-verl", type=Path, metavar="FILE", help="script that starts verl; it is not executed")
+    parser.add_argument(
+        "--from-verl", type=Path, metavar="FILE", help="script that starts verl, which is not executed, or its YAML"
+    )
     parser.add_argument(
         "--trainer",
         choices=list(SECTIONS_OF),

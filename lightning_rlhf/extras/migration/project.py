@@ -12,6 +12,7 @@ import yaml
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.migration import trl, verl
+from lightning_rlhf.extras.migration.hydra import configuration_options
 from lightning_rlhf.extras.migration.shell import overrides
 from lightning_rlhf.extras.migration.trl import read_options
 from lightning_rlhf.extras.schema.known import SCHEMA
@@ -68,20 +69,25 @@ def write_from_verl(file: Path, directory: Path) -> str:
     """Write a configuration with the options of a script of verl, which is read and not executed; return what to print.
 
     Args:
-        file: script of the shell that calls ``verl.trainer.main_ppo``.
+        file: script of the shell that calls ``verl.trainer.main_ppo``, or a configuration of verl in YAML.
         directory: empty directory.
 
     Raises:
         UsageError: the file cannot be read, or has no options of verl.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
-    options, notes = overrides(text)
+    if file.suffix in (".yaml", ".yml"):
+        options, notes = configuration_options(file)
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} cannot be read: {error}") from error
+        options, notes = overrides(text, file.parent)
+        if notes and not options:
+            raise UsageError(f"{file} has no options of verl; {notes[0]}")
     with _value_errors(file):
         config, left = verl.converted(options)
-    return _write(directory, config, [*notes, *left], f"{file.name}, a script of verl", "verl")
+    return _write(directory, config, [*notes, *left], f"{file.name} of verl", "verl")
 
 
 @contextmanager

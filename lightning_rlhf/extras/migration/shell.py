@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from pathlib import Path
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.extras.migration.hydra import BASES, configuration_options, find_configuration
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w@]*(?:\.[\w@-]+)+)=(.*)", re.DOTALL)
@@ -24,7 +26,7 @@ _COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|(?<![^\s;()&|])#[^\n]*
 _SUM = re.compile(r"\$\(\((.{1,200}?)\)\)(?!\))")
 _EXPR = re.compile(r"\$\(expr ([^()]*)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_CONFIGURATION = re.compile(r"(?<!\S)(?:--config-(?:name|path|dir)|-c[np])[= ]\S+")
+_CONFIGURATION = re.compile(r"(?<!\S)(--config-(?:name|path|dir)|-c[np])[= ](\S+)")
 _PROCESSES = re.compile(r"--(nproc[-_]per[-_]node|nnodes)(?:=(.*))?")
 _OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -37,25 +39,29 @@ _COMPARISONS = {
 _MOST = 10**12  # largest number of an expression
 
 
-def overrides(text: str) -> tuple[dict[str, str], list[str]]:
+def overrides(text: str, folder: Path = Path()) -> tuple[dict[str, str], list[str]]:
     """Return the options ``a.b.c=value`` of a script with their values, and notes about what could not be read.
 
     Variables with a value or a default, arrays, continued lines, sums, and comparisons of known texts are understood.
     Of the branches of another condition all are read, and the last one counts. If the script starts several programs,
-    the options are those of the last one that trains.
+    the options are those of the last one that trains. Below its options are those of the configuration that
+    ``--config-name`` names, if its file is here.
 
     Args:
         text: the script.
+        folder: folder of the script.
 
     Raises:
-        UsageError: its only programs of verl do not train.
+        UsageError: its only programs of verl do not train, or the file of its configuration cannot be read.
     """
     text = _COMMENT.sub(lambda match: match[1] or "", f"{text}\n").replace("\\\n", " ")
     script = _Script()
     for words, end in _statements(text, script.variables):
         script.read(words, end)
     program, notes = script.chosen(text)
-    found = {name: script.expanded(value) for name, value in program.options.items()}
+    below, notes_below = script.configuration(text, folder)
+    notes = notes_below + notes
+    found = {**below, **{name: script.expanded(value) for name, value in program.options.items()}}
     notes += [f"{name}: {value!r:.80} depends on the machine" for name, value in found.items() if "$" in value]
     notes += [f"{name}: the script gives it an empty text" for name, value in found.items() if not value]
     for name, value in found.items():
@@ -144,12 +150,6 @@ class _Script:
             text: the script without comments.
         """
         notes = []
-        names = [base for base in _CONFIGURATION.findall(text) if "name" in base or "-cn" in base]
-        base = (names or _CONFIGURATION.findall(text) or [""])[0]
-        if base and not re.search(r"[= ]['\"]?(ppo_trainer|sft_trainer|sft_trainer_engine)\b", base):
-            notes.append(
-                f"{base}: the configuration of that name is not read; its values that differ from verl's are lost"
-            )
         if self._has_conditions:
             notes.append("the script has conditions: the values of all branches are read, and the last one counts")
         for name, options in self._holders.items():
@@ -163,6 +163,24 @@ class _Script:
             notes.append(f"{others}: these are not read, but only {training[-1].name}, the last program of the script")
         program = training[-1] if training else _Program("")
         return program, notes + program.notes
+
+    def configuration(self, text: str, folder: Path) -> tuple[dict[str, str], list[str]]:
+        """Return the options of the configuration that the script names, and notes; empty for those of verl itself.
+
+        Args:
+            text: the script without comments.
+            folder: folder of the script.
+        """
+        given = {kind[-4:]: self.expanded("".join(_split(value))) for kind, value in _CONFIGURATION.findall(text)}
+        path = given.get("path") or given.get("-dir") or given.get("-cp") or ""
+        name = given.get("name") or given.get("-cn") or ""
+        if not given or name.removesuffix(".yaml") in BASES:
+            return {}, []
+        if (file := find_configuration(name, path, folder)) is None:
+            shown = " ".join(filter(None, (path and f"--config-path={path}", name and f"--config-name={name}")))
+            line = f"{shown}: there is no such file here, so its values that differ from verl's are lost"
+            return {}, [f"{line}; copy it beside the script"]
+        return configuration_options(file)
 
     def read(self, words: list[str], end: str) -> None:
         """Read a statement.

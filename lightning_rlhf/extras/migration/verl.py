@@ -65,7 +65,7 @@ def converted(options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
         return _Supervised(options, "sft_trainer").result()
     raise UsageError(
         "the script has no options of verl's main_ppo or of its SFT trainer, such as actor_rollout_ref.model.path or "
-        "model.partial_pretrain; those in a file that --config-name names are not read"
+        "model.partial_pretrain"
     )
 
 

@@ -223,9 +223,95 @@ def test_names_of_today_and_words_for_schedules():
     assert added == "reward_model and custom_reward_function are added up here; verl takes one of them"
 
 
-def test_configuration_that_is_not_read_is_named():
+MINE = """
+hydra:
+  searchpath: [file://verl/trainer/config]
+defaults:
+  - ppo_trainer
+  - data: of_others
+  - _self_
+data:
+  train_files: [a.parquet, b.parquet]
+  max_prompt_length: 300
+  train_batch_size: 64
+  seed: ${oc.env:SEED}
+actor_rollout_ref:
+  model:
+    path: x/y
+  actor:
+    ppo_mini_batch_size: ${data.train_batch_size}
+    ppo_epochs: ${oc.select:none.such,3}
+    clip_ratio: 0.3
+    clip_ratio_low: ${.clip_ratio}
+    optim: {lr: 2e-6}
+algorithm:
+  adv_estimator: grpo
+"""
+
+
+def test_configuration_that_the_script_names_is_read_below_its_options(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/mine.yaml").write_text(MINE)
+    start = "DIR=$(pwd)/config\npython3 -m verl.trainer.main_ppo --config-path=\"$DIR\" --config-name='mine' $@"
+    options, notes = overrides(f"{start} data.max_prompt_length=500", tmp_path)
+    assert options == {
+        "data.train_files": '["a.parquet", "b.parquet"]', "data.max_prompt_length": "500",
+        "data.train_batch_size": "64", "actor_rollout_ref.model.path": "x/y",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "64", "actor_rollout_ref.actor.ppo_epochs": "3",
+        "actor_rollout_ref.actor.clip_ratio": "0.3", "actor_rollout_ref.actor.clip_ratio_low": "0.3",
+        "actor_rollout_ref.actor.optim.lr": "2e-6", "algorithm.adv_estimator": "grpo",
+    }  # fmt: skip
+    assert notes[:2] == [
+        "defaults of mine.yaml: 'data: of_others' is not read; its values that differ from verl's are lost",
+        "data.seed: '${oc.env:SEED}' refers to what mine.yaml does not say",
+    ]
+    alone, _ = overrides(start, tmp_path)
+    assert alone == {**options, "data.max_prompt_length": "300"}
+
+
+def test_script_with_all_options_in_a_configuration_becomes_the_run_of_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "run.sh").write_text("python -m verl.trainer.main_ppo -cp config -cn mine\n")
+    assert new.run(["a", "--from-verl", "run.sh"]) == 0
+    assert new.run(["b", "--from-verl", "mine.yaml"]) == 0
+    first, second = (yaml.safe_load((tmp_path / name / "run.yaml").read_text()) for name in "ab")
+    assert first == second
+    assert first["model"]["init_args"]["optimizer"]["lr"] == 2e-6
+    assert first["data"]["init_args"]["train"] == ["a.parquet", "b.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        (
+            "run.sh",
+            "python -m verl.trainer.main_ppo --config-name=mine",
+            "run.sh has no options of verl; --config-name=mine",
+        ),
+        ("mine.yaml", "- a\n- b\n", "mine.yaml must be a mapping of options, as verl's configurations are"),
+        ("mine.yaml", "a: {b", "mine.yaml cannot be read: while parsing a flow mapping"),
+        ("mine.yaml", "a: 1\n", "the script has no options of verl's main_ppo or of its SFT trainer"),
+    ],
+)
+def test_configuration_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys, name, text, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert new.run(["run", "--from-verl", name]) == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"lightning-rlhf: {line}")
+
+
+def test_configuration_that_is_not_here_is_named():
     _, notes = overrides("python -m verl.trainer.main_ppo --config-name='mine' a.b=1")
-    assert notes[0].startswith("--config-name='mine': the configuration of that name is not read")
+    assert notes[0].startswith("--config-name=mine: there is no such file here, so its values that differ from verl's")
+
+
+def test_configuration_with_the_defaults_of_verl_says_so(tmp_path):
+    (tmp_path / "all.yaml").write_text("a: {_target_: verl.A, b: 1, c: '???'}\n")
+    options, notes = overrides("python -m verl.trainer.main_ppo --config-name=all", tmp_path)
+    assert options == {"a.b": "1"}
+    assert notes == ["all.yaml has verl's defaults too, so this list names options that you did not set"]
 
 
 SFT = """torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/a.parquet data.prompt_key=extra_info \\

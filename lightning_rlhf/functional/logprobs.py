@@ -159,7 +159,7 @@ def chunked_token_scores(
     if len(hidden) != len(targets):
         raise ValueError(f"one target for each hidden state expected, got {len(targets)} for {len(hidden)}")
     device = hidden.device.type
-    rounds_to = None if float32_logits else _dtype_of_head(hidden)
+    rounds_to = None if float32_logits else dtype_of_head(hidden)
     hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     chunk_bytes = chunk_bytes_on(device) if chunk_bytes is None else chunk_bytes
     keep_bytes = keep_bytes_on(device) if keep_bytes is None else keep_bytes
@@ -179,13 +179,14 @@ def in_one_dtype(
 
     On a CPU, narrower values are in float32 memory: torch multiplies bfloat16 with float32 results on a GPU alone.
     """
-    dtype = _dtype_of_head(hidden)
+    dtype = dtype_of_head(hidden)
     memory = torch.promote_types(dtype, torch.float32) if hidden.device.type == "cpu" else dtype
     rounded = [None if tensor is None else tensor.to(dtype).to(memory) for tensor in (hidden, weight, bias)]
     return rounded[0], rounded[1], rounded[2]  # type: ignore[return-value]
 
 
-def _dtype_of_head(hidden: Tensor) -> torch.dtype:
+def dtype_of_head(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which a head computes: that of autocast, or of the hidden states without it."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 

@@ -19,7 +19,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.extras.algorithms.divergence import Distillation, DistilledScores, TeacherHead, TeacherOutputs
 from lightning_rlhf.extras.algorithms.remote_teachers import RemoteTeacher, results
 from lightning_rlhf.extras.algorithms.teacher_advantages import NoAdvantages
-from lightning_rlhf.functional.logprobs import ActorScores
+from lightning_rlhf.functional.logprobs import ActorScores, dtype_of_head
 from lightning_rlhf.models.heads import Head
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import vocab_size
@@ -300,7 +300,10 @@ class TeacherModule(RLHFModule):
             part = rollout[rows]
             states = self.call_language_model(role, part.of_teacher(), of_role[rows], of_targets=outputs)
             scale = head.scale / rollout.temperature
-            distributions.append((TeacherHead(states, head.weight, head.bias, scale, head.softcap), of_role))
+            source = self.sources.get(role, self.sources["actor"])
+            rounds_to = None if source.float32_logits else dtype_of_head(states)
+            teacher = TeacherHead(states, head.weight, head.bias, scale, head.softcap, rounds_to)
+            distributions.append((teacher, of_role))
         return distributions
 
     def policy_objective(self, rows: Experience, scores: ActorScores, means: MeanAccumulator) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.functional.logprobs import add_product, head_logits, in_one_dtype
+from lightning_rlhf.functional.logprobs import add_product, dtype_of_head, head_logits, in_one_dtype
 from lightning_rlhf.functional.products import linear, part_of
 from lightning_rlhf.models.causal import Targets
 from lightning_rlhf.types import LEAST_REST, TopTokens
@@ -28,6 +28,7 @@ class TeacherHead(NamedTuple):
         bias: (V,) or None.
         scale: factor of the logits, divided by the temperature.
         softcap: soft cap of the logits, see :func:`~lightning_rlhf.functional.logprobs.head_logits`.
+        rounds_to: dtype to which the head's results are rounded; None keeps them in float32.
     """
 
     states: Tensor
@@ -35,6 +36,7 @@ class TeacherHead(NamedTuple):
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    rounds_to: torch.dtype | None = None
 
 
 class DistillationScores(NamedTuple):
@@ -64,6 +66,7 @@ def distillation_scores(
     beta: float,
     scale: float = 1.0,
     softcap: float | None = None,
+    float32_logits: bool = True,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
 ) -> DistillationScores:
     """Generalized Jensen-Shannon divergence of each token's distribution, computed in chunks of bounded memory.
@@ -89,16 +92,18 @@ def distillation_scores(
         beta: interpolation, in [0, 1].
         scale: multiplies the student's logits: 1 / temperature.
         softcap: soft cap of the student's logits.
+        float32_logits: whether the student's head in bfloat16 has float32 results, which are not rounded.
         memory_bytes: memory of the logits and of their gradients at a time; at least one token is computed.
 
     Returns:
         Scores of the N tokens.
     """
+    rounds_to = None if float32_logits else dtype_of_head(hidden)
     hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     if isinstance(teacher, TeacherHead):
         teacher = TeacherHead(*in_one_dtype(*teacher[:3]), *teacher[3:])
     with_gradient = torch.is_grad_enabled()
-    options = (token_weights, teacher, beta, scale, softcap, memory_bytes, with_gradient)
+    options = (token_weights, teacher, beta, scale, softcap, rounds_to, memory_bytes, with_gradient)
     return DistillationScores(*_HeadDivergence.apply(hidden, weight, bias, targets, options))
 
 
@@ -110,7 +115,7 @@ class _HeadDivergence(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the scores, and the gradients of the loss."""
-        weights, teacher, beta, scale, softcap, memory_bytes, with_gradient = options
+        weights, teacher, beta, scale, softcap, rounds_to, memory_bytes, with_gradient = options
         wants_hidden, wants_weight, wants_bias = (with_gradient and wants for wants in ctx.needs_input_grad[:3])
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         chunk, block = _sizes(hidden, weight, memory_bytes, has_softcap=softcap is not None)
@@ -123,7 +128,7 @@ class _HeadDivergence(torch.autograd.Function):
                 part = slice(first, min(first + chunk, begin + len(states)))
                 gradient = buffers.gradients[first - begin : part.stop - begin]
                 memory = buffers.student[: len(gradient)]
-                logits = head_logits(hidden[part], weight, bias, scale=scale, softcap=softcap, out=memory)
+                logits = head_logits(hidden[part], weight, bias, scale, softcap, out=memory, rounds_to=rounds_to)
                 slope = None if softcap is None else 1 - (logits / (scale * softcap)).square()
                 compare = _with_head if isinstance(teacher, TeacherHead) else _with_top_tokens
                 chunk_of = _Chunk(logits, targets[part], beta, gradient, buffers)
@@ -236,9 +241,8 @@ def _with_head(chunk: _Chunk, teacher: TeacherHead) -> tuple[Tensor, Tensor, Ten
     student = chunk.logits[:, :common].sub_(weights[:, :common].sum(dim=-1, keepdim=True).log())
     bias = part_of(teacher.bias, slice(common))
     memory = chunk.buffers.teacher[:tokens, :common]
-    other = head_logits(
-        teacher.states, teacher.weight[:common], bias, scale=teacher.scale, softcap=teacher.softcap, out=memory
-    )
+    states, weight = teacher.states, teacher.weight[:common]
+    other = head_logits(states, weight, bias, teacher.scale, teacher.softcap, out=memory, rounds_to=teacher.rounds_to)
     other.clamp_(min=torch.finfo(other.dtype).min / 4)
     other.sub_(other.amax(dim=-1, keepdim=True))
     spare = chunk.spare[:, :common]
@@ -310,6 +314,7 @@ def top_tokens(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    float32_logits: bool = True,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
 ) -> TopTokens:
     """Most likely tokens of a teacher's distributions, computed in chunks.
@@ -321,8 +326,10 @@ def top_tokens(
         count: K, number of tokens, in [1, V].
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits.
+        float32_logits: whether a head in bfloat16 has float32 results, which are not rounded to bfloat16.
         memory_bytes: memory of the logits at a time; at least one token is computed.
     """
+    rounds_to = None if float32_logits else dtype_of_head(hidden)
     hidden, weight, bias = in_one_dtype(hidden, weight, bias)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # The product, its copy in float32, and a temporary result of logsumexp.
@@ -330,7 +337,7 @@ def top_tokens(
     buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
     parts = []
     for states in hidden.split(chunk) if len(hidden) else ():
-        logits = head_logits(states, weight, bias, scale=scale, softcap=softcap, out=buffer[: len(states)])
+        logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)], rounds_to=rounds_to)
         logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
         logprobs, ids = logits.topk(count, dim=-1)
         rest = logits.scatter_(-1, ids, -math.inf).logsumexp(dim=-1).clamp(min=math.log(LEAST_REST))
@@ -374,6 +381,7 @@ class TeacherOutputs:
             self.top_k,
             scale=targets.scale,
             softcap=targets.head.softcap,
+            float32_logits=targets.float32_logits,
             memory_bytes=self.memory_bytes,
         )
         return tokens.map(lambda values: targets.total(targets.scatter(values)).clone())  # FSDP warns of views
@@ -416,6 +424,7 @@ class Distillation:
                 beta=self.beta,
                 scale=targets.scale,
                 softcap=targets.head.softcap,
+                float32_logits=targets.float32_logits,
                 memory_bytes=self.memory_bytes,
             )
             total = DistilledScores(

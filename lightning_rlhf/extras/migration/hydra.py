@@ -68,7 +68,7 @@ def _bases(defaults: Any) -> Iterator[str]:
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield each option with its value as Hydra's command line has it."""
+    """Yield each option with its value as text, as on Hydra's command line."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{prefix}.{name}" if prefix else str(name), inner)

@@ -1,5 +1,6 @@
 """Distillation: the update of a student, compared with all logits at once; teachers of every kind."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -367,6 +368,20 @@ def test_bfloat16_is_close_to_float32(top_k, monkeypatch):
         metrics.append(fit(module, [rollout_of(ROWS)], precision=precision).callback_metrics)
     assert_close(metrics[1]["loss/distillation"], metrics[0]["loss/distillation"], rtol=1e-2)
     assert abs(metrics[1]["grad_norm/actor"] / metrics[0]["grad_norm/actor"] - 1) < 0.03
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_each_model_rounds_its_logits_as_configured(top_k, monkeypatch):
+    monkeypatch.undo()  # bfloat16 needs the dtypes of the code
+    torch.set_default_dtype(torch.float32)
+    losses = set()
+    for student, teacher in itertools.product([True, False], repeat=2):
+        models = replace(TinyModel(), float32_logits=student), replace(TinyModel(seed=1), float32_logits=teacher)
+        module = DistillationModule(*models, Divergence(0.5, top_k), optimizer=partial(torch.optim.SGD, lr=0.1))
+        metrics = fit(module, [rollout_of(ROWS)], precision="bf16-mixed").callback_metrics
+        losses.add(float(metrics["loss/distillation"]))
+    assert len(losses) == 4  # each of the two options is read
+    assert max(losses) - min(losses) < 0.01 * max(losses)
 
 
 def test_text_of_5000_tokens_has_the_divergence_of_its_tokens():

@@ -237,6 +237,30 @@ def test_all_tokens_as_top_ones_are_the_whole_distribution_and_fewer_hide_some_o
     assert (whole.divergence >= 0).all()
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("rounded", [(False, False), (True, False), (False, True), (True, True)])
+def test_logits_of_a_head_in_bfloat16_are_rounded_if_they_shall_be(rounded, top_k, monkeypatch):
+    monkeypatch.undo()  # bfloat16 needs the dtypes of the code
+    torch.set_default_dtype(torch.float32)
+    hidden, states = (normal(5, 32, seed=seed).bfloat16() for seed in (1, 2))
+    weight, head = ((0.3 * normal(VOCABULARY, 32, seed=seed)).bfloat16() for seed in (3, 4))
+    targets = torch.arange(5)
+    logits = [x.double() @ y.double().T for x, y in ((hidden, weight), (states, head))]
+    logits = [x.bfloat16().double() if rounds else x for x, rounds in zip(logits, rounded, strict=True)]
+    p, q = (x.log_softmax(-1) for x in logits)
+    own = p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    if top_k:
+        ids = q.topk(top_k).indices
+        p, q = (torch.cat([t := x.gather(-1, ids), (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
+        teacher = top_tokens(states, head, None, top_k, float32_logits=not rounded[1])
+    else:
+        teacher = TeacherHead(states, head, rounds_to=torch.bfloat16 if rounded[1] else None)
+    ones = torch.ones(5)
+    scores = distillation_scores(hidden, weight, None, targets, teacher, ones, beta=0.0, float32_logits=not rounded[0])
+    assert_close(scores.divergence.double(), (q.exp() * (q - p)).sum(-1), rtol=0, atol=1e-5)
+    assert_close(scores.logprobs.double(), own, rtol=0, atol=1e-5)
+
+
 def test_padding_tokens_of_one_model_do_not_count():
     hidden, weight, bias, targets, teacher = models(5, seed=11, teacher_vocabulary=VOCABULARY + 2)
     shorter = teacher._replace(weight=teacher.weight[:VOCABULARY], bias=teacher.bias[:VOCABULARY])

@@ -116,9 +116,7 @@ def engine_dtype(precision: str, source_dtype: str | None) -> Literal["float32",
         precision: precision of the Trainer, ``32-true`` or ``bf16-mixed``.
         source_dtype: dtype of the actor's source; None is float32.
     """
-    if source_dtype == "bfloat16" or precision == "bf16-mixed":
-        return "bfloat16"
-    return "float32"
+    return "bfloat16" if source_dtype == "bfloat16" or precision == "bf16-mixed" else "float32"
 
 
 class RolloutEngine(ABC):

@@ -460,9 +460,19 @@ def test_arguments_passed_to_vllm(installed, monkeypatch, tmp_path):
     assert inputs["trust_remote_code"] is False
     assert "gpu_memory_utilization" not in inputs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     inputs = VLLMEngine(gpu_memory_utilization=0.7, tensor_parallel_size=2).llm_arguments(setup)
     assert (inputs["gpu_memory_utilization"], inputs["tensor_parallel_size"]) == (0.7, 2)
-    assert "enforce_eager" not in inputs
+    assert not {"enforce_eager", "max_num_batched_tokens", "max_num_seqs"} & inputs.keys()
+
+
+def test_passes_of_a_slice_of_a_gpu_are_not_those_of_the_whole_gpu(installed, monkeypatch, tmp_path):
+    save_architecture(source_of(), tmp_path)
+    setup = EngineSetup(tmp_path, "bfloat16", 9000, tmp_path / "log")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3 MIG 2g.20gb")
+    inputs = VLLMEngine(arguments={"max_num_seqs": 64}).llm_arguments(setup)
+    assert (inputs["max_num_batched_tokens"], inputs["max_num_seqs"]) == (8192, 64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -481,6 +491,7 @@ def test_gpu_options_reach_vllm_and_are_rejected_on_a_cpu(installed, monkeypatch
     setup = EngineSetup(tmp_path, "bfloat16", 90, tmp_path / "log")
     engine = VLLMEngine(deterministic=True, sleep_while_learning=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended GPU")
     assert engine._environment(setup)["VLLM_BATCH_INVARIANT"] == "1"
     assert engine.llm_arguments(setup)["enable_sleep_mode"] is True
     assert engine.traits.sleeps

@@ -302,7 +302,7 @@ class TeacherModule(RLHFModule):
             scale = head.scale / rollout.temperature
             source = self.sources.get(role, self.sources["actor"])
             rounds_to = None if source.float32_logits else dtype_of_head(states)
-            teacher = TeacherHead(states, head.weight, head.bias, scale, head.softcap, rounds_to)
+            teacher = TeacherHead(states, head.weight, head.bias, scale, softcap=head.softcap, rounds_to=rounds_to)
             distributions.append((teacher, of_role))
         return distributions
 

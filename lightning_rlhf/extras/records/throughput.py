@@ -109,11 +109,11 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def known_peak(module: RoleModule) -> float | None:
-    """Return the TFLOP/s of the device in bfloat16 if it is known and training is in bfloat16."""
+    """Return the TFLOP/s of a device in bfloat16; None for unknown devices, slices in MIG mode and other precisions."""
     if module.device.type != "cuda" or not str(module.trainer.precision).startswith("bf16"):
         return None
     name = torch.cuda.get_device_name(module.device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return None if " MIG " in name else next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def operations_per_pass(module: RLHFModule, step: TrainedStep) -> float:

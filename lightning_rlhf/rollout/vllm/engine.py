@@ -287,6 +287,8 @@ class VLLMEngine(RolloutEngine):
             arguments["async_scheduling"] = False  # it returns tokens one step later, labelled with the newer version
         if torch.cuda.is_available():
             arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
+            if " MIG " in torch.cuda.get_device_name():  # vLLM sizes its passes by the memory of the whole GPU
+                arguments |= {"max_num_batched_tokens": 8192, "max_num_seqs": 256}  # as on a GPU of less than 70 GiB
         else:
             config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
             # Chunked prefill of a seeded request crashes the CPU engine (vLLM 0.32).
@@ -300,8 +302,8 @@ class VLLMEngine(RolloutEngine):
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
                 # vLLM 0.32's CPU kernel rotates the queries and keys of latent attention by wrong angles, and the
                 # backend that it prefers on CPUs with AMX fails in float32.
-                arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-                arguments["attention_config"] = {"backend": "CPU_MLA"}
+                own = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+                arguments |= {**own, "attention_config": {"backend": "CPU_MLA"}}
         return {**arguments, **self._arguments}
 
     @override

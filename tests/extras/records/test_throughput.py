@@ -133,6 +133,7 @@ def test_roles_without_an_update_have_no_operations():
         ("NVIDIA H200", "bf16-mixed", 989.0),
         ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312.0),
         ("NVIDIA A100-SXM4-80GB", "32-true", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16-mixed", None),
         ("NVIDIA GeForce GTX 1080", "bf16-mixed", None),
     ],
 )

@@ -136,7 +136,7 @@ def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         for name in ("configs", "examples"):
             Path(name).symlink_to(ROOT / name)
-        for name in ("x.yaml", "run.yaml", "grpo.yaml", "reward.yaml", "sft.yaml", "ppo.yaml"):
+        for name in ("x.yaml", "run.yaml", "grpo.yaml", "reward.yaml", "sft.yaml", "ppo.yaml", "dpo.yaml"):
             Path(name).write_text(yaml.safe_dump(run_of({"rewards": []})))
         try:
             parse(*arguments)

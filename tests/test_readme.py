@@ -42,7 +42,7 @@ def test_quickstart_recipe_consists_of_the_three_tested_runs():
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
 
 
 def test_files_in_documents_exist():

@@ -64,13 +64,13 @@ TRIED = """## Tried and left out
 
 Tried on 25 November 2026, on an AMD EPYC with AVX-512:
 
-- `torch.compile` of the decoder layers of the GRPO row: four steps took 400 s with compilation, because packed rows
-  have other lengths in each forward pass and their attention loops over texts. Of the norms only: 2.9 instead of 3.1
-  CPU seconds per step, within the range of steps. A user may call `compile()` on parts of a model in `on_fit_start`.
-- bfloat16 on a CPU is `precision: bf16-mixed`; the rows of SmolLM2 show it. A fifth of its update is the backward pass
-  of attention, for which torch's kernel takes 4 to 6 times the seconds of float32 on short texts.
-- Fewer calls of attention: in the updates of the GRPO row, attention takes 15 % of the seconds, in about 20 calls per
-  layer and forward pass. By estimate, joining groups saves a few per cent of that at most, and adds padding."""
+- `torch.compile` of decoder layers: four steps took 400 s, because packed rows change their length in each pass. Of the
+  norms only: 2.9 instead of 3.1 CPU seconds per step, within the range of steps. You can call `compile()` on parts of a
+  model in `on_fit_start`.
+- bfloat16 on a CPU (`precision: bf16-mixed`, see SmolLM2): a fifth of its update is the backward pass of attention. On
+  short texts, torch's kernel takes 4 to 6 times the seconds of float32 there.
+- Fewer calls of attention: it takes 15 % of the GRPO row's updates, in about 20 calls per layer and pass. By estimate,
+  joining groups saves a few per cent of that and adds padding."""
 
 
 def peer_python(name: str, directory: Path) -> Path:
@@ -204,30 +204,27 @@ def report(measured: dict[str, Any]) -> str:
     days = " and ".join(f"{day:%d %B %Y}" for day in measured["dates"])
     about = f"""# Performance
 
-Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
-model on the same data, in float32 and with one thread per process where nothing else is given. The processes run one
-after the other in turns, each with two steps that are not counted; figures are medians over the others of all turns,
-ranges are of all of these steps. Where a title names no model, it has 2.4 M parameters. CPU seconds are those of all
-processes of a run. The ratio is that of lightning-rlhf (first row) to the library of the row. MB are the peak memory,
-summed over processes, in which shared pages count several times.
+How fast is lightning-rlhf beside TRL? `make benchmark` measures it on your machine and writes this page. Both train the
+same model (2.4 M parameters if a title names none) on the same data, in float32 with one thread per process unless a
+row says otherwise. They run in turns. Medians and ranges are over all steps but the first two of each turn. CPU
+seconds and MB (peak memory, shared pages count several times) are sums over the processes of a run. A ratio of 0.50
+means that lightning-rlhf, the first row, needs half of what you see in that row.
 
 Measured on {days}: {cores} cores of {model.partition(":")[2].strip()} ({torch.backends.cpu.get_cpu_capability()}),
 Python {platform.python_version()}. Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
-- TRL computes the logits of all tokens, prompts and padding included, where there is neither CUDA nor XPU, and those of
-  responses elsewhere. The benchmark makes it compute those of responses here too, which takes about 0.6 times the
-  seconds with SmolLM2.
-- TRL's vLLM does not run on CPUs as released. The benchmark makes it reload packed weights, in the same process, with
+- We help TRL twice. On CPUs it would compute the logits of all tokens: here it computes those of responses only, in
+  about 0.6 times the seconds with SmolLM2. Its vLLM does not run on CPUs as released: here it reloads packed weights in
   the dtype of the row.
-- On processors with AVX-512, lightning-rlhf computes float32 products of layers with oneDNN, TRL as torch does, with
-  MKL. On AMD's processors that alone saves much of the difference; the row "products by MKL" is without it.
-- TRL's GRPO, PPO and DPO pad the texts of a forward pass to the longest; micro-batches of 8 or 32 texts took the same
-  seconds. Its SFT can leave the padding out, supported only with FlashAttention, and so on a GPU.
-- With `max_staleness: 1`, vLLM generates the next responses on a second core while the trainer learns with one thread.
-  This is another algorithm, with responses of the weights before, and is compared with TRL on two threads.
-- TRL's PPO is that of 1.12, its last release, with the transformers library: it has no vLLM."""
+- With AVX-512, lightning-rlhf computes float32 products with oneDNN, TRL with MKL as torch does. On AMD's processors
+  that alone saves much of the difference, so look at the row "products by MKL".
+- TRL's GRPO, PPO and DPO pad texts to the longest (micro-batches of 8 or 32 took the same seconds). Its SFT can leave
+  padding out with FlashAttention only, so on a GPU.
+- `max_staleness: 1` uses a second core and older responses, which is another algorithm. Compare it with TRL on two
+  threads.
+- TRL's last PPO is in 1.12 and generates with transformers, because it has no vLLM."""
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
@@ -244,10 +241,9 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
             "",
             "## Parts of a step of lightning-rlhf",
             "",
-            "Wall seconds. The sync copies the weights to vLLM; the check compares log-probabilities of engine and",
-            "actor; the evaluation computes log-probabilities before the update, and values and reference where there",
-            "are any; the rest is data, logging and the start of generation. With `max_staleness: 1`, `generate` is",
-            "the time that the trainer waits for responses.",
+            "Wall seconds. `sync` copies the weights to vLLM, `check` compares engine and actor, `evaluate` computes",
+            "log-probabilities, values and reference before the update, and the rest is data, logging and the start of",
+            "generation. With `max_staleness: 1`, `generate` is the time that the trainer waits for responses.",
             "",
             f"| run | {' | '.join(task.PARTS)} | rest |",
             "|---|" + "---|" * (len(task.PARTS) + 1),
@@ -258,9 +254,8 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
             "",
             "## Updates and their matrix products",
             "",
-            "The table compares the updates of a step with the matrix products of layers and head for the tokens that",
-            "they compute; a prompt counts once for the responses that share it. The products were measured after the",
-            "runs.",
+            "How far are the updates of a step from the matrix products that they need? A prompt counts once for the",
+            "responses that share it. The products were measured after the runs.",
             "",
             "| run | tokens | of responses | updates, wall s | products, CPU s | ratio |",
             "|---|---|---|---|---|---|",
@@ -325,7 +320,7 @@ def divergence_section(rows: dict[str, dict[str, float]]) -> list[str]:
         f"Generalized Jensen-Shannon divergence (beta 0.5) of {DIVERGENCE_TOKENS} tokens, a vocabulary of "
         f"{DIVERGENCE_VOCABULARY:,} and a width of 896, with",
         "gradients of hidden states and head, in float32. MB are the rise of the peak without these gradients. TRL's",
-        "tiles are made for GPUs; the last row has 512 tokens by 2,048 of the vocabulary, the fastest of four tried.",
+        "tiles are made for GPUs, so the last row uses the fastest of four: 512 tokens by 2,048 of the vocabulary.",
         "",
         "| library | CPU s | ratio | MB | divergence |",
         "|---|---|---|---|---|",

@@ -49,7 +49,10 @@ class RolloutLoop(RolloutSettings, Callback):
             dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
         validate_at_ends: whether to validate before the first and after the last step.
         check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
-            sync; 0 disables the check.
+            sync; 0 disables the check. With ``max_staleness``, ends of at most 16 tokens of the last responses are
+            compared for every push: the actor evaluates them at the push, the engine when it has loaded the weights,
+            unless ``unfinished`` loads the next ones before. ``rollout/logprob_diff_mean`` then also contains the
+            change of the weights in these steps.
         max_logprob_diff: bound of that difference for 99 of 100 tokens, nats, above which the run ends; the mean over
             all tokens must be at most a twentieth of it. None is 1e-3 in float32 on a CPU; in bfloat16 and on a GPU a
             mean difference above 0.1 (in float32 0.0005) is logged if the engine holds the actor's weights, and ends
@@ -63,7 +66,9 @@ class RolloutLoop(RolloutSettings, Callback):
             ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
         teacher_prompt: prompt of the teacher of a DistillationModule, such as one with worked examples: a column of the
             data with text or messages, or a function of the same arguments as a reward function, which returns one for
-            each response. None gives the teacher the student's prompt.
+            each response; ``conversations`` contains the messages of an environment. A text is tokenized as it is;
+            messages are rendered by the chat template, with the tools of the data module but without those of a row.
+            None gives the teacher the student's prompt.
         given_responses: prompts whose responses are those of the data, for distillation and demonstrations; None
             samples all responses.
     """

@@ -36,7 +36,13 @@ class RunCheckpoint(ModelCheckpoint):
 
     With a role strategy these are folders, which any role strategy on any number of processes can resume from. Steps
     are the Trainer's ``global_step``, one per training batch; the last step is always saved. Resume with
-    ``--ckpt_path last``, or from the best with its path.
+    ``--ckpt_path last``, or from the best with its path. ``last`` without a checkpoint or a copy starts from the
+    beginning; the directory of an earlier run without a finished save is then renamed. It is an error if the checkpoint
+    has no manifest, or if there are only other checkpoints, such as the best.
+
+    A version of a checkpoint becomes the current one only when it is complete and synced to disk; the next run or save
+    removes the files of an interrupted one. Tied weights are written once. Where a strategy computes in bfloat16 and
+    keeps float32 weights in the optimizer, those are written. DeepSpeed's Adam can resume from AdamW's state.
 
     A run without one that saves the last checkpoint has one with the defaults.
 

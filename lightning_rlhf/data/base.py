@@ -87,18 +87,25 @@ class RowsDataModule(LightningDataModule):
 
     Args:
         train: training data: JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a URL, a hub id, a
-            row source, or a list of any of these.
+            row source, or a list of any of these. What looks like a path (it begins with ``.``, ``/``, ``~`` or an
+            existing directory, or has two slashes) is never requested from the hub. Of a directory, hidden files and
+            descriptions such as ``dataset_info.json`` are left out, and files of several splits are an error. CSV
+            values are text, which becomes numbers in numeric fields (``margin``, ``label``, a sampler's column). A null
+            within a value of Parquet, Arrow or the hub is left out, so that a tool call has its own arguments and not
+            those of all others; in JSON lines it stays.
         val: validation data, as for ``train``; None trains without validation.
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
         val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
         columns: column of each field, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the
-            keys of nested values: ``{ground_truth: extra_info.answer}``. Null leaves a column out: ``{system: null}``.
+            keys of nested values: ``{ground_truth: extra_info.answer}``. Tools beside nested messages are read, too:
+            ``{prompt: input.messages}`` finds ``input.tools``. Null leaves a column out: ``{system: null}``.
         split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
             occurrence counts.
         max_tokens: largest number of tokens of a prompt with its answer.
         too_long: treatment of longer rows: ``bad_row`` counts them as bad rows, ``drop`` skips and counts them, and
-            ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens.
+            ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens and count them as cut; a cut that leaves no
+            token of an answer makes a bad row.
         on_bad_row: ``error`` stops and reports the first bad rows; ``skip`` skips and counts them.
         bad_rows: file for all unused rows, with location and reason, as JSON lines.
         shuffle: False keeps the order of the data.

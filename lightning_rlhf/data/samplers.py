@@ -17,7 +17,11 @@ from lightning_rlhf.functional.seeding import derive_seed
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Protocol of an object that orders the rows of an epoch; set it in YAML by ``class_path``."""
+    """Protocol of an object that orders the rows of an epoch; set it in YAML by ``class_path``.
+
+    The order must depend only on the arguments of :meth:`order`, so that a run resumed in the middle of an epoch
+    continues in the same order.
+    """
 
     def key(self, fields: Fields) -> Any:
         """Return the value of a row that :meth:`order` needs, or raise :class:`BadRow`."""

@@ -78,7 +78,7 @@ class Reply:
     Args:
         messages: messages that the policy reads next; a text is a single message, from a tool if the turn called one,
             otherwise from the user. The content of a message is a text, or a list of texts and images of Pillow.
-            Ignored if ``done``.
+            An empty text is a message without content. Ignored if ``done``.
         reward: reward of the turn, or of the start for a reply of ``reset``; finite.
         done: whether the conversation ends.
         metrics: numbers to log, by name; their means over conversations are logged as ``env/<name>``.
@@ -138,7 +138,7 @@ class Agent:
     """Base class of agents, which ask for turns of the policy themselves, through OpenAI's chat API.
 
     A class with this method need not inherit from it. There is a new object for each conversation. The method may be
-    ``async``, and may leave out arguments that it does not use.
+    ``async``, so that the agents share an event loop, and may leave out arguments that it does not use.
     """
 
     def run(self, *arguments: Any, **named: Any) -> Any:
@@ -148,7 +148,7 @@ class Agent:
         this conversation, and the model is ``policy``. ``row`` and ``seed`` are those of :meth:`Environment.reset`.
 
         Returns:
-            ``Reply`` with reward and metrics, or the reward; None is a reward of 0.
+            ``Reply`` with reward and metrics, or the reward, which belongs to the last turn; None is a reward of 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run()")
 

@@ -42,14 +42,18 @@ class EnvironmentSettings:
         arguments: keyword arguments of the factory.
         parser: parser of tool calls; None passes turns on as text.
         bridge: tokens of the environment's messages: ``template`` uses the chat template, ``plain`` only the text,
-            ``renderers`` the package renderers.
-        renderer: renderer of that package, such as ``qwen3``; None is that of the model's name.
+            ``renderers`` the package renderers, which looks at the turn itself, for example at whether it ends with a
+            call. Gemma 4 with tools needs it, because its template writes the results of tools into the turn before.
+        renderer: renderer of that package, such as ``qwen3``; None is that of the model's name, if it is known.
         max_turns: largest number of turns of the policy, at least 1.
         max_turn_tokens: most tokens of one turn; None is limited by ``max_response_tokens`` of the loop, which counts
             all turns and the messages between them.
         max_message_tokens: most tokens of one message of the environment; longer ones are cut in the middle. None does
             not cut.
-        max_images: most images in the environment's messages of one conversation; 0 for messages of text only.
+        max_images: most images in the environment's messages of one conversation; 0 for messages of text only. Each has
+            at most 16,777,216 pixels and 33,554,432 bytes, and its tokens count in ``max_response_tokens``. The chat
+            template must render images in messages of the user, or of tools where the environment has some, which is
+            checked before the engine starts.
         weight: factor of the environment's rewards in the sum of all rewards; 0 only logs them.
         timeout_s: time limit of one call of the environment, seconds, positive. The environment runs in worker
             processes, which can be killed; one with ``async`` methods is cancelled instead. None: no limit, in threads

@@ -75,11 +75,16 @@ class Pretrained:
             with bfloat16, their products are in bfloat16.
         lora: adapters to train in place of the weights; None trains the weights.
         adapter: directory or hub id of a LoRA adapter in peft's format, which is added to the weights. A trained role
-            continues to train it, and reads ``lora`` from its files, without its dropout; a frozen role uses it as it
-            is.
+            continues to train it, and reads ``lora`` from its files, without its dropout; ``lora`` of the same settings
+            with another ``dropout`` sets one. A frozen role uses it as it is. An adapter of another base, or of a kind
+            that is not supported, is an error before weights load.
         quantization: kind of numbers in which the frozen linear layers are stored: ``nf4`` in 4 bits or ``int8``; None
-            stores them in ``dtype``. Trained roles then need ``lora`` or ``adapter``. Needs bitsandbytes.
-        train_vision: whether the image encoder of a vision-language model is trained too, and not its text model only.
+            stores them in ``dtype``. Products are computed in the dtype of the inputs. Trained roles then need ``lora``
+            or ``adapter``. Needs bitsandbytes.
+        train_vision: whether the image encoder of a vision-language model and its projector are trained too, and not
+            its text model only. Features of a frozen encoder are computed once in a run and kept, up to 1 GiB; roles
+            with the same source share them. ``lora`` puts adapters on the text model only. An export contains all
+            weights, in the names of the checkpoint, and the processor.
         float32_logits: whether a head in bfloat16 has float32 results, here and in the engine, instead of such that are
             rounded to bfloat16. The log-probabilities of the two then differ less.
         attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa

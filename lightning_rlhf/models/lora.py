@@ -36,6 +36,10 @@ class LoRA:
     See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen; A (rank by inputs)
     is drawn from the run's seed, B (outputs by rank) starts at zero, so that the model initially equals its source.
 
+    Adapters of bfloat16 weights are float32; under DeepSpeed they are bfloat16 with float32 master weights. Trained
+    embeddings or heads (``modules_to_save`` of peft) do not exist: the reference would be another model, and vLLM's
+    adapters have no such weights.
+
     Args:
         rank: rank of the product B A, at least 1.
         alpha: numerator of the factor alpha / rank, at least 1.
@@ -47,7 +51,8 @@ class LoRA:
         rslora: whether the factor is ``alpha / sqrt(rank)``, with which the size of a step does not depend on the rank.
             See "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", Kalajdzievski 2023.
         dora: whether the length of each row of the weight is trained as a vector beside the adapters. See "DoRA:
-            Weight-Decomposed Low-Rank Adaptation", Liu et al. 2024, equation 5.
+            Weight-Decomposed Low-Rank Adaptation", Liu et al. 2024, equation 5. Works with merged weights in the
+            engine, not under ZeRO-3 or tensor parallelism.
         dropout: share of an adapter's inputs set to zero in training, in [0, 1); only for SFT, preferences and reward
             models. In reinforcement learning, both log-probabilities of a ratio must come from the same network.
 

@@ -85,6 +85,14 @@ class RewardFunction:
     :class:`~lightning_rlhf.encoded_image.EncodedImage`, or None for a prompt without images. Prompts as text contain
     ``<image>`` in the place of each image.
 
+    Attributes of the function are read if it has them: ``__name__``, the name in logs (else the class name);
+    ``per_sample = True``; ``dry_call = False``, because a call costs money or needs a server or much memory; and
+    ``close()``, which releases resources when the run ends, also after an error. Each call gets its own copy of
+    ``arguments``, so that a state, such as answers that were seen, belongs in an object of a class. All rewards are
+    computed before the forward passes for modules that override ``receive``, ``pop_rollout``, ``evaluate`` or
+    ``training_step``. A function in the trainer's thread runs before them because it may use signals, as some parsers
+    do for time limits.
+
     Args:
         function: callable, or its reference ``file.py:name`` or ``module:name``; in YAML also a dotted path or
             ``class_path``.
@@ -98,7 +106,11 @@ class RewardFunction:
             None uses the function's ``per_sample`` attribute. ``timeout_s`` and verl's signature imply it; verl's
             functions run in one thread.
         timeout_s: time limit for one completion, seconds, positive; the function then runs in worker processes, which
-            can be killed. An ``async`` function is cancelled instead. None: no limit.
+            are killed with all processes that they started. They import the function again, so it must be defined at
+            the top level of a file, and have no GPU and none of a launcher's variables. A call whose process receives
+            SIGKILL otherwise is repeated once. An ``async`` function stays in the trainer's process and is cancelled;
+            its time starts when the completion is finished and includes waiting in its own queue, so that rewards from
+            a server have a ``timeout_s`` for each request in their ``endpoint`` instead. None: no limit.
         on_error: action at a failure: ``raise`` ends the run, ``skip`` omits this reward of the response, ``zero`` sets
             it to 0.
         max_error_rate: largest fraction of a rollout's completions, in [0, 1], that may fail without ending the run.

@@ -26,7 +26,10 @@ from lightning_rlhf.types import Completion, ConversationTokens, PromptBatch, Ro
 class GivenResponses:
     """Which prompts of a step have a response of the data instead of sampled ones.
 
-    A prompt with a given response has that one response, for any group size. The end token is appended to it.
+    A prompt with a given response has that one response, for any group size. The end token is appended to it. Given
+    responses have no reward, and metrics of rewards and of the engine leave them out; in the files of ``RolloutLog``
+    their ``stop`` is ``given``. The rewards of the sampled responses are awaited before the evaluation. A step then has
+    fewer responses than ``batch_size`` times ``group_size``, and its mini-batches are of about equal size.
 
     Args:
         column: column of the data with the response, a text.

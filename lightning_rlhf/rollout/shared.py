@@ -22,7 +22,8 @@ class SharedEngine(RolloutEngine):
     """An engine that generates for ``ranks`` consecutive ranks: started by the first of them, on the GPUs of all.
 
     On a CPU the completions are the same as those of separate engines. Ranks that split a model have the same prompts;
-    these are generated once, so that the ranks cannot diverge.
+    these are generated once, so that the ranks cannot diverge. All ranks must call the engine equally often, also
+    without prompts.
 
     Args:
         engine: engine that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.

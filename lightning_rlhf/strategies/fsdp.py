@@ -45,10 +45,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
             of processes and of the heads of every model.
         sequence_parallel_size: number of processes that divide the tokens of each row, for long texts. Its product with
-            ``tensor_parallel_size`` divides the number of processes and the heads of every model.
+            ``tensor_parallel_size`` divides the number of processes and the heads of every model; keys are repeated
+            where they have fewer heads. Weights are sharded over these processes too.
         shard_size: number of data ranks over which weights are sharded; further data ranks hold replicas, and their
             gradients are summed. Larger values need less memory, smaller ones less traffic between nodes. None is one
-            node's data ranks in a run on several nodes, else all.
+            node's data ranks in a run on several nodes, else all. A checkpoint is read under any other value.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
         activation_offload: attribute of :class:`RoleStrategy`.
         mlp_tokens: attribute of :class:`RoleStrategy`.

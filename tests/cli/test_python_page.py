@@ -1,13 +1,17 @@
-"""The program of docs/lightning.md runs unchanged, with a small model and few steps."""
+"""The programs of docs/lightning.md and of the README run unchanged, with a small model and few steps."""
 
 import json
 import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from lightning_rlhf.extras.records.metrics_csv import read_metrics
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/lightning.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/lightning.md").read_text()
+README = (ROOT / "README.md").read_text()
 SMALLER = {
     "max_steps=50": "max_steps=2",
     "val_check_interval=10": "val_check_interval=1",
@@ -38,3 +42,25 @@ def test_documented_program_runs(tiny_export, tmp_path, monkeypatch):
     rows = read_metrics(Path("runs/grpo/metrics.csv"))
     assert [float(row["own/longest"]) <= 4 for row in rows if row["own/longest"]] == [True, True]
     assert Path("runs/grpo/lightning_logs").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_program_of_the_readme_runs(tiny_export, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert sum(bool(line.strip()) for line in program.splitlines()) == 8
+    smaller = {
+        "Qwen/Qwen2.5-0.5B-Instruct": str(tiny_export),
+        "max_steps=100": "max_steps=2",
+        "group_size=8": 'group_size=2, engine="transformers", max_response_tokens=4',
+        'tokenizer="': 'batch_size=2, tokenizer="',
+    }
+    for text, other in smaller.items():
+        assert text in program
+        program = program.replace(text, other)
+    Path("program.py").write_text(program)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runpy.run_path("program.py", run_name="__main__")
+    assert len(read_metrics(Path("metrics.csv"))) == 2
+    assert {"report.html", "export", "rollouts"} <= {path.name for path in Path().iterdir()}

@@ -3,7 +3,7 @@
 Batches of seven rows, validation batches of five and responses of different lengths give ranks different numbers of
 rows, tokens and micro-batches; the results are equal because denominators are computed over all ranks.
 
-    python -m tests.distributed.test_parity      measures and prints the table of docs/strategies.md
+    python -m tests.distributed.test_parity      measures and prints the table of docs/tested.md
 """
 
 import math
@@ -236,7 +236,7 @@ def rows_of(text):
 
 
 def test_documented_figures_are_for_these_runs_and_within_these_limits():
-    rows = rows_of((ROOT / "docs/strategies.md").read_text())
+    rows = rows_of((ROOT / "docs/tested.md").read_text())
     assert [(name, int(ranks)) for name, ranks, _ in rows] == STRATEGY_RUNS
     for _, _, figures in rows:
         assert all(float(figure) <= WEIGHTS for figure in figures.split(" | "))

@@ -4,7 +4,7 @@ For each pair, the reader resumes from the writer's checkpoint and writes it aga
 bits of weights, moments, counts and settings, and the same schedules, KL controller and position in the data. Then it
 trains one more step, whose result must equal that of a single process that resumes from the same checkpoint.
 
-    python -m tests.distributed.test_resharding      walks all pairs and prints the table of docs/checkpoints.md
+    python -m tests.distributed.test_resharding      walks all pairs and prints the table of docs/tested.md
 """
 
 import itertools
@@ -145,7 +145,7 @@ def rows_of(text):
 
 
 def test_documented_table_is_for_these_pairs_and_within_these_limits():
-    rows = rows_of((ROOT / "docs/checkpoints.md").read_text())
+    rows = rows_of((ROOT / "docs/tested.md").read_text())
     assert [row[:3] for row in rows] == [(kind, *pair) for kind, (_, pairs) in WALKS.items() for pair in pairs]
     assert all(equal == "equal" and float(error) <= ERROR for *_, equal, error in rows)
 

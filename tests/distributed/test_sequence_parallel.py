@@ -1,7 +1,7 @@
 """Sequence parallelism: scores and gradients of divided rows are those of one process; other models are rejected.
 
 python -m tests.distributed.test_sequence_parallel      measures memory and seconds and prints the table of
-                                                         docs/strategies.md
+                                                         docs/tested.md
 """
 
 import pytest

@@ -91,11 +91,11 @@ class Result(NamedTuple):
 
 
 VERDICTS = {
-    "packed, prompts shared": "Texts are in one row, with the prompt of a group once.",
-    "packed": "Texts are in one row.",
-    "padded": "Texts are padded: the model does not separate texts in one row.",
-    "rejected": "A run ends before its first step, with the reason.",
-    "not compared": "No small form was found that transformers builds and runs; a run compares them at its start, too.",
+    "packed, prompts shared": "Your texts share one row, and a group's prompt is computed once.",
+    "packed": "Your texts share one row.",
+    "padded": "Your texts are padded, because the model does not separate texts in one row.",
+    "rejected": "A run ends before its first step and tells you why.",
+    "not compared": "No small form was found that transformers builds and runs. Your run compares them at its start.",
 }
 
 
@@ -208,12 +208,12 @@ def names() -> list[str]:
 def page(results: list[Result]) -> str:
     """Return the text of the page."""
     introduction = (
-        f"The {len(results)} causal architectures of transformers {transformers.__version__}, each with random weights "
-        f"in a small form: log-probs and gradients of texts in one batch are compared with those of the model's own "
-        f"logits, one text at a time. `python -m tests.models.architectures` repeats the comparison and writes this "
-        f"page. Each run makes a part of it before its first step: the log-probs of a short text by this package's "
-        f"head are compared with those of the model's own logits. Whether vLLM generates with an architecture is a "
-        f"different question."
+        f"Look up the `model_type` of your model here to see how your texts are computed. The list contains all "
+        f"{len(results)} causal architectures of transformers {transformers.__version__}. Each was built in a small "
+        f"form with random weights, and log-probs and gradients of a batch were compared with the model's own logits, "
+        f"one text at a time. Your run repeats a part of this before its first step, with a short text. Whether vLLM "
+        f"generates with an architecture is a different question. `python -m tests.models.architectures` writes this "
+        f"page."
     )
     lines = ["# Architectures", "", *textwrap.wrap(introduction, 118, break_on_hyphens=False), ""]
     for verdict, meaning in VERDICTS.items():

@@ -37,8 +37,9 @@ class DPOModule(PairModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         ref: frozen reference; None takes the actor's source. With LoRA that is the actor without its
             adapters, and no second copy is loaded. ``start``: the actor evaluates all rows before the first update, and
-            these log-probs are the reference, without a second copy and its forward passes. ``none``: no reference, and
-            log-probs take the place of log-ratios; losses such as SimPO have none anyway.
+            these log-probs are the reference, without a second copy and its forward passes: fewer passes with two epochs
+            or more, and the checkpoint contains them. ``none``: no reference, and log-probs take the place of
+            log-ratios; losses such as SimPO have none anyway.
         loss: loss of a pair from its log-ratios.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.

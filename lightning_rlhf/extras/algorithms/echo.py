@@ -22,7 +22,7 @@ class ECHOModule(GRPOModule):
 
     L = policy loss + environment_coef * (sum of -log p over the environment's tokens) / (their number in the mini-batch
     and over all ranks). The policy learns to predict the environment, also where all rewards of a group are equal.
-    prime-rl calls this ECHO; its divisor was not compared.
+    The tokens of images do not count, only those around them. prime-rl calls this ECHO; its divisor was not compared.
 
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.

@@ -33,7 +33,9 @@ class Tools(Environment):
 
     A call that cannot be parsed, an unknown tool, wrong arguments and a ``ToolError`` are mistakes of the policy: it
     receives a message and may try again. Any other exception of a function is a failure of the environment. A function
-    returns a text, an image of Pillow, a list of texts and images, or another value, which becomes JSON.
+    returns a text, an image of Pillow, a list of texts and images, or another value, which becomes JSON. An environment
+    with its own ``step`` may use the class for the calls alone: ``Tools([self.transfer]).step(turn)`` returns a
+    ``Reply`` with the results.
 
     Args:
         functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in

@@ -37,6 +37,8 @@ class TeacherServer(RemoteTeacher):
     tokens, one of them that of the text, with probabilities whose sum is at most 1. A text goes
     to the server with the fewest unfinished texts, and responses to one prompt to the same server. It is sent again
     after a connection error or a timeout, so that a server may be restarted while the run waits or uses the others.
+    The servers' log-probabilities are at temperature 1, so ``temperature`` of RolloutLoop must be 1. Before the models
+    are loaded, the servers must answer, and the texts of 64 tokens must be those of the run's tokenizer.
 
     Args:
         urls: addresses, for example ``http://127.0.0.1:8000``; at least one.

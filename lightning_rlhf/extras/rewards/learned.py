@@ -32,6 +32,13 @@ class LearnedReward:
     loaded at the first call, once per process, from safetensors only and without code from the hub. It reads texts:
     ``<image>`` stands for each image of a prompt.
 
+    The score is normalised with the mean and deviation in the model's ``config.json``, so that it is that of a module's
+    ``reward_model`` for the same tokens; in plain transformers, the logit of an export is the score before. A response
+    that the length limit cut gets no end token. The head may have any of the names that other libraries store:
+    ``score``, OpenRLHF's ``value_head`` with ``mean`` and ``std`` (used with ``normalize_reward: true``), TRL's
+    ``v_head.summary``, LLaMA-Factory's ``value_head.safetensors``, or the two layers of Qwen2.5-Math-RM. Models with
+    several outputs, such as ArmoRM, are refused with the names of their tensors.
+
     Args:
         path: directory written by ``save_pretrained``, or hub id.
         revision: branch, tag or commit of the hub repository.

@@ -31,7 +31,7 @@ class CodeExecution:
     - ``[{"input": "2 3", "output": "5"}]``: the program reads stdin and writes stdout,
     - ``[{"name": "add", "args": [2, 3], "expected": 5}]``: a function of the program is called,
     - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either kind, in the format of APPS, TACO and
-      CodeContests.
+      CodeContests. Results that APPS wraps into a list are correct with and without it.
 
     Args:
         sandbox: sandbox that runs the programs; None uses bubblewrap. The constructor tests it and raises an error if

@@ -56,14 +56,19 @@ _PROOF_BOUNDS = {"float32": 1e-2, "bfloat16": 1.0}  # largest differences of log
 class VLLMServerEngine(RolloutEngine):
     """Engine for one or more vLLM servers that the user starts; docs/rollouts.md has the command.
 
-    The first rank pushes the weights to all servers, every rank distributes its own prompts between them. A server
+    The first rank pushes the weights to all servers with vLLM's weight-transfer API: running requests end, the weights
+    are replaced, and the prefix cache is emptied. Every rank distributes its own prompts between the servers. A server
     labels each token with the version of the weights that generated it. One that dies, hangs or has other weights is
     left out until it works again and has the weights of the last push; its requests are generated again from their
-    seeds.
+    seeds. A request that fails on a server that works otherwise, as on a bad network, is sent three times.
+
+    Requests go to the server with the fewest unfinished ones. Up to a difference of eight, the responses to one prompt
+    and the turns of one conversation go to the server whose cache contains the longest beginning of their text.
 
     Args:
         urls: address, for example ``http://127.0.0.1:8000``, several addresses, or the path of a file ``*.txt`` with
-            one in each line, which is read again before each push.
+            one in each line, which is read again before each push; environment variables in the path are replaced. A
+            new server gets requests when it has the weights, a server that was removed from the file gets no more.
         key_variable: environment variable with the servers' API key; required for a server on another machine.
         ranks: number of consecutive ranks that split the trained model and so have the same prompts.
         timeout: longest wait for a server to start, for one to be used again, and for one response, in seconds.

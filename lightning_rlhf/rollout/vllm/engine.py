@@ -63,9 +63,10 @@ class VLLMEngine(RolloutEngine):
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
         push_within_gpu: whether weights are pushed through a buffer on each GPU that trainer and engine share (256 MiB,
-            or the largest parameter), with ``max_staleness`` of 0. An engine on several GPUs must be shared by as many
-            ranks (:class:`~lightning_rlhf.rollout.shared.SharedEngine`). If the engine cannot map a buffer, weights
-            are pushed through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
+            or the largest parameter), with ``max_staleness`` of 0. The buffers are freed after the push. An engine on
+            several GPUs must be shared by as many ranks (:class:`~lightning_rlhf.rollout.shared.SharedEngine`). If the
+            engine cannot map a buffer, weights are pushed through memory of the host, with a warning. Must be False on
+            a CPU. Not tested on a GPU yet.
         unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
             ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
             loads them at once, and the responses continue with the new weights and the keys and values of the old

@@ -1,4 +1,4 @@
-"""Tables of ``docs/scaling.md``: ``python -m benchmarks.scaling_tables docs/scaling.md`` rewrites them."""
+"""Tables of ``docs/scaling_tables.md``: ``python -m benchmarks.scaling_tables docs/scaling_tables.md`` rewrites them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of ``docs/scaling_tables.md``: ``python -m benchmarks.scaling_tables docs/scaling_tables.md`` rewrites them."""
+"""Tables of ``docs/scaling_tables.md``; ``python -m benchmarks.scaling_tables`` with its path rewrites them."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from lightning_rlhf.extras.migration.parts import table
 ROOT = Path(__file__).resolve().parents[1]
 _TRL = """# Every option of TRL
 
-What each option of TRL 1.16 is here, or why it is not here. [From TRL](from_trl.md) shows whole configurations first.
-`lightning-rlhf new my_task --from-trl config.json` writes a configuration from yours, and lists what it could not carry
-over.
+Look up what an option of TRL 1.16 is here, or why you won't find it. [From TRL](from_trl.md) shows whole configurations
+first. `lightning-rlhf new my_task --from-trl config.json` writes a configuration from yours, and lists what it could
+not carry over.
 Options that a class shares with others are in the first tables.
 
 <!-- The tables are written by: python -m tests.migration_page -->
@@ -18,9 +18,9 @@ Options that a class shares with others are in the first tables.
 
 _VERL = """# Every option of verl's scripts
 
-What each option is here that verl's example scripts set, or why it is not here. [From verl](from_verl.md) shows a whole
-script first. `lightning-rlhf new my_task --from-verl run.sh` writes a configuration from yours, without executing it,
-and lists what it could not carry over. `*` stands for any further parts of a name.
+Look up what an option of verl's example scripts is here, or why you won't find it. [From verl](from_verl.md) shows a
+whole script first. `lightning-rlhf new my_task --from-verl run.sh` writes a configuration from yours, without executing
+it, and lists what it could not carry over. `*` stands for any further parts of a name.
 
 <!-- The tables are written by: python -m tests.migration_page -->
 """
@@ -29,7 +29,8 @@ and lists what it could not carry over. `*` stands for any further parts of a na
 OTHERS = {"openrlhf": "OpenRLHF", "axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "swift": "ms-swift"}
 _OTHER = """# Every option of {title}
 
-What each option of {title} is here, or why it is not here. Options that several of its programs share have one table.
+Look up what an option of {title} is here, or why you won't find it. Options that several of its programs share stand in
+one table.
 
 <!-- The tables are written by: python -m tests.migration_page -->
 """

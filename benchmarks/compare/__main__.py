@@ -215,7 +215,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
-- We help TRL twice. On CPUs it would compute the logits of all tokens: here it computes those of responses only, in
+- We help TRL twice. On CPUs it would compute the logits of all tokens: here it computes the responses' only, in
   about 0.6 times the seconds with SmolLM2. Its vLLM does not run on CPUs as released: here it reloads packed weights in
   the dtype of the row.
 - With AVX-512, lightning-rlhf computes float32 products with oneDNN, TRL with MKL as torch does. On AMD's processors

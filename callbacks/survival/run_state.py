@@ -46,20 +46,20 @@ _PACKAGES = (
 class RunState(Callback):
     """Adds to each checkpoint the state that Lightning leaves out, and writes ``env.json``.
 
-    Lightning restores models, optimizers, schedulers, counters and the position in the data. This adds the state of
-    every random generator, the last metrics, and whether a validation was due, which then runs. The policy version is
-    the Trainer's ``global_step``; KLControl stores the KL coefficient. A checkpoint saved during a validation has the
-    state at its start: the validation runs again.
+    Lightning restores models, optimizers, schedulers, counters and the position in the data. RunState adds the state of
+    every random generator, the last metrics, and whether a validation was due. If one was due, it runs after you
+    resume. The policy version is the Trainer's ``global_step``, and KLControl stores the KL coefficient. A checkpoint
+    saved during a validation contains the state at its start, so the validation runs again.
 
-    A checkpoint also contains a description of data, seed, batch sizes, sampling, rewards, models and algorithm. A
-    resumed run logs a warning for each change. Another seed, other training rows, another order or another batch size
-    raise an error, because the position in the data would then refer to other rows: some would be used twice, others
-    never.
+    A checkpoint also describes data, seed, batch sizes, sampling, rewards, models and algorithm. If you change one of
+    them and resume, you get a warning for each change. Another seed, other training rows, another order or another
+    batch size raise an error, because the position in the data would then refer to other rows. Some rows would be used
+    twice, others never.
 
-    A checkpoint contains the random state of each rank. If the number of ranks is the same, each restores its state,
-    and on a CPU the run continues bit for bit. With another number of ranks, each rank's generators are seeded from the
-    run's seed, the step and the rank, so that every resume draws the same numbers; prompts, responses and mini-batches
-    have derived seeds and do not change.
+    Each rank's random state is saved. If you resume on as many ranks, each restores its own, and on a CPU the run
+    continues bit for bit. With another number of ranks, each rank's generators are seeded from the run's seed, the step
+    and the rank, so that every resume draws the same numbers. Prompts, responses and mini-batches use derived seeds and
+    do not change.
 
     Args:
         allow_other_data: whether to resume although the position in the data refers to other rows.
@@ -129,9 +129,8 @@ class RunState(Callback):
         kinds, expected = ([set(without_lengths(state)) for state in states] for states in (new, stored))
         if kinds != expected:
             raise UsageError(
-                f"the learning-rate schedules differ in kind from those of the checkpoint ({len(stored)} in the "
-                f"checkpoint, {len(new)} configured): configure the same schedules, or start a new run from an export, "
-                f"with new optimizers"
+                f"you configure other kinds of learning-rate schedules than the checkpoint ({len(new)} configured, "
+                f"{len(stored)} in the checkpoint): configure the same ones, or start a new run from an export"
             )
 
     def _compare(self, stored: dict[str, str]) -> None:

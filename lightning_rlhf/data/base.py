@@ -168,7 +168,7 @@ class RowsDataModule(LightningDataModule):
         check_options(self.chat_template_kwargs)
         self.tools, self.roles = tool_schemas(tools or []), check_roles(roles)
         if as_messages and split_after is not None:
-            raise UsageError("split_after splits plain text, which as_messages makes messages of: set only one of them")
+            raise UsageError("split_after splits plain text, but as_messages makes it messages: set only one of them")
         markers = as_messages if isinstance(as_messages, dict) else None
         self.text_messages = TextMessages(markers) if as_messages else None
         self.image_settings = images or ImageSettings()

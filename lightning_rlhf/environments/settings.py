@@ -189,6 +189,6 @@ def _check_method(factory: type, name: str, passed: Sequence[str]) -> None:
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if unknown := [parameter for parameter in required if parameter not in passed]:
         raise UsageError(
-            f"{factory.__qualname__}.{name}() has the argument {unknown[0]!r}, which is not passed to it: it may have "
-            f"the arguments {', '.join(passed) or 'none'}"
+            f"{factory.__qualname__}.{name}() has the argument {unknown[0]!r}, but nothing passes it: it gets "
+            f"{', '.join(passed) or 'no arguments'}"
         )

@@ -150,6 +150,6 @@ def check_head(model: str, logprobs: ShortTextLogprobs, is_exact: bool) -> None:
     if not apart(logprobs.models) <= bound:
         raise UsageError(
             f"{model} has a head that lightning-rlhf does not support: log-probabilities of a short text differ by "
-            f"{apart(logprobs.models):.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
+            f"{apart(logprobs.models):.2g} nats on average from the model's own (allowed: {bound:g}). "
             f"Use another model, or report the architecture"
         )

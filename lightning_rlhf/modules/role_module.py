@@ -246,8 +246,8 @@ class RoleModule(LightningModule):
                 check_quantization(name, quantization, has_adapters=source.lora is not None)
             if not self.role_strategy.keeps_whole_weights:
                 raise UsageError(
-                    f"{type(self.trainer.strategy).__name__} shards weights, and those of the {name} are stored in "
-                    f"{quantization}, which is not supported: use rlhf_ddp, rlhf_single or rlhf_deepspeed_stage_2"
+                    f"{type(self.trainer.strategy).__name__} shards weights, but it cannot shard weights in "
+                    f"{quantization}, as the {name}'s are: use rlhf_ddp, rlhf_single or rlhf_deepspeed_stage_2"
                 )
 
     @classmethod

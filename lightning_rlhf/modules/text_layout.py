@@ -120,8 +120,8 @@ class TextLayout:
             return self._split(batch)
         if breaks_of(batch) and int(batch.total_lengths.max()) > self.rotary_lengths[0]:
             raise UsageError(
-                f"a conversation with several branches has more than {self.rotary_lengths[0]} tokens, from which on "
-                f"the model has other rotary frequencies (longrope): set max_response_tokens so that it has fewer"
+                f"a conversation with several branches exceeds {self.rotary_lengths[0]} tokens, where the "
+                f"model changes its rotary frequencies (longrope): lower max_response_tokens"
             )
         kinds = torch.bucketize(batch.total_lengths.cpu(), torch.tensor(self.rotary_lengths))
         micro_batches = []

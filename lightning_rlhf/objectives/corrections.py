@@ -75,7 +75,7 @@ class RolloutCorrection:
         if self.lower is not None and not 0 <= self.lower <= self.upper:
             raise UsageError(f"lower must lie in [0, upper], got {self.lower} with upper {self.upper}")
         if self.batch_normalize and (self.level is None or self.bypass):
-            raise UsageError("batch_normalize needs a level, and cannot go with bypass, which weighs micro-batches")
+            raise UsageError("batch_normalize needs a level, and does not work with bypass, which weighs micro-batches")
         names = [rejection.name for rejection in self.rejections]
         if len(set(names)) < len(names):
             raise UsageError(f"rejections must differ in statistic or level, got {', '.join(names)}")

@@ -122,7 +122,7 @@ def test_resume_with_other_kinds_of_schedules_is_rejected(fit, config):
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 2
     message = (
-        "the learning-rate schedules differ in kind from those of the checkpoint (0 in the checkpoint, 1 configured)"
+        "you configure other kinds of learning-rate schedules than the checkpoint (1 configured, 0 in the checkpoint)"
     )
     assert message in result.err
     assert fit(config).code == 0

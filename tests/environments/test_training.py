@@ -377,8 +377,8 @@ class StepOnly:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (NeedsMore, r"NeedsMore.step\(\) has the argument 'answer', .* may have the arguments text, calls, turn"),
-        (NeedsLess, r"NeedsLess.reset\(\) has the argument 'column', .* may have the arguments row, seed"),
+        (NeedsMore, r"NeedsMore.step\(\) has the argument 'answer', .* gets text, calls, turn"),
+        (NeedsLess, r"NeedsLess.reset\(\) has the argument 'column', .* gets row, seed"),
     ],
 )
 def test_methods_with_unpassed_arguments_are_rejected(factory, message):

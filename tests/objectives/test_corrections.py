@@ -604,7 +604,7 @@ def test_correction_and_preset_can_be_configured_in_yaml(written, expected):
         ({"upper": 0.0}, r"^upper must be positive, got 0.0$"),
         ({"lower": 3.0}, r"^lower must lie in \[0, upper\], got 3.0 with upper 2.0$"),
         ({"lower": -0.1}, r"^lower must lie in \[0, upper\], got -0.1 with upper 2.0$"),
-        ({"batch_normalize": True}, r"^batch_normalize needs a level, and cannot go with bypass"),
+        ({"batch_normalize": True}, r"^batch_normalize needs a level, and does not work with bypass"),
         ({"batch_normalize": True, "level": "token", "bypass": True}, r"^batch_normalize needs a level"),
         (
             {"rejections": (Rejection("k3", "token", 1.0), Rejection("k3", "token", 2.0))},

@@ -594,7 +594,7 @@ def test_completion_that_no_engine_sends_is_nonsense(restarted, monkeypatch, cap
         ([1, 2, 3], False, "3 tokens for a request of at most 2"),
         ([6, 7, 1, 1], True, None),
         ([6, 7, 1, 1, 1], True, "5 tokens for a request of at most 4"),
-        ([6, 8, 1, 1], True, "other tokens than those of the prompt, whose log-probabilities were requested"),
+        ([6, 8, 1, 1], True, "log-probabilities of other tokens than the prompt's"),
         ([60, 61], False, "token 61; the actor has tokens 0 to 60"),
         ([60, -1], False, "token -1; the actor has tokens 0 to 60"),
         ([60], False, None),

@@ -39,7 +39,7 @@ class KTOModule(DPOModule):
         if not self.has_reference or self.sft_coef:
             raise UsageError("KTO needs a reference and has no supervised term: remove ref: none and sft_coef")
         if self.start_logprobs is not None:
-            raise UsageError("KTO also evaluates prompts with responses to others, which ref: start has not: remove it")
+            raise UsageError("KTO also evaluates prompts with responses to others, but ref: start does not: remove it")
         self.loss = loss
 
     def setup(self, stage: str) -> None:

@@ -120,7 +120,6 @@ def _fill(model: nn.Module, role: str, module_state: dict[str, Any]) -> None:
     different += [name for name, value in state.items() if name in expected and value.shape != expected[name].shape]
     if different:
         raise UsageError(
-            f"the {role} of the checkpoint and that of the configuration differ in {different[0]}: use the "
-            f"configuration of the run"
+            f"the checkpoint's {role} and the configuration's differ in {different[0]}: use that run's configuration"
         )
     model.load_state_dict(state, strict=False)

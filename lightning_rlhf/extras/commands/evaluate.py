@@ -184,7 +184,7 @@ def _check_rewards(rewards: Sequence[RewardFunction], rows: Sequence[ResponseRow
         raise UsageError(f"set --reward, because the file has no column {ENVIRONMENT_REWARDS!r}")
     if ENVIRONMENT_REWARDS in of_conversations and ENVIRONMENT in [reward.label for reward in rewards]:
         raise UsageError(
-            f"a reward function has the name {ENVIRONMENT!r}, which is that of the rewards in the column "
+            f"a reward function has the name {ENVIRONMENT!r}, but so have the rewards in the column "
             f"{ENVIRONMENT_REWARDS!r}: rename the function"
         )
     sources = {row.source for row in rows}

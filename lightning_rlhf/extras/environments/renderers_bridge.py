@@ -106,8 +106,8 @@ def _make_renderer(tokenizer: PreTrainedTokenizerBase, name: str | None, options
     name = name or MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
     if name is None:
         raise UsageError(
-            f"the package renderers has no renderer for the model {tokenizer.name_or_path!r}: set renderer of the "
-            f"environment to that of the model's family, one of {known}"
+            f"the package renderers has no renderer for the model {tokenizer.name_or_path!r}: set the "
+            f"environment's renderer to the one for its family, one of {known}"
         )
     try:
         # A row keeps the thoughts of all turns, even if the template removes those of earlier turns.

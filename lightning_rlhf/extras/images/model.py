@@ -294,7 +294,7 @@ def _feature_index(input_ids: Tensor, counts: Sequence[int], numbers: Tensor, im
         row = int((expected != actual).nonzero()[0])
         raise UsageError(
             f"a text has {int(actual[row])} image tokens, but its images have {int(expected[row])} features: the "
-            f"processor is not that of the model, or a text contains image tokens without an image"
+            f"processor belongs to another model, or a text contains image tokens without an image"
         )
     ordinal = (is_image.cumsum(1) - 1).clamp(min=0)
     which = torch.searchsorted(ends, ordinal, right=True).clamp(max=numbers.shape[1] - 1)

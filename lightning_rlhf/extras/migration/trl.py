@@ -109,7 +109,7 @@ def trainer_of(options: Mapping[str, Any]) -> str:
     for trainer, marks in _MARKS.items():
         if not marks.isdisjoint(options):
             return trainer
-    raise UsageError(f"the options do not show whose they are: add --trainer {', '.join(SECTIONS_OF)}")
+    raise UsageError(f"the options do not show which trainer they are for: add --trainer {', '.join(SECTIONS_OF)}")
 
 
 def doubt_about(options: Mapping[str, Any]) -> list[str]:

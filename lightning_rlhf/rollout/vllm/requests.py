@@ -168,7 +168,7 @@ def check_tokens(token_ids: Sequence[int], request: dict[str, Any], vocabulary: 
     if echoed and "images" in request:  # vLLM may expand them to other tokens, which check_expansion reports
         return
     if list(token_ids[: len(echoed)]) != echoed:
-        raise RunError("other tokens than those of the prompt, whose log-probabilities were requested")
+        raise RunError("log-probabilities of other tokens than the prompt's")
     if len(token_ids) > len(echoed) + sampling["max_tokens"]:
         raise RunError(f"{len(token_ids)} tokens for a request of at most {len(echoed) + sampling['max_tokens']}")
     if unknown := [token for token in token_ids[len(echoed) :] if not 0 <= token < vocabulary]:

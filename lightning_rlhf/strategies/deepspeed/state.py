@@ -229,8 +229,8 @@ def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -
             other, known = numbers.setdefault((id(flat), kind), (name, number))
             if known != number:
                 raise UsageError(
-                    f"in the checkpoint, {kind} of the {stored.folder.name}'s {name} is {number}, and that of {other} "
-                    f"is {known}, but DeepSpeed has one {kind} for both: use rlhf_single, rlhf_ddp or rlhf_fsdp"
+                    f"in the checkpoint, {kind} of the {stored.folder.name}'s {name} is {number}, and {other}'s is "
+                    f"{known}, but DeepSpeed keeps one {kind} for both: use rlhf_single, rlhf_ddp or rlhf_fsdp"
                 )
             of_torch = type(pieces.inner).__module__.startswith("torch.")
             if of_torch:  # DeepSpeed's optimizers count steps in Python

@@ -201,9 +201,7 @@ def test_function_must_not_have_the_name_of_an_environment_reward(capsys):
     row = {"prompt": "p", "responses": ["a"], "environment_rewards": [0.5]}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert evaluate.run(["rows.jsonl", "--reward", "own.py:environment"]) == 2
-    assert (
-        "a reward function has the name 'environment', which is that of the rewards in the" in capsys.readouterr().err
-    )
+    assert "a reward function has the name 'environment', but so have the rewards in the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["0.5", True, [1.0]])

@@ -140,7 +140,7 @@ def test_renderer_that_changes_earlier_tokens_ends_the_conversation(tokenizer, f
         (
             None,
             {},
-            "no renderer for the model '.*': set renderer of the environment to that of the model's family, one of ",
+            "no renderer for the model '.*': set the environment's renderer to the one for its family, one of ",
         ),
     ],
 )

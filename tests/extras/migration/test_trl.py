@@ -328,7 +328,7 @@ def test_losses_of_dpo_and_kto():
         ('{"num_generations": 2, "reward_funcs": ["a"], "reward_weights": [1, 2]}', "has 2 numbers for 1 reward_funcs"),
         (
             '{"learning_rate": 1}',
-            "the options do not show whose they are: add --trainer sft, dpo, kto, reward, orpo, cpo",
+            "the options do not show which trainer they are for: add --trainer sft, dpo, kto, reward, orpo, cpo",
         ),
     ],
 )

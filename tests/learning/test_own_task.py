@@ -41,11 +41,16 @@ def followed(tmp_path_factory):
 
 
 def test_files_equal_those_in_the_section():
-    row = re.search(r"```json\n(.*?)\n```", SECTION, re.DOTALL)[1]
+    row = re.search(r"`(\{.*?\})`", SECTION)[1]
     rows = (ROOT / "examples/own_task/train.jsonl").read_text().splitlines()
     assert row in rows
     assert len(rows) == 1500
-    assert (ROOT / "examples/own_task/reward.py").read_text() in SECTION
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    task = (ROOT / "examples/own_task/reward.py").read_text()
+    shown, used = (re.search(r"^def right\(.*\):", text, re.MULTILINE)[0] for text in (program, task))
+    assert shown == used
+    shown, used = (re.search(r"^    return .*$", text, re.MULTILINE)[0] for text in (program, task))
+    assert shown == used.replace(", strict=True", "")  # the line of the README is shorter
 
 
 def test_commands_print_no_warnings(followed):
